@@ -1,4 +1,5 @@
-"""Build hook: compiles the native camera-JPEG decoder into the package, where there is a C compiler.
+"""Build hook: compiles the native camera-JPEG decoder into the package, where there is a C
+compiler.
 
 Without one the package installs and works as well, slower; `fuelrail doctor` says so.
 """
@@ -25,8 +26,8 @@ class NativeDecoderHook(BuildHookInterface):  # type: ignore[type-arg]  # the co
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile in place; a library in the wheel makes it one of this platform, for any Python 3.
 
-        An editable install finds the halls by links in the package's face. A checkout has them; an sdist cannot hold
-        links, so they are made here.
+        An editable install finds the halls by links in the package's face. A checkout has them; an
+        sdist cannot hold links, so they are made here.
         """
         for hall in HALLS if version == "editable" else ():
             link = Path(self.root) / FACE / hall

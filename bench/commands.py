@@ -1,4 +1,6 @@
-"""``fuelrail bench WORD``: the harness on the command line; and ``inspect``, which may need a loader."""
+"""``fuelrail bench WORD``: the harness on the command line; and ``inspect``, which may need a
+loader.
+"""
 
 from __future__ import annotations
 

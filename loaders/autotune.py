@@ -1,12 +1,15 @@
-"""Find the best numbers of decoding threads and of ready batches while the trainer runs, for ``num_workers="auto"``.
+"""Find the best numbers of decoding threads and of ready batches while the trainer runs, for
+``num_workers="auto"``.
 
-The tuner acts only while the trainer waits for data, since more threads gain nothing otherwise: one change at a time,
-kept if batches come measurably faster with it, else taken back. What to change, the stages' clocks say: a stage that
-is busy all the time gets a thread more; where none is, batches come in bursts, and more of them in store even those
-out; where decoding has all the threads it may have, one fewer is tried, for threads beyond the cores that are really
-free get into each other's way, and into the trainer's. When nothing helps it rests, longer each time.
+The tuner acts only while the trainer waits for data, since more threads gain nothing otherwise: one
+change at a time, kept if batches come measurably faster with it, else taken back. What to change,
+the stages' clocks say: a stage that is busy all the time gets a thread more; where none is, batches
+come in bursts, and more of them in store even those out; where decoding has all the threads it may
+have, one fewer is tried, for threads beyond the cores that are really free get into each other's
+way, and into the trainer's. When nothing helps it rests, longer each time.
 
-The order of samples and every byte of a batch are the same for any choice. Changes go to the log at INFO.
+The order of samples and every byte of a batch are the same for any choice. Changes go to the log at
+INFO.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _SATURATED: Final = 0.85
 _GAIN: Final = 1.03
 """A change is kept if the rate grows by this factor: less is noise."""
 _PAUSE: Final = 0.5
-"""A window of which one step took this share holds a pause (validation, a checkpoint) and says nothing."""
+"""A window of which one step took this share holds a pause (validation, a checkpoint) and says
+nothing.
+"""
 _REST_WINDOWS: Final = 8
 _LONGEST_REST: Final = 512
 _MOST_READY: Final = 16
@@ -52,7 +57,9 @@ def decode_ahead(num_workers: int, batch_size: int) -> int:
 
 
 def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
-    """Count the batch buffers in use at most: ready, in decoding, in assembly, at the trainer, just given up."""
+    """Count the batch buffers in use at most: ready, in decoding, in assembly, at the trainer,
+    just given up.
+    """
     return tuning.ready + 3 + -(-decode_ahead(tuning.num_workers, batch_size) // batch_size)
 
 
@@ -66,8 +73,8 @@ def make_tuner(
     """Return the tuner of a loader; None without a budget.
 
     It starts with this rank's CPUs and ``ready`` batches, within the budget.
-    ``lanes`` is for a decoder on a GPU: its least and largest number of threads, for any CPUs. Raises ConfigError
-    where the memory does not hold the batches that are in flight at the least.
+    ``lanes`` is for a decoder on a GPU: its least and largest number of threads, for any CPUs.
+    Raises ConfigError where the memory does not hold the batches that are in flight at the least.
     """
     if budget is None:
         return None
@@ -78,18 +85,21 @@ def make_tuner(
     start = Tuning(min(share, cpus) if lanes is None else fewest, ready)
     spare = memory_bytes // batch_bytes - batches_in_flight(start, batch_size)
     if spare < 0 and budget.memory_bytes is not None:
-        needed = batches_in_flight(start, batch_size) * batch_bytes
+        bytes_in_flight = batches_in_flight(start, batch_size) * batch_bytes
         raise ConfigError(
-            f"budget: memory_bytes={memory_bytes} does not hold the {needed} bytes of batches in flight; "
-            "give more, or lower batch_size, prefetch_factor or the image size"
+            f"budget: memory_bytes={memory_bytes} does not hold the {bytes_in_flight} bytes "
+            "of batches in flight; give more, or lower batch_size, prefetch_factor or the "
+            "image size"
         )
     fixed = batches_in_flight(Tuning(cpus, 0), batch_size)
-    most = memory_bytes // batch_bytes - fixed
-    return Autotuner(start, Tuning(cpus, max(ready, min(most, _MOST_READY))), fewest=fewest)
+    num_ready = memory_bytes // batch_bytes - fixed
+    return Autotuner(start, Tuning(cpus, max(ready, min(num_ready, _MOST_READY))), fewest=fewest)
 
 
 class _Window(NamedTuple):
-    """What happened in one window: batches a second, share of the time waited, each stage's share of time in work."""
+    """What happened in one window: batches a second, share of the time waited, each stage's
+    share of time in work.
+    """
 
     rate: float
     waiting: float
@@ -97,7 +107,9 @@ class _Window(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """A change under test: what was before, the rate then, and the windows left until it is judged."""
+    """A change under test: what was before, the rate then, and the windows left until it is
+    judged.
+    """
 
     before: Tuning
     rate: float
@@ -107,14 +119,14 @@ class _Trial(NamedTuple):
 class Autotuner:
     """Tunes one loader: it receives the time of every batch and sometimes returns a new tuning.
 
-    ``start`` is where it begins, ``most`` what it stays within, ``fewest`` the least number of threads. A decision
-    depends only on the values given to it.
+    ``start`` is where it begins, ``most`` what it stays within, ``fewest`` the least number of
+    threads. A decision depends only on the values given to it.
     """
 
     def __init__(
         self,
         start: Tuning,
-        most: Tuning,
+        limits: Tuning,
         *,
         fewest: int = 1,
         window_s: float = WINDOW_S,
@@ -122,7 +134,9 @@ class Autotuner:
     ) -> None:
         self.tuning = start
         self._fewest = fewest
-        self.most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
+        self.limits = Tuning(
+            max(start.num_workers, limits.num_workers), max(start.ready, limits.ready)
+        )
         self._window_s = window_s
         self._window_batches = window_batches
         self._trial: _Trial | None = None
@@ -141,7 +155,9 @@ class Autotuner:
         self._clocks: Sequence[StageClock] = ()
 
     def due(self, now_s: float) -> bool:
-        """Note that a batch was handed out; whether a window is full, and :meth:`update` should be called."""
+        """Note that a batch was handed out; whether a window is full, and :meth:`update` should
+        be called.
+        """
         if self._start_s is None:
             return True
         self._longest_s = max(self._longest_s, now_s - self._last_s)
@@ -237,14 +253,14 @@ class Autotuner:
     def _changes(self, window: _Window) -> list[Tuning]:
         """Return the changes to try, most promising first."""
         now = self.tuning
-        most = self.most
+        limits = self.limits
         more = now._replace(
-            num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers)
+            num_workers=min(now.num_workers + max(1, now.num_workers // 4), limits.num_workers)
         )
         fewer = now._replace(
             num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8))
         )
-        ahead = now._replace(ready=min(now.ready + 1, most.ready))
+        ahead = now._replace(ready=min(now.ready + 1, limits.ready))
         working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
         ideas = [more, fewer] if working >= _SATURATED else [ahead, more]
         return [idea for idea in ideas if idea != now]

@@ -51,9 +51,10 @@ def _run_view(args: argparse.Namespace) -> int:
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:
-        if given := given_flags(args, ViewOptions):
+        if flags_given := given_flags(args, ViewOptions):
             raise ConfigError(
-                f"--rerun records the stored images, so it cannot be combined with {min(given.values())}"
+                "--rerun records the stored images, so it cannot be combined with "
+                f"{min(flags_given.values())}"
             )
         print(f"{record_clip(args.dataset, args.key, recording).as_text()} -> {recording}")  # noqa: T201
         return 0
@@ -85,7 +86,9 @@ COMMANDS = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report; ``advice`` says how to get a faster decoder, empty where there is nothing to do."""
+    """One line of the report; ``advice`` says how to get a faster decoder, empty where there is
+    nothing to do.
+    """
 
     subject: str
     state: str
@@ -109,7 +112,9 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 def doctor() -> DoctorReport:
-    """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not loaded."""
+    """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not
+    loaded.
+    """
     findings = [
         Finding("decoder=auto", "uses turbo, the fastest CPU decoder"),
         _turbo(),
@@ -179,15 +184,17 @@ def _dali() -> list[Finding]:
     """Return whether DALI can be used, and what decodes with it on a GPU."""
     import torch
 
-    found = dali_install.installed_dali()
-    if found is None:
+    dali_package = dali_install.installed_dali()
+    if dali_package is None:
         state = "NVIDIA DALI is not installed"
         advice = dali_install.what_to_install()
-    elif found.problem:
-        state = f"not ready: {found.problem}"
-        advice = found.advice
+    elif dali_package.problem:
+        state = f"not ready: {dali_package.problem}"
+        advice = dali_package.advice
     else:
-        state = f"ready: {found}; on the CPU it decodes in full size and is slower than turbo"
+        state = (
+            f"ready: {dali_package}; on the CPU it decodes in full size and is slower than turbo"
+        )
         advice = (
             "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
         )
@@ -204,7 +211,10 @@ def _jpegtran() -> Finding:
         return Finding(
             "jpegtran",
             "not installed",
-            "it writes restart markers, with which crops decode faster: Debian package libjpeg-turbo-progs",
+            (
+                "it writes restart markers, with which crops decode faster: Debian package "
+                "libjpeg-turbo-progs"
+            ),
         )
     return Finding(
         "jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster"
@@ -214,10 +224,11 @@ def _jpegtran() -> Finding:
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
     """Serve a loader's :meth:`~fuelrail.DataLoader.stats` at ``http://HOST:PORT/metrics``.
 
-    ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
-    answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:
-    :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``, ``rank`` and ``world_size``. The server
-    does not keep the loader alive. Raises ConfigError if the port is not available.
+    ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 +
+    local_rank``. The answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it.
+    Metrics and labels: :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``,
+    ``rank`` and ``world_size``. The server does not keep the loader alive. Raises ConfigError if
+    the port is not available.
     """
     from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics
 
@@ -229,7 +240,7 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
     alive = weakref.ref(loader)
 
     def collect() -> list[Metric]:
-        there = alive()
-        return [] if there is None else loader_metrics(there.stats(), labels)
+        current_loader = alive()
+        return [] if current_loader is None else loader_metrics(current_loader.stats(), labels)
 
     return MetricsServer(collect, port=port, host=host)

@@ -47,8 +47,9 @@ BoxFrame: TypeAlias = Literal["ego", "lidar"]
 _BOOL: Final = must_be("True or False")
 _COUNT: Final = must_be("an integer >= 1")
 _WORKERS: Final = must_be(
-    "an integer from 1 to 4096, 'auto', a Budget or None: it is the number of threads that decode in "
-    "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
+    "an integer from 1 to 4096, 'auto', a Budget or None: it is the number of threads that "
+    "decode in this process, not of worker processes, so 0 is not possible; leave it out "
+    "for one thread for each CPU of this rank"
 )
 _RATIOS: Final = must_be(
     'a dict with an integer >= 1 for each dataset, such as {"city": 3}, a list of MixStage, or None'
@@ -56,13 +57,19 @@ _RATIOS: Final = must_be(
 
 _OWN_RANK: Final = "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"  # noqa: E501
 _TORCH_ONLY: Final = {
-    "sampler": f"the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; {_OWN_RANK}",
-    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets; "
-    f"{_OWN_RANK}",
+    "sampler": (
+        "the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; "
+        f"{_OWN_RANK}"
+    ),
+    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` "
+    f"sets; {_OWN_RANK}",
     "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
     "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
     "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
-    "timeout": "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage may take",
+    "timeout": (
+        "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage "
+        "may take"
+    ),
     "generator": "all randomness comes from `seed`, so that any rank can resume it",
     "pin_memory_device": "with `device='cuda:N'` batches are pinned and copied to that device",
 }
@@ -70,7 +77,9 @@ _TORCH_ONLY: Final = {
 
 @functools.lru_cache(maxsize=64)
 def _column(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers as float32 (n, 1, 1) on a device, the same tensor each time: making it is a blocking copy."""
+    """Return numbers as float32 (n, 1, 1) on a device, the same tensor each time: making it is a
+    blocking copy.
+    """
     import torch  # here and below: takes seconds, and settings are read without it
 
     return torch.tensor(levels, dtype=torch.float32, device=device)[:, None, None]
@@ -80,15 +89,16 @@ class Normalize(Settings, frozen=True):
     """How ``img`` becomes floating point: (channel - mean) / std, computed in float32, then cast.
 
     Attributes:
-        mean, std: of grey levels 0 to 255, for the channels in ``channel_order``. The defaults are ImageNet's, RGB.
-            Mean 0 and deviation 1 leave 0 to 255, deviation 255 gives 0 to 1.
-            (BEVDet applies the RGB numbers to BGR channels: ``channel_order="bgr"`` and the defaults.)
+        mean, std: of grey levels 0 to 255, for the channels in ``channel_order``. The defaults are
+            ImageNet's, RGB. Mean 0 and deviation 1 leave 0 to 255, deviation 255 gives 0 to 1.
+            (BEVDet applies the RGB numbers to BGR channels: ``channel_order="bgr"`` and the
+            defaults.)
         channel_order: ``"rgb"`` or ``"bgr"`` of the result.
         dtype: of the result.
         channels_last: memory format of each image; the shape stays [..., 3, H, W].
 
-    Raises ConfigError for a standard deviation that is not above 0, and for values of the scale 0 to 1, which
-    torchvision and timm have.
+    Raises ConfigError for a standard deviation that is not above 0, and for values of the scale 0
+    to 1, which torchvision and timm have.
     """
 
     mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
@@ -101,7 +111,8 @@ class Normalize(Settings, frozen=True):
         """Refuse what cannot be meant."""
         if not all(level > 0.0 for level in self.std):
             raise ConfigError(f"std={list(self.std)} must be three numbers above 0")
-        # Of grey levels, a mean of 1 is black, and a deviation below 1 spreads the levels over more than 255.
+        # Of grey levels, a mean of 1 is black, and a deviation below 1 spreads the levels over more
+        # than 255.
         of_unit = {
             name: values
             for name, values in (("mean", self.mean), ("std", self.std))
@@ -111,14 +122,15 @@ class Normalize(Settings, frozen=True):
             largest = max(
                 (255.0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True)
             )
-            given = ", ".join(f"{name}={list(values)}" for name, values in of_unit.items())
-            meant = ", ".join(
-                f"{name}={[round(255 * one, 3) for one in values]}"
+            stated = ", ".join(f"{name}={list(values)}" for name, values in of_unit.items())
+            scaled = ", ".join(
+                f"{name}={[round(255 * value, 3) for value in values]}"
                 for name, values in of_unit.items()
             )
             raise ConfigError(
-                f"{given} must be of grey levels 0 to 255, by which they give images of values up to {largest:.0f}: if "
-                f"they are of pixels from 0 to 1, as torchvision and timm have them, multiply by 255: {meant}"
+                f"{stated} must be of grey levels 0 to 255, by which they give images of "
+                f"values up to {largest:.0f}: if they are of pixels from 0 to 1, as "
+                f"torchvision and timm have them, multiply by 255: {scaled}"
             )
 
     def images(self, img: torch.Tensor) -> torch.Tensor:
@@ -134,12 +146,18 @@ class Normalize(Settings, frozen=True):
         return values.to(getattr(torch, self.dtype), memory_format=layout).view(img.shape)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
+        """Return the batch with its ``img`` normalised.
+
+        Raises ConfigError for a batch that has none of uint8.
+        """
         import torch
 
         img = batch.get("img") if isinstance(batch, dict) else None
         if isinstance(img, dict):
-            return {**batch, "img": {name: self({"img": one})["img"] for name, one in img.items()}}
+            return {
+                **batch,
+                "img": {name: self({"img": images})["img"] for name, images in img.items()},
+            }
         if (
             not isinstance(img, torch.Tensor)
             or img.dtype != torch.uint8
@@ -159,13 +177,15 @@ class Normalize(Settings, frozen=True):
 
 
 class Budget(CheckedSettings, frozen=True):
-    """Limits for ``num_workers="auto"``; given as ``num_workers`` itself it means "auto" within these limits.
+    """Limits for ``num_workers="auto"``; given as ``num_workers`` itself it means "auto" within
+    these limits.
 
     Attributes:
-        cpus: maximum number of decoding threads; None: 1.5 times this rank's share of the CPUs that the process may
-            use (affinity mask and container quota, divided by the ranks on this host).
-        memory_bytes: maximum size of the batch buffers; None: a quarter of this rank's share of the memory that is
-            free when the loader is made.
+        cpus: maximum number of decoding threads; None: 1.5 times this rank's share of the CPUs that
+            the process may use (affinity mask and container quota, divided by the ranks on this
+            host).
+        memory_bytes: maximum size of the batch buffers; None: a quarter of this rank's share of the
+            memory that is free when the loader is made.
 
     Raises ConfigError for values out of range.
     """
@@ -177,15 +197,18 @@ class Budget(CheckedSettings, frozen=True):
 
 
 class StaticBatches(CheckedSettings, frozen=True):
-    """Batches of fixed shapes at fixed addresses, for CUDA graphs and torch.compile; see docs/loader.md.
+    """Batches of fixed shapes at fixed addresses, for CUDA graphs and torch.compile; see
+    docs/loader.md.
 
     Attributes:
-        max_boxes: rows of each sample's ``gt_boxes_3d`` and of the entries that go with it; ``gt_mask`` says which
-            are real. A sample with more is an error.
-        max_points: rows of each sample's ``points``; ``points_mask`` says which are real. Needed with ``points``.
-        max_tokens: tokens of a batch of packs; more are an error. None: the packs' budget times the packs of a batch.
-        buffers: sets of buffers that batches are copied into in turn. A batch is overwritten when this many more have
-            been handed out.
+        max_boxes: rows of each sample's ``gt_boxes_3d`` and of the entries that go with it;
+            ``gt_mask`` says which are real. A sample with more is an error.
+        max_points: rows of each sample's ``points``; ``points_mask`` says which are real. Needed
+            with ``points``.
+        max_tokens: tokens of a batch of packs; more are an error. None: the packs' budget times the
+            packs of a batch.
+        buffers: sets of buffers that batches are copied into in turn. A batch is overwritten when
+            this many more have been handed out.
 
     Raises ConfigError for values out of range.
     """
@@ -201,38 +224,44 @@ class StaticBatches(CheckedSettings, frozen=True):
 
 
 class Transforms(Settings, frozen=True):
-    """How stored samples become tensors: what of them, size, augmentation, decoding, frame of reference.
+    """How stored samples become tensors: what of them, size, augmentation, decoding, frame of
+    reference.
 
     Fields that hold settings may also be given as a dict, or as the path of a YAML file.
 
     Attributes:
-        image: size and augmentation of the images. None: as they are stored, pixel for pixel, which needs images of one
-            size; :attr:`fuelrail.DataLoader.transforms` has it.
-        camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
-            with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
-        cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
-            rig's order: images, matrices and frames of a window, and no channel that lies on another camera. They are
-            augmented as a loader of all cameras augments them. None: all cameras. Of a mix also a dict of dataset to
-            its cameras, as many of each and in the batch's order, which has the names of the first dataset's.
+        image: size and augmentation of the images. None: as they are stored, pixel for pixel, which
+            needs images of one size; :attr:`fuelrail.DataLoader.transforms` has it.
+        camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name,
+            each a `CameraGroup` with a size of its own. Each camera of the rig is in one of them.
+            ``img`` then is a dict by group.
+        cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has
+            these alone, in the rig's order: images, matrices and frames of a window, and no channel
+            that lies on another camera. They are augmented as a loader of all cameras augments
+            them. None: all cameras. Of a mix also a dict of dataset to its cameras, as many of each
+            and in the batch's order, which has the names of the first dataset's.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
-        select: names of channels and attributes (of layers as ``LAYER.NAME``) that become entries of the batch, with
-            ``{name}_valid``, False where a sample has none. Channels: :mod:`fuelrail.loaders.batch.channels`; those
-            left out are not decoded, and a sample is fetched up to the last one selected. Attributes: numbers, true
-            and false as tensors [B], texts as lists. None: the label of a dataset of images without boxes, which is
-            called one of `LABELS`, and all channels of the layers. A name of both is the
-            channel. ``loader.describe()`` lists what there is.
-        undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
+        select: names of channels and attributes (of layers as ``LAYER.NAME``) that become entries
+            of the batch, with ``{name}_valid``, False where a sample has none. Channels:
+            :mod:`fuelrail.loaders.batch.channels`; those left out are not decoded, and a sample is
+            fetched up to the last one selected. Attributes: numbers, true and false as tensors [B],
+            texts as lists. None: the label of a dataset of images without boxes, which is called
+            one of `LABELS`, and all channels of the layers. A name of both is the channel.
+            ``loader.describe()`` lists what there is.
+        undistort: remove the lens distortion while decoding; None: images as stored, with ``dist``
+            in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
-        decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
-            ``device`` if that is a GPU) or "auto".
-        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
-            its own time, which pairs with ``lidar2img`` and ``points``.
+        decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on
+            the loader's ``device`` if that is a GPU) or "auto".
+        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar",
+            the first lidar's at its own time, which pairs with ``lidar2img`` and ``points``.
         dali: how "dali" decodes on a GPU.
         static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
-        two_views: give each sample twice, under two independent draws of all augmentations, from one decode of its
-            images: a batch has 2 B rows in the place of B, and ``view`` (:mod:`fuelrail.loaders.batch.assemble`).
+        two_views: give each sample twice, under two independent draws of all augmentations, from
+            one decode of its images: a batch has 2 B rows in the place of B, and ``view``
+            (:mod:`fuelrail.loaders.batch.assemble`).
         channels, attributes: earlier names of ``select``, which they become.
 
     Raises ConfigError for values that are not allowed.
@@ -286,7 +315,8 @@ class Transforms(Settings, frozen=True):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image is not None):
             raise ConfigError(
-                "camera_groups must name a group or more, and takes the place of image: leave image out"
+                "camera_groups must name a group or more, and takes the place of image: "
+                "leave image out"
             )
 
     def evaluation(self) -> Transforms:
@@ -304,7 +334,8 @@ class Transforms(Settings, frozen=True):
         )
 
     def with_stored_size(self, datasets: Mapping[str, Dataset]) -> Transforms:
-        """Return transforms that name the size of the images: that of the stored ones, where these name none.
+        """Return transforms that name the size of the images: that of the stored ones, where these
+        name none.
 
         Raises ConfigError where the images of the cameras that are loaded differ in size.
         """
@@ -320,9 +351,11 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for cameras and what is selected.
+        """Return what decides the content of a sample, by name, but for cameras and what is
+        selected.
 
-        ``image`` must be known (:meth:`with_stored_size`). An augmentation that draws nothing is None.
+        ``image`` must be known (:meth:`with_stored_size`). An augmentation that draws nothing is
+        None.
         """
         return {
             "image": self.image if self.camera_groups is None else None,
@@ -343,14 +376,19 @@ class StorageOptions(CheckedSettings, frozen=True):
     Attributes:
         backend: "pread" (local paths), "remote" (any fsspec URL, in ranges; "fsspec" and "obstore"
             also choose the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
-        options: passed to fsspec: credentials, endpoint, profile. Environment variables are the better place.
-        cache_dir: local folder in which samples of slow or remote storage are kept, shared by the ranks of a host. It
-            must belong to this user and must not be a link; its files are readable by this user only.
-        cache_size: limit in bytes, or a text such as "500GB"; None: 80 % of the free space. When the cache is full,
-            the sample whose next use is farthest away is removed.
-        look_ahead_bytes: maximum number of bytes requested in advance; None: 64 MiB locally, 256 MiB remotely.
-        retry: how long to retry when storage fails or does not answer; None: 120 s from the first attempt.
-        verify: check every sample against the checksum in the index (xxh3, about 0.05 ms per sample).
+        options: passed to fsspec: credentials, endpoint, profile. Environment variables are the
+            better place.
+        cache_dir: local folder in which samples of slow or remote storage are kept, shared by the
+            ranks of a host. It must belong to this user and must not be a link; its files are
+            readable by this user only.
+        cache_size: limit in bytes, or a text such as "500GB"; None: 80 % of the free space. When
+            the cache is full, the sample whose next use is farthest away is removed.
+        look_ahead_bytes: maximum number of bytes requested in advance; None: 64 MiB locally, 256
+            MiB remotely.
+        retry: how long to retry when storage fails or does not answer; None: 120 s from the first
+            attempt.
+        verify: check every sample against the checksum in the index (xxh3, about 0.05 ms per
+            sample).
 
     Raises ConfigError for values that are not allowed.
     """
@@ -377,7 +415,8 @@ class StorageOptions(CheckedSettings, frozen=True):
 class Arguments(Settings, frozen=True, kw_only=True):
     """What a DataLoader was given, checked; dicts and files of settings are settings here.
 
-    Raises ConfigError. ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used.
+    Raises ConfigError. ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are
+    used.
     """
 
     dataset: Any
@@ -417,8 +456,8 @@ class Arguments(Settings, frozen=True, kw_only=True):
         if isinstance(backend, str) and not backend.endswith((".yaml", ".yml")):
             if backend not in BACKENDS:
                 raise ConfigError(
-                    f"storage={backend!r} must be one of {', '.join(BACKENDS)}, a StorageOptions, a dict of its "
-                    "fields, or the path of a .yaml file"
+                    f"storage={backend!r} must be one of {', '.join(BACKENDS)}, a "
+                    "StorageOptions, a dict of its fields, or the path of a .yaml file"
                 )
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         msgspec.structs.force_setattr(self, "ledger", ledger_options(self.ledger))
@@ -450,7 +489,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
 def _plain(value: object) -> object:
     """Return NumPy integers as Python's, which msgspec and JSON know; also those in a dict."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return int(value) if isinstance(value, np.integer) else value
 
 
@@ -463,9 +502,11 @@ _STRUCTS: Final[dict[str, type[Settings]]] = {
 }
 
 
-def refuse_unknown(given: Mapping[str, object]) -> None:
-    """Raise TypeError for an argument that the loader does not have; say which one to use instead."""
-    for name in given:
+def refuse_unknown(arguments: Mapping[str, object]) -> None:
+    """Raise TypeError for an argument that the loader does not have; say which one to use
+    instead.
+    """
+    for name in arguments:
         if name in _TORCH_ONLY:
             raise TypeError(
                 f"DataLoader has no argument {name!r}, which torch's has: {_TORCH_ONLY[name]}"
@@ -474,11 +515,13 @@ def refuse_unknown(given: Mapping[str, object]) -> None:
             if name in kind.__struct_fields__:
                 fix = f"{argument}={kind.__name__}({name}=...)"
                 raise TypeError(
-                    f"DataLoader has no argument {name!r}: it is a field of {kind.__name__}; use {fix}"
+                    f"DataLoader has no argument {name!r}: it is a field of "
+                    f"{kind.__name__}; use {fix}"
                 )
-        known = Arguments.__struct_fields__
+        argument_names = Arguments.__struct_fields__
         raise TypeError(
-            f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}"
+            f"DataLoader has no argument {name!r}{did_you_mean(name, argument_names)}; it "
+            f"has: {', '.join(argument_names)}"
         )
 
 
@@ -488,7 +531,9 @@ class UnlikeTorch:
     if not TYPE_CHECKING:  # where any name would be one
 
         def __getattr__(self, name: str) -> Any:
-            """Return an argument that torch's loader shows too; explain one that only torch's has."""
+            """Return an argument that torch's loader shows too; explain one that only torch's
+            has.
+            """
             if name in ("collate_fn", "drop_last", "pin_memory"):
                 return getattr(self._arguments, name)
             why = f", which torch's has: {_TORCH_ONLY[name]}" if name in _TORCH_ONLY else ""
@@ -497,7 +542,9 @@ class UnlikeTorch:
     def __getitem__(self, _: object) -> Never:
         """Refuse to be a dataset: batches come in the loader's order."""
         raise TypeError(
-            "a fuelrail DataLoader gives whole batches in its order, and none by number: iterate it; Hugging Face's "
-            "Trainer takes it from `get_train_dataloader`; give torch's DataLoader an IterableView(loader), with "
-            "batch_size=None; Subset, random_split and samplers take a MapView(dataset) (fuelrail.loaders.integrations)"
+            "a fuelrail DataLoader gives whole batches in its order, and none by number: "
+            "iterate it; Hugging Face's Trainer takes it from `get_train_dataloader`; give "
+            "torch's DataLoader an IterableView(loader), with batch_size=None; Subset, "
+            "random_split and samplers take a MapView(dataset) "
+            "(fuelrail.loaders.integrations)"
         )

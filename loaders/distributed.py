@@ -1,9 +1,11 @@
 """Detect this process's data-parallel rank and the number of ranks, under any kind of parallelism.
 
-Ranks that work on one copy of the model's input (tensor, pipeline and context parallel) form one data-parallel rank:
-each of them runs a loader, and all get the same batches. Where the answer comes from, first that applies:
+Ranks that work on one copy of the model's input (tensor, pipeline and context parallel) form one
+data-parallel rank: each of them runs a loader, and all get the same batches. Where the answer comes
+from, first that applies:
 
-1. the argument: a `World`, or a `DeviceMesh` whose axis names distinguish data from model parallelism;
+1. the argument: a `World`, or a `DeviceMesh` whose axis names distinguish data from model
+   parallelism;
 2. Megatron-Core's parallel state, once initialised;
 3. torch.distributed, once initialised: every rank a data-parallel one;
 4. the launcher's RANK and WORLD_SIZE;
@@ -61,7 +63,9 @@ MODEL_AXES: Final = frozenset(
 
 
 def resolve_world(world: World | DeviceMesh | None) -> World:
-    """Return the data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
+    """Return the data-parallel world from what a loader was given; None looks around
+    (:func:`detect_world`).
+    """
     if isinstance(world, World):
         return world
     if world is not None and not hasattr(world, "mesh_dim_names"):
@@ -72,19 +76,23 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
 def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:
     """Return the data-parallel world of a device mesh.
 
-    ``data_axes`` names the axes along which ranks get different samples; None: those in ``DATA_AXES``, where every
-    other axis must be in ``MODEL_AXES``. The rank counts row by row in the mesh's order of axes, so that HSDP's
-    ("dp_replicate", "dp_shard") is counted as one axis would be. A mesh of one axis without a name is data parallel.
+    ``data_axes`` names the axes along which ranks get different samples; None: those in
+    ``DATA_AXES``, where every other axis must be in ``MODEL_AXES``. The rank counts row by row in
+    the mesh's order of axes, so that HSDP's ("dp_replicate", "dp_shard") is counted as one axis
+    would be. A mesh of one axis without a name is data parallel.
 
-    Raises WorldError for an axis that could be either, and on a process that is not part of the mesh.
+    Raises WorldError for an axis that could be either, and on a process that is not part of the
+    mesh.
     """
     names = tuple(mesh.mesh_dim_names or ())
     sizes = tuple(mesh.shape)
     if not names:
         if len(sizes) != 1:
             raise WorldError(
-                f"a device mesh of shape {sizes} without mesh_dim_names does not distinguish data from model "
-                'parallelism: name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
+                f"a device mesh of shape {sizes} without mesh_dim_names does not "
+                "distinguish data from model "
+                'parallelism: name its axes, e.g. init_device_mesh("cuda", (4, 2), '
+                'mesh_dim_names=("dp", "tp"))'
             )
         names = ("dp",)
     if data_axes is not None:
@@ -97,25 +105,27 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
         unclear = [name for name in names if name not in DATA_AXES | MODEL_AXES]
         if unclear:
             raise WorldError(
-                f"device mesh axis {unclear[0]!r} of {names} may be data or model parallel; data-parallel names: "
-                f"{', '.join(sorted(DATA_AXES))}; model-parallel ones: {', '.join(sorted(MODEL_AXES))}; say it with "
-                "fuelrail.mesh_world(mesh, data_axes=(...)) and hand over the World it returns"
+                f"device mesh axis {unclear[0]!r} of {names} may be data or model parallel; "
+                f"data-parallel names: {', '.join(sorted(DATA_AXES))}; model-parallel ones: "
+                f"{', '.join(sorted(MODEL_AXES))}; say it with fuelrail.mesh_world(mesh, "
+                "data_axes=(...)) and hand over the World it returns"
             )
         data_axes = DATA_AXES
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         raise WorldError(f"this process is not part of the device mesh {names} of shape {sizes}")
     rank = 0
-    for name, size, at in zip(names, sizes, coordinates, strict=True):
+    for name, size, coordinate in zip(names, sizes, coordinates, strict=True):
         if name in data_axes:
-            rank = rank * size + at
+            rank = rank * size + coordinate
     return World(
         rank, math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes)
     )
 
 
 def detect_world() -> World:
-    """Return the data-parallel world of this process, from what is initialised here; see the module's list.
+    """Return the data-parallel world of this process, from what is initialised here; see the
+    module's list.
 
     Raises WorldError when RANK and WORLD_SIZE are not numbers that fit.
     """
@@ -141,12 +151,15 @@ def _megatron_world() -> World | None:
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.is_initialized():
         return None
-    # Without context parallelism: its ranks split one sample's sequence, so they need the same sample.
+    # Without context parallelism: its ranks split one sample's sequence, so they need the same
+    # sample.
     return World(rank=state.get_data_parallel_rank(), size=state.get_data_parallel_world_size())
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """What one process says of itself: data-parallel rank and size, digests of its settings and of its first batch."""
+    """What one process says of itself: data-parallel rank and size, digests of its settings and
+    of its first batch.
+    """
 
     rank: int
     size: int
@@ -155,11 +168,12 @@ class _Claim(msgspec.Struct, frozen=True):
 
 
 def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) -> None:
-    """Compare settings and first batch over all processes of the default process group; every one must call this.
+    """Compare settings and first batch over all processes of the default process group; every one
+    must call this.
 
-    ``settings`` are plain JSON types that must be equal on all ranks; ``batch`` must be equal on those with the same
-    data-parallel rank. Does nothing without a process group. Raises WorldError, on all ranks alike, showing what
-    differs and where.
+    ``settings`` are plain JSON types that must be equal on all ranks; ``batch`` must be equal on
+    those with the same data-parallel rank. Does nothing without a process group. Raises WorldError,
+    on all ranks alike, showing what differs and where.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -176,22 +190,26 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
         raise WorldError(f"ranks have different loader settings; {_differences(stated)}")
     first: dict[int, int] = {}
     for process, claim in enumerate(claims):
-        other = first.setdefault(claim.rank, process)
-        if claims[other].batch != claim.batch:
+        earlier = first.setdefault(claim.rank, process)
+        if claims[earlier].batch != claim.batch:
             raise WorldError(
-                f"processes {other} and {process} are both data-parallel rank {claim.rank} but got different batches; "
-                "a transform or collate_fn must depend on the sample alone (its `seed` included), not on the process"
+                f"processes {earlier} and {process} are both data-parallel rank "
+                f"{claim.rank} but got different batches; a transform or collate_fn must "
+                "depend on the sample alone (its `seed` included), not on the process"
             )
     missing = sorted(set(range(world.size)) - set(first))
     if missing:
         raise WorldError(
-            f"no process is data-parallel rank {missing[0]} of {world.size}: {len(claims)} processes claim the ranks "
-            f"{sorted(first)}; pass each one its World, or the device mesh"
+            f"no process is data-parallel rank {missing[0]} of {world.size}: {len(claims)} "
+            f"processes claim the ranks {sorted(first)}; pass each one its World, or the "
+            "device mesh"
         )
 
 
 def batch_digest(batch: object) -> int:
-    """Return a signed 64-bit digest of a batch: tensors, arrays, numbers, strings, in dicts, lists and tuples."""
+    """Return a signed 64-bit digest of a batch: tensors, arrays, numbers, strings, in dicts,
+    lists and tuples.
+    """
     digest = xxhash.xxh3_64()
     _feed(digest, batch)
     return _signed(digest.intdigest())
@@ -201,7 +219,8 @@ def _feed(digest: xxhash.xxh3_64, value: object) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        # Numpy hands over arrays of one entry with a stride of 0, which a view as bytes would refuse.
+        # Numpy hands over arrays of one entry with a stride of 0, which a view as bytes would
+        # refuse.
         dense = value.as_strided((value.numel(),), (1,))
         digest.update(dense.view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
@@ -243,8 +262,10 @@ def _differences(stated: list[dict[str, Any]]) -> str:
 
 
 def _processes(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return f"rank {shown}" if len(numbers) <= 4 else f"rank {shown} and {len(numbers) - 4} more"
+    examples = ", ".join(map(str, numbers[:4]))
+    return (
+        f"rank {examples}" if len(numbers) <= 4 else f"rank {examples} and {len(numbers) - 4} more"
+    )
 
 
 def _signed(digest: int) -> int:
@@ -252,12 +273,15 @@ def _signed(digest: int) -> int:
 
 
 def warn_of_workers(share: WorkerShard) -> None:
-    """Warn where this process is one of several workers of torch's DataLoader, and the steps are not shared out."""
+    """Warn where this process is one of several workers of torch's DataLoader, and the steps are
+    not shared out.
+    """
     worker = get_worker_info()
     if worker is not None and share.of < worker.num_workers:
         warnings.warn(
-            f"a fuelrail DataLoader is iterated in worker {worker.id} of {worker.num_workers} of torch's "
-            f"DataLoader: each worker gives every batch, {worker.num_workers} times in all; wrap it in "
-            "fuelrail.IterableView, which shares the steps out, or use num_workers=0",
+            f"a fuelrail DataLoader is iterated in worker {worker.id} of "
+            f"{worker.num_workers} of torch's DataLoader: each worker gives every batch, "
+            f"{worker.num_workers} times in all; wrap it in fuelrail.IterableView, which "
+            "shares the steps out, or use num_workers=0",
             stacklevel=3,
         )

@@ -83,68 +83,85 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 loss = model(batch["img"], batch["ego2img"], ...)
 
     A batch is a dict with entries of `Batch`; :meth:`describe` shows this loader's.
-    It depends on dataset, ``order`` (or ``shuffle`` and ``seed``), epoch, global batch size and step, and not on ranks,
-    threads or timing.
+    It depends on dataset, ``order`` (or ``shuffle`` and ``seed``), epoch, global batch size and
+    step, and not on ranks, threads or timing.
 
-    Settings (``order``, ``window``, ``transforms``, ``storage``, ``bad_samples``, a `Budget`) may be a dict of their
-    fields, or the path of a YAML file.
+    Settings (``order``, ``window``, ``transforms``, ``storage``, ``bad_samples``, a `Budget`) may
+    be a dict of their fields, or the path of a YAML file.
 
     Args:
-        dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
-        batch_size: samples, or packs, of this rank in each batch. The global batch is this times the number of ranks.
-        shuffle: True gives a seeded random order, another one each epoch; False the stored order. None: what ``order``
-            says; without one the stored order, as torch's default is.
+        dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of
+            these, to ``mix``.
+        batch_size: samples, or packs, of this rank in each batch. The global batch is this times
+            the number of ranks.
+        shuffle: True gives a seeded random order, another one each epoch; False the stored order.
+            None: what ``order`` says; without one the stored order, as torch's default is.
         seed: seed of the order and of the augmentation.
-        drop_last: leave out the samples at an epoch's end that do not fill a global batch. False, torch's default too:
-            fill it with the epoch's first samples, as DistributedSampler does; ``valid`` of these is False. Either way
-            all ranks get the same number of batches, of the same size.
-        num_workers: number of decoding threads (no processes are forked); None: this rank's share of the CPUs it may
-            use; "auto": start there, and while the trainer waits for data search for better numbers of threads and
-            ready batches. A `Budget` means "auto" within limits. The batches are the same with any number.
+        drop_last: leave out the samples at an epoch's end that do not fill a global batch. False,
+            torch's default too: fill it with the epoch's first samples, as DistributedSampler does;
+            ``valid`` of these is False. Either way all ranks get the same number of batches, of the
+            same size.
+        num_workers: number of decoding threads (no processes are forked); None: this rank's share
+            of the CPUs it may use; "auto": start there, and while the trainer waits for data search
+            for better numbers of threads and ready batches. A `Budget` means "auto" within limits.
+            The batches are the same with any number.
         prefetch_factor: number of finished batches that may wait for the trainer.
         pin_memory: decode into page-locked memory; None: when a CUDA device is given.
-        collate_fn: called with the list of a batch's samples instead of stacking them; its result is the batch.
-        order: which samples (filter, keys), how often (weights), shuffled, in windows of shards, or in lanes that
-            follow clips; packed, balanced; an `OrderSpec`. It has its own seed.
+        collate_fn: called with the list of a batch's samples instead of stacking them; its result
+            is the batch.
+        order: which samples (filter, keys), how often (weights), shuffled, in windows of shards, or
+            in lanes that follow clips; packed, balanced; an `OrderSpec`. It has its own seed.
             One without a kind follows ``shuffle``, and is shuffled where that is None.
         split: name of the split.
-        mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
-            (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
-            Or stages of a run, ``[fr.MixStage(ratios, until=samples, ramp=True), fr.MixStage(ratios)]``.
-        window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``, or a `TimeWindow`, such as
-            ``{"img": [-0.5, 0], "speed": {"from": -1.6, "to": 0, "hz": 10}}``. What belongs to a frame gets a T axis
-            after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
-        layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their channels and
-            attributes are called ``teacher.logits``. A `LayerOptions` also says what to do with samples that the layer
-            has no row for.
-        transforms: what becomes of a sample: image size, augmentation, lidar points and other channels, decoder,
-            normalization, frame of the boxes.
-        transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
-            into the batch (:mod:`fuelrail.loaders.batch.user`).
-        transform_in: "thread": ``transform`` runs in threads of this process; restrict it to numpy and torch.
-            "process": in worker processes; it must be picklable (:mod:`fuelrail.loaders.batch.processes`).
-        batch_transform: called with each batch on its device, after ``normalize``, and a `torch.Generator` there, whose
-            seed belongs to the batch's place in the order (:class:`fuelrail.loaders.batch.user.BatchTransform`).
-        storage: how shards are read and cached: a `StorageOptions`, or just the name of a backend such as "pread".
+        mix: number of samples of each dataset in every block of the order, such as ``{"city": 3,
+            "highway": 1}`` (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a
+            multiple of their sum, in every batch. Or stages of a run, ``[fr.MixStage(ratios,
+            until=samples, ramp=True), fr.MixStage(ratios)]``.
+        window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``, or a
+            `TimeWindow`, such as ``{"img": [-0.5, 0], "speed": {"from": -1.6, "to": 0, "hz":
+            10}}``. What belongs to a frame gets a T axis after B
+            (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
+        layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their
+            channels and attributes are called ``teacher.logits``. A `LayerOptions` also says what
+            to do with samples that the layer has no row for.
+        transforms: what becomes of a sample: image size, augmentation, lidar points and other
+            channels, decoder, normalization, frame of the boxes.
+        transform: called with each sample, a dict like a batch without the B axis, and its
+            ``seed``; returns what goes into the batch (:mod:`fuelrail.loaders.batch.user`).
+        transform_in: "thread": ``transform`` runs in threads of this process; restrict it to numpy
+            and torch. "process": in worker processes; it must be picklable
+            (:mod:`fuelrail.loaders.batch.processes`).
+        batch_transform: called with each batch on its device, after ``normalize``, and a
+            `torch.Generator` there, whose seed belongs to the batch's place in the order
+            (:class:`fuelrail.loaders.batch.user.BatchTransform`).
+        storage: how shards are read and cached: a `StorageOptions`, or just the name of a backend
+            such as "pread".
         bad_samples: what to do with bad samples; by default they are errors.
-        device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
-            pinned memory, on a separate stream.
-        world: data-parallel rank and size, or a device mesh, whose axis names distinguish data parallelism (dp,
-            dp_shard, ...) from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the
-            launcher's environment. Ranks of one model-parallel group get the same batches.
-        trace: receives timing events, for example a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
-        check_ranks: at the start of each iteration compare settings and first batch over all processes, in one small
-            collective operation that every process must take part in; for debugging.
-        ledger: file that records which samples the weights have seen, or a `LedgerOptions`; of one run, which appends
-            to it when it is continued (docs/guides/runs.md). Call :meth:`state_dict` for checkpoints only.
-        where: where batches are made: None: in threads of this process; "process": in one process of their own, whose
-            Python does not hold this one's lock; "node": in one process for all ranks of this host, where those of one
-            model-parallel group share each batch; a `RemoteWorkers`: by Ray actors, on other machines
-            (:mod:`fuelrail.loaders.serving`). The batches are the same.
+        device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they
+            are copied from pinned memory, on a separate stream.
+        world: data-parallel rank and size, or a device mesh, whose axis names distinguish data
+            parallelism (dp, dp_shard, ...) from model parallelism (tp, pp, cp); None: from
+            Megatron-Core, torch.distributed or the launcher's environment. Ranks of one
+            model-parallel group get the same batches.
+        trace: receives timing events, for example a
+            `fuelrail.pipeline.runtime.trace.TraceRecorder`.
+        check_ranks: at the start of each iteration compare settings and first batch over all
+            processes, in one small collective operation that every process must take part in; for
+            debugging.
+        ledger: file that records which samples the weights have seen, or a `LedgerOptions`; of one
+            run, which appends to it when it is continued (docs/guides/runs.md). Call
+            :meth:`state_dict` for checkpoints only.
+        where: where batches are made: None: in threads of this process; "process": in one process
+            of their own, whose Python does not hold this one's lock; "node": in one process for all
+            ranks of this host, where those of one model-parallel group share each batch; a
+            `RemoteWorkers`: by Ray actors, on other machines (:mod:`fuelrail.loaders.serving`). The
+            batches are the same.
 
     Raises:
-        ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
-        fit together; DatasetNotReadyError and other DatasetErrors: the folder is not a finished dataset.
+        ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks
+            and batch do not
+        fit together; DatasetNotReadyError and other DatasetErrors: the folder is not a finished
+        dataset.
 
     """
 
@@ -179,10 +196,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         where: Literal["process", "node"] | RemoteWorkers | None = None,
         **unknown: Never,
     ) -> None:
-        given = dict(locals())
-        del given["self"], given["unknown"]
+        arguments = dict(locals())
+        del arguments["self"], arguments["unknown"]
         refuse_unknown(unknown)
-        options = Arguments(**given)
+        options = Arguments(**arguments)
         self.batch_size = options.batch_size
         self.seed = options.seed
         self.world = resolve_world(world)
@@ -206,7 +223,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         else:
             self.order = options.order.resolved(shuffle=options.shuffle)
         points_of, *_ = [
-            choose_points(one, options.transforms.points) for one in self.datasets.values()
+            choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]
         self._schedule, self._batching = _choose_samples(
             options, datasets=self.datasets, order=self.order, points=points_of, world=self.world
@@ -241,7 +258,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
-        keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
+        keep = batches_in_flight(tuning if tuner is None else tuner.limits, self.batch_size)
         self._buffers = partial(self._make.buffers, keep)
         self._take = self._buffers(buffer_pool.page_locked if pinned else pageable)
         self._start = self._position = Cursor()
@@ -261,32 +278,37 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
         return (
-            f"DataLoader({names}, split {self._arguments.split}, {self.where.epoch_length} samples, "
-            f"{len(self)} batches of {self.batch_size}, rank {self.world.rank} of {self.world.size}, "
-            f"decoder {self.transforms.decoder})"
+            f"DataLoader({names}, split {self._arguments.split}, {self.where.epoch_length} "
+            f"samples, {len(self)} batches of {self.batch_size}, rank {self.world.rank} of "
+            f"{self.world.size}, decoder {self.transforms.decoder})"
         )
 
     def __len__(self) -> int:
-        """Return batches in a whole epoch, the same on every rank; in packs, in the epoch of the position."""
+        """Return batches in a whole epoch, the same on every rank; in packs, in the epoch of the
+        position.
+        """
         return self._batching.of_epoch(self._position.epoch).num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Start an epoch: the first one, or the one after that of the last iteration, however far that one went.
+        """Start an epoch: the first one, or the one after that of the last iteration, however far
+        that one went.
 
-        After :meth:`load_state_dict` it is the rest of the restored epoch, after :meth:`set_epoch` the given one. An
-        iteration that handed out no batch does not count. A running iteration ends, of any thread: it raises
-        FuelrailError if it is continued, so that no epoch is short without an error.
-        Once exhausted, the next iteration finds the next epoch's first batches loaded: threads continue over the
-        epoch's end, until :meth:`close` or garbage collection.
+        After :meth:`load_state_dict` it is the rest of the restored epoch, after :meth:`set_epoch`
+        the given one. An iteration that handed out no batch does not count. A running iteration
+        ends, of any thread: it raises FuelrailError if it is continued, so that no epoch is short
+        without an error. Once exhausted, the next iteration finds the next epoch's first batches
+        loaded: threads continue over the epoch's end, until :meth:`close` or garbage collection.
         """
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
-                f"this loader was made as {self.world}, but the process is {world} by now: make it after "
-                "torch.distributed is initialised (in Lightning: in `train_dataloader`), or pass world="
+                f"this loader was made as {self.world}, but the process is {world} by now: "
+                "make it after torch.distributed is initialised (in Lightning: in "
+                "`train_dataloader`), or pass world="
             )
         warn_of_workers(self._share)
         if not self._epoch_is_set:
-            # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
+            # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for
+            # that one's rest.
             self._start = self._start.rolled(self._batching)
         check_epoch(self._schedule.layers, self._start.epoch)
         self._position = self._start
@@ -304,7 +326,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs, from its beginning.
 
-        A position restored inside that epoch is kept; restored at its very end, the iteration has no batches.
+        A position restored inside that epoch is kept; restored at its very end, the iteration has
+        no batches.
         """
         if epoch != self._start.epoch:
             self._start = Cursor(epoch)
@@ -314,7 +337,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch; plain JSON types, equal on all ranks.
 
-        After a ``break`` that is the place of the break: a loader that loads it continues with the rest of that epoch.
+        After a ``break`` that is the place of the break: a loader that loads it continues with the
+        rest of that epoch.
         """
         self._ledger.reached("state")
         return state_at(self._identity, self._position, self._batching.global_batch)
@@ -322,9 +346,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue after a saved state, on any number of ranks; the next iteration starts there.
 
-        ``strict=False`` accepts a state that was saved with another seed or other settings of the samples' content
-        (``transforms``). Raises StateMismatchError, with both sides, for these otherwise, and always for a state of
-        another dataset, split, order or version, and of a run that has shown what this order leaves out (``without``).
+        ``strict=False`` accepts a state that was saved with another seed or other settings of the
+        samples' content (``transforms``). Raises StateMismatchError, with both sides, for these
+        otherwise, and always for a state of another dataset, split, order or version, and of a run
+        that has shown what this order leaves out (``without``).
         """
         decoded = decode_state(state, self._identity, strict=strict)
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
@@ -336,11 +361,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._ledger.restore(restored)
 
     def stats(self) -> LoaderStats:
-        """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
+        """Return the stages' clocks and the counts since the loader was made; empty before the
+        first iteration.
+        """
         runner = self._runner
         samples = self._batches * self.batch_size
-        there = self._away and self._away.counts
-        storage = (there.storage() if there else []) or [
+        remote_counts = self._away and self._away.counts
+        storage = (remote_counts.storage() if remote_counts else []) or [
             source.storage.stats() for source in self._schedule.sources
         ]
         return LoaderStats(
@@ -352,28 +379,34 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             elapsed_s=runner.elapsed_s,
             storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=there.refused_images
-            if there
+            refused_images=remote_counts.refused_images
+            if remote_counts
             else getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
-        """Make only every ``count``-th step of this rank from ``index`` on; for worker processes that take turns.
+        """Make only every ``count``-th step of this rank from ``index`` on; for worker processes
+        that take turns.
 
-        Decoding threads are shared out too. State then counts ``count`` steps a batch, for loaders of the same share.
+        Decoding threads are shared out too. State then counts ``count`` steps a batch, for loaders
+        of the same share.
         """
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
         if self._away is not None:
             raise ConfigError(
-                f"where={self._arguments.where!r} cannot be used in worker processes: leave it out there"
+                f"where={self._arguments.where!r} cannot be used in worker processes: leave "
+                "it out there"
             )
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
 
     def close(self) -> None:
-        """Stop the threads and processes, ending an iteration under way. The loader can be iterated again."""
+        """Stop the threads and processes, ending an iteration under way.
+
+        The loader can be iterated again.
+        """
         self._halt()
         if self._away is not None:
             self._away.end()
@@ -384,9 +417,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._ledger.reached("end")
 
     def __reduce__(self) -> tuple[Any, Any, Any]:
-        """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
+        """Pickle, for spawned processes, the arguments, the rank and the position: a copy
+        continues as a fork does.
+        """
         datasets = {
-            name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()
+            name: (dataset.url or dataset.root, dataset.storage_options)
+            for name, dataset in self.datasets.items()
         }
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return make_loader, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
@@ -398,20 +434,24 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.close()
 
     def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
-        """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
+        """Hand out one epoch's batches, keeping the position; leaving it early stops the
+        threads.
+        """
         num_batches = walk.num_steps
         handed_out = 0
 
         def begin_epoch() -> None:
-            """Make the following epoch the next iteration's, unless another one was set since this one started."""
+            """Make the following epoch the next iteration's, unless another one was set since
+            this one started.
+            """
             if self._start is walk.start:
                 self._start = walk.following
                 self._epoch_is_set = False
 
         try:
-            for made in islice(pipeline, num_batches):
-                batch = self._make.hand_over(made)
-                del made
+            for output in islice(pipeline, num_batches):
+                batch = self._make.hand_over(output)
+                del output
                 if self._check_ranks and not handed_out:
                     settings = settings_of_state(
                         {**self.state_dict(), "batch_size": self.batch_size}
@@ -427,7 +467,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
-                    # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
+                    # Before the last batch, not after the loop: a user who counts by len() never
+                    # asks for one more.
                     self._runner.park_at(walk.following.rolled(self._batching))
                 yield batch
                 del (
@@ -442,8 +483,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._position = following
             elif handed_out < num_batches and self._walk is not walk:
                 raise FuelrailError(
-                    f"another iteration of this loader was started, which ended this one after {handed_out} of "
-                    f"{num_batches} batches: a loader has one position; make one for each"
+                    "another iteration of this loader was started, which ended this one "
+                    f"after {handed_out} of {num_batches} batches: a loader has one "
+                    "position; make one for each"
                 )
         finally:
             if self._runner.runs(pipeline) and handed_out < num_batches:
@@ -465,13 +507,16 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self._away.tune(tuning)
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
-        """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
+        """Leave out the work of parts to measure its cost, from the first iteration on; batches
+        keep their shape.
+        """
         if self._away is not None:
             raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
     def serve(self, memory: Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
-        """Make batches in this memory, for another process; return what knows its bad samples, which ``note`` gets.
+        """Make batches in this memory, for another process; return what knows its bad samples,
+        which ``note`` gets.
 
         Unless it ``finishes`` them, a batch is a `Collated`, not normalised and not transformed.
         """
@@ -483,9 +528,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def _run(self, walk: Walk, scheduled: Iterator[Scheduled]) -> None:
         """Start the threads on scheduled samples of a walk."""
         streams = self._schedule.streams(walk)
-        asked = prefetch(scheduled, streams, self._look_ahead_bytes)
+        requested = prefetch(scheduled, streams, self._look_ahead_bytes)
         tasks = buffer_pool.tasks(
-            asked,
+            requested,
             sources=self._schedule.sources,
             take=self._take,
             window=self._window,
@@ -496,9 +541,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         )
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
-        """Yield ``count`` batches from this number after a place on, and request nothing else; the position stays."""
+        """Yield ``count`` batches from this number after a place on, and request nothing else;
+        the position stays.
+        """
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
-        of_steps = groupby(self.where.scheduled(walk), lambda one: (one.epoch, one.step))
+        of_steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
         scheduled = chain.from_iterable(samples for _, samples in islice(of_steps, count))
         self._run(walk, scheduled)
         try:
@@ -535,14 +582,14 @@ def _choose_samples(
     global_batch = options.batch_size * world.size
     chosen = {
         name: choose(
-            one,
+            dataset,
             name=name,
             split=options.split,
             options=transforms,
             layers=layers[name],
             lidar=points.lidar,
         )
-        for name, one in datasets.items()
+        for name, dataset in datasets.items()
     }
     choice = ScheduleRequest(
         datasets=datasets,
@@ -579,7 +626,9 @@ def make_loader(
     datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
     **changes: object,
 ) -> DataLoader:
-    """Return a loader of these arguments, but for ``changes``, and of datasets by their places and storage options."""
+    """Return a loader of these arguments, but for ``changes``, and of datasets by their places
+    and storage options.
+    """
     storage = arguments.storage
     opened = {
         name: open_dataset(
@@ -587,6 +636,6 @@ def make_loader(
         )
         for name, (location, options) in datasets.items()
     }
-    given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
-    given["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
-    return DataLoader(**given | changes)
+    keywords = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
+    keywords["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
+    return DataLoader(**keywords | changes)

@@ -1,8 +1,11 @@
-"""The records of a sample's way through the loader, in order: each stage takes one and makes the next.
+"""The records of a sample's way through the loader, in order: each stage takes one and makes the
+next.
 
-========= ====================== ======================= ==========================================================
+========= ====================== =======================
+==========================================================
 stage     takes                  makes                   adds
-========= ====================== ======================= ==========================================================
+========= ====================== =======================
+==========================================================
 schedule  positions              `Scheduled`             epoch, step, row in the batch, dataset, rows of its frames
 prefetch  `Scheduled`            `Requested`             rows of the index, pending reads
 slot      `Requested`            `Task`                  its place in a batch buffer, its dataset's storage and reader
@@ -11,9 +14,11 @@ parse     `Fetched`              `Parsed`                samples with images sti
 decode    `Parsed`               `Parsed`                pixels in the slot, which with DALI may be another one
 collate   list of `Parsed`       `Batch`                 tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
 transfer  batch, or `Collated`   batch                   on the device, normalised, through ``batch_transform``
-========= ====================== ======================= ==========================================================
+========= ====================== =======================
+==========================================================
 
-The ``str`` of a record is what an error message names. A substituted bad sample begins again as another `Task`.
+The ``str`` of a record is what an error message names. A substituted bad sample begins again as
+another `Task`.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from typing import (
     NamedTuple,
     TypeAlias,
     TypedDict,
+    cast,
     get_type_hints,
 )
 
@@ -54,12 +60,18 @@ if TYPE_CHECKING:
 Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
 
 _IMG: Final = "RGB planes; zeros where `cam_valid` is False; with `camera_groups` a dict of these"
-_CAM_VALID: Final = "the camera's image exists; where it does not, its matrices can be NaN: the calibration is unknown"
+_CAM_VALID: Final = (
+    "the camera's image exists; where it does not, its matrices can be NaN: the calibration is "
+    "unknown"
+)
 _DIST: Final = (
     "lens coefficients of the stored image; 0 without, and where `undistort` removed them"
 )
 _BOXES: Final = "x y z l w h yaw; x y z is the gravity centre; in `box_frame`"
-_POINTS: Final = "first lidar, its own frame and columns; with several sweeps also `dt_s`, seconds since measured"
+_POINTS: Final = (
+    "first lidar, its own frame and columns; with several sweeps also `dt_s`, seconds since "
+    "measured"
+)
 _FRAME_VALID: Final = (
     "False: the clip has no such frame, and another one or zeros (`pad`) are in its place"
 )
@@ -86,7 +98,7 @@ class Scheduled(NamedTuple):
 
     epoch: int
     step: int
-    at: int
+    batch_row: int
     """Row in the rank's batch."""
     position: int
     """The position in the epoch, over all ranks."""
@@ -116,7 +128,9 @@ class CameraImages(NamedTuple):
     """Cameras whose images have one size in a batch."""
 
     name: str | None
-    """The name of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
+    """The name of the group (``Transforms.camera_groups``); None: all cameras of the rig have
+    one size.
+    """
     cameras: tuple[int, ...]
     """Which of the loaded cameras."""
     augment: ImageAugment
@@ -128,8 +142,9 @@ class BatchSlot(NamedTuple):
     epoch: int
     step: int
     images: Images | tuple[Images, ...]
-    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]; of two views 2 B rows, second views last. With groups of
-    cameras one of these for each group."""
+    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]; of two views 2 B rows, second views
+    last. With groups of cameras one of these for each group.
+    """
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """What the order knows of the batch's samples, (B,) each, under their names in the batch."""
     has_windows: bool = False
@@ -142,35 +157,43 @@ class BatchSlot(NamedTuple):
         """Return the images as a tensor on the same memory, or as one for each group of cameras."""
         if isinstance(self.images, tuple):
             return {
-                group.name: _tensor(one)
-                for group, one in zip(self.groups, self.images, strict=True)
+                group.name: _tensor(images)
+                for group, images in zip(self.groups, self.images, strict=True)
             }
         return _tensor(self.images)
 
-    def frames(self, at: int) -> Sequence[Sequence[NDArray[np.uint8]]]:
-        """Return the images of one sample in host memory, frame by frame and camera by camera: (3, H, W) each."""
+    def frames(self, batch_row: int) -> Sequence[Sequence[NDArray[np.uint8]]]:
+        """Return the images of one sample in host memory, frame by frame and camera by camera:
+        (3, H, W) each.
+        """
         if not isinstance(self.images, tuple):
             assert not isinstance(self.images, torch.Tensor)
-            return self.images[at] if self.has_windows else self.images[at : at + 1]  # type: ignore[return-value]
+            images: Any = self.images
+            frames = images[batch_row] if self.has_windows else images[batch_row : batch_row + 1]
+            return cast("Sequence[Sequence[NDArray[np.uint8]]]", frames)
         places = {camera: place for place in enumerate(self.groups) for camera in place[1].cameras}
-        found: list[list[NDArray[np.uint8]]] = []
+        images_of_frames: list[list[NDArray[np.uint8]]] = []
         for frame in range(self.images[0].shape[1] if self.has_windows else 1):
-            index = (at, frame) if self.has_windows else (at,)
+            index = (batch_row, frame) if self.has_windows else (batch_row,)
             of_frame = [
-                self.images[group][(*index, of.cameras.index(camera))]
-                for camera, (group, of) in sorted(places.items())
+                self.images[group][(*index, members.cameras.index(camera))]
+                for camera, (group, members) in sorted(places.items())
             ]
-            found.append(of_frame)  # type: ignore[arg-type]
-        return found
+            images_of_frames.append(of_frame)  # type: ignore[arg-type]
+        return images_of_frames
 
     def parts(self) -> list[tuple[Sequence[int] | None, torch.Tensor]]:
-        """Return the images of each group, uint8 [B, T, N, 3, H, W], T being 1 without windows, with its cameras.
+        """Return the images of each group, uint8 [B, T, N, 3, H, W], T being 1 without windows,
+        with its cameras.
 
         The cameras are those of `CameraImages`; None: all of them.
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
         cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
-        tensors = [_tensor(one) if self.has_windows else _tensor(one)[:, None] for one in images]
+        tensors = [
+            _tensor(group_images) if self.has_windows else _tensor(group_images)[:, None]
+            for group_images in images
+        ]
         return list(zip(cameras, tensors, strict=True))
 
     def for_rows(
@@ -179,7 +202,7 @@ class BatchSlot(NamedTuple):
         """Return the slot with other memory, for a number of rows."""
         if isinstance(self.images, tuple):
             return self._replace(
-                images=tuple(new_output((rows, *one.shape[1:])) for one in self.images)
+                images=tuple(new_output((rows, *images.shape[1:])) for images in self.images)
             )
         return self._replace(images=new_output((rows, *self.images.shape[1:])))
 
@@ -208,7 +231,7 @@ class Task(NamedTuple):
     """
 
     slot: BatchSlot
-    at: int
+    batch_row: int
     source: Source
     """The sample's dataset."""
     frames: tuple[FrameTask, ...]
@@ -245,7 +268,8 @@ class Fetched(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A sample with all members decoded but images, and the augmentation of these, drawn once for all frames.
+    """A sample with all members decoded but images, and the augmentation of these, drawn once for
+    all frames.
 
     Made by `fuelrail.loaders.batch.samples.parse`.
     """
@@ -289,7 +313,9 @@ class Parsed(NamedTuple):
         return self.sample.key
 
     def is_shown_before(self, frame: int) -> int | None:
-        """Return the earlier frame that shows the same row, under the same maps, so that its images can be copied."""
+        """Return the earlier frame that shows the same row, under the same maps, so that its
+        images can be copied.
+        """
         frames = self.task.frames
         for earlier in range(frame):
             if (
@@ -309,7 +335,10 @@ class Parsed(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """A batch with its place in the order, for ``batch_transform``. Made by `fuelrail.loaders.batch.stages`."""
+    """A batch with its place in the order, for ``batch_transform``.
+
+    Made by `fuelrail.loaders.batch.stages`.
+    """
 
     batch: Any
     epoch: int
@@ -319,16 +348,17 @@ class Collated(NamedTuple):
     keys: tuple[str, ...]
 
     def __str__(self) -> str:
-        of = f"the batch of epoch {self.epoch}, step {self.step}, from position {self.position}"
-        return f"{of} (samples {', '.join(map(repr, self.keys))})"
+        place = f"the batch of epoch {self.epoch}, step {self.step}, from position {self.position}"
+        return f"{place} (samples {', '.join(map(repr, self.keys))})"
 
 
 class Batch(TypedDict, total=False):
     """What a batch holds, for type checkers and readers: ``batch = cast(fr.Batch, batch)``.
 
-    Each entry has its form and its meaning. B samples, N cameras of the rig, output images H x W, M boxes, P points of
-    C columns; the axis in brackets, of T frames, exists with a temporal window. Selected channels and layers add
-    entries of their own. `fuelrail.loaders.batch.assemble` says more about frames of reference.
+    Each entry has its form and its meaning. B samples, N cameras of the rig, output images H x W, M
+    boxes, P points of C columns; the axis in brackets, of T frames, exists with a temporal window.
+    Selected channels and layers add entries of their own. `fuelrail.loaders.batch.assemble` says
+    more about frames of reference.
     """
 
     img: Annotated[Tensor, "[B, (T,) N, 3, H, W] uint8", _IMG]

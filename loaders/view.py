@@ -1,7 +1,9 @@
-"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them.
+"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices
+put them.
 
-Selected channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
-colours, boxes and points of law ``image_points``. All others are named below, with their value where it is short.
+Selected channels, of the dataset or of layers, are drawn on the image that they belong to: rasters
+of law ``image`` as colours, boxes and points of law ``image_points``. All others are named below,
+with their value where it is short.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ def _parse_layers(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and place for name, _, place in pairs):
         raise ConfigError(
-            "it must be NAME=PATH, several of them separated by commas, such as teacher=layers/teacher"
+            "it must be NAME=PATH, several of them separated by commas, such as "
+            "teacher=layers/teacher"
         )
     return {name: place for name, _, place in pairs}
 
@@ -71,10 +74,11 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 
 
 class ViewReport(NamedTuple):
-    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
+    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3],
+    RGB.
 
-    ``selected`` names the channels and attributes that the sample has, of all that were selected, ``missing`` those
-    that it does not have.
+    ``selected`` names the channels and attributes that the sample has, of all that were selected,
+    ``missing`` those that it does not have.
     """
 
     key: str
@@ -90,7 +94,10 @@ class ViewReport(NamedTuple):
         selected += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
         cameras = "s" * (self.num_cameras != 1)
         boxes = "es" * (self.num_boxes != 1)
-        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{selected}"
+        return (
+            f"{shortened(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} "
+            f"box{boxes}{selected}"
+        )
 
     def _repr_png_(self) -> bytes:
         return png(self.sheet)
@@ -130,11 +137,12 @@ def view(
     options: ViewOptions | None = None,
     **changes: Any,  # fields of ViewOptions
 ) -> ViewReport:
-    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample of the dataset.
+    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample
+    of the dataset.
 
-    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as keywords; without
-    ``output`` nothing is written. Raises ConfigError, OrderError for ``frames`` that make no window, and DatasetErrors
-    for a sample or a layer that cannot be read.
+    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as
+    keywords; without ``output`` nothing is written. Raises ConfigError, OrderError for ``frames``
+    that make no window, and DatasetErrors for a sample or a layer that cannot be read.
     """
     options = make_options(ViewOptions, options, changes)
     output = None if options.output is None else Path(options.output)
@@ -145,14 +153,14 @@ def view(
     row = 0 if key is None else reader.find(key)
     sample = reader.sample(row)
     split, place = next(
-        (name, row - one.first_sample)
-        for name, one in opened.splits.items()
-        if 0 <= row - one.first_sample < one.num_samples
+        (name, row - entry.first_sample)
+        for name, entry in opened.splits.items()
+        if 0 <= row - entry.first_sample < entry.num_samples
     )
     layers = {
         name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
     }
-    joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
+    joined = [open_layer(name, entry.path, opened, entry.missing) for name, entry in layers.items()]
     added = [channel.name for layer in joined for channel in layer.channels]
     Selectable(opened, joined).split(options.select or ())
     image = options.image
@@ -190,9 +198,9 @@ def view(
         ) as loader:
             (batch,) = loader.make_steps(Cursor(options.epoch), place)
             sheet = draw_sample(batch, 0, loader)
-            found = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
+            names = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
             missing = tuple(
-                channel.name for channel in loader.selected if channel.name not in found
+                channel.name for channel in loader.selected if channel.name not in names
             )
     except MemoryError as error:
         raise ConfigError(
@@ -210,6 +218,6 @@ def view(
         num_cameras=len(sample.images),
         num_boxes=num_boxes,
         sheet=sheet,
-        selected=found,
+        selected=names,
         missing=missing,
     )

@@ -1,1 +1,4 @@
-"""Samples, their format on disk, their order and their geometry. Imports no other fuelrail folder."""
+"""Samples, their format on disk, their order and their geometry.
+
+Imports no other fuelrail folder.
+"""

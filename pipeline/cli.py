@@ -1,4 +1,6 @@
-"""What a folder hands to the command line: one `Command` for each word of ``fuelrail WORD``, and flags from structs."""
+"""What a folder hands to the command line: one `Command` for each word of ``fuelrail WORD``, and
+flags from structs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Command(NamedTuple):
-    """One command: its one-line help, the function that declares its arguments, and the one that runs it.
+    """One command: its one-line help, the function that declares its arguments, and the one that
+    runs it.
 
     ``run`` returns the process's exit code. An error that the user can fix is raised as a
     :class:`fuelrail.pipeline.errors.FuelrailError`; the entry point prints it as one sentence.
@@ -43,16 +46,18 @@ def add_flags(
     *,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag for every field of a struct that has a description; :func:`from_flags` makes the struct.
+    """Add a flag for every field of a struct that has a description; :func:`from_flags` makes the
+    struct.
 
-    Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``
-    or ``Annotated[int, flag("...")] = 4``, and ``Annotated[int | None, flag("...")] = None`` for a flag without
-    default. A field without a default is a required flag.
-    Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
-    bool that is True by default becomes ``--no-NAME``; a list takes one or more values, or with ``extra={"repeat":
-    True}`` one value each time that the flag is given; a field that holds settings takes the path of a YAML file.
-    ``"short": "-o"`` in ``extra`` adds a short name. ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names
-    the value in the help and converts its text; ``parse`` raises ConfigError.
+    Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1,
+    description="...")] = 4`` or ``Annotated[int, flag("...")] = 4``, and ``Annotated[int | None,
+    flag("...")] = None`` for a flag without default. A field without a default is a required flag.
+    Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without
+    hyphens in front). A bool that is True by default becomes ``--no-NAME``; a list takes one or
+    more values, or with ``extra={"repeat": True}`` one value each time that the flag is given; a
+    field that holds settings takes the path of a YAML file. ``"short": "-o"`` in ``extra`` adds a
+    short name. ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names the value in the help
+    and converts its text; ``parse`` raises ConfigError.
     """
     flags: dict[str, str] = {}
     for field in _described(kind):
@@ -76,7 +81,9 @@ def given_flags(args: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[st
 
 
 def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
-    """Return the struct that the flags describe; raises ConfigError naming the flag whose value is not allowed."""
+    """Return the struct that the flags describe; raises ConfigError naming the flag whose value
+    is not allowed.
+    """
     flags = given_flags(args, kind)
     texts = {name: getattr(args, f"{kind.__name__}.{name}") for name in flags}
     values = dict(texts)
@@ -117,12 +124,12 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType), "a struct"
     for field in info.fields:
-        about: dict[str, Any] = {}
-        types = list(_plain_types(field.type, about))
-        if "description" not in about:
+        meta: dict[str, Any] = {}
+        types = list(_plain_types(field.type, meta))
+        if "description" not in meta:
             continue
         name = field.name.replace("_", "-")
-        help_text = str(about["description"])
+        help_text = str(meta["description"])
         default = field.default
         if isinstance(types[0], inspect.BoolType):
             flag, action = (
@@ -144,7 +151,7 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         ):
             help_text += f" (default: {default})"
         is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
-        parse = about.get("parse")
+        parse = meta.get("parse")
         metavar = "N" if is_number else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
             kind = types[0].cls
@@ -153,12 +160,12 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         arguments: dict[str, Any] = (
             {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
         )
-        if about.get("repeat"):
+        if meta.get("repeat"):
             arguments.update(action="append")
             del arguments["nargs"]
-        if "choices" not in arguments or about.get("metavar"):
-            arguments["metavar"] = about.get("metavar", metavar)
-        short = (about["short"],) if "short" in about else ()
+        if "choices" not in arguments or meta.get("metavar"):
+            arguments["metavar"] = meta.get("metavar", metavar)
+        short = (meta["short"],) if "short" in meta else ()
         yield _Field(
             name=field.name,
             flag=name,
@@ -170,14 +177,14 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         )
 
 
-def _plain_types(kind: inspect.Type, about: dict[str, Any]) -> Iterator[inspect.Type]:
+def _plain_types(kind: inspect.Type, meta: dict[str, Any]) -> Iterator[inspect.Type]:
     """Yield the types of a field, without None; ``about`` gets what their Meta says."""
     if isinstance(kind, inspect.Metadata):
-        about.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
-        yield from _plain_types(kind.type, about)
+        meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        yield from _plain_types(kind.type, meta)
     elif isinstance(kind, inspect.UnionType):
         for part in kind.types:
-            yield from _plain_types(part, about)
+            yield from _plain_types(part, meta)
     elif not isinstance(kind, inspect.NoneType):
         yield kind
 
@@ -254,7 +261,10 @@ def _run_presets(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "presets": Command(
-        "list the settings that can be given by name: images, ego frame, pixel values, orders, scenarios",
+        (
+            "list the settings that can be given by name: images, ego frame, pixel values, "
+            "orders, scenarios"
+        ),
         lambda parser: add_flags(parser, PrintOptions),
         _run_presets,
     ),

@@ -45,8 +45,8 @@ _OWN_EXTRAS: Final = re.compile(r"fuelrail\[([\w,-]+)\]")
 class FuelrailError(Exception):
     """Base of all errors raised on purpose by Fuelrail. Its text is one sentence for the user.
 
-    The text may quote what a dataset holds, and goes to terminals and logs: control characters in it are escaped, and
-    its length is limited.
+    The text may quote what a dataset holds, and goes to terminals and logs: control characters in
+    it are escaped, and its length is limited.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -60,7 +60,8 @@ class ConfigError(FuelrailError, ValueError):
 def how_to_install(*requirements: str) -> str:
     """Return the command that installs requirements, such as ``fuelrail[ros]`` or ``pylance``.
 
-    Fuelrail is not on the package index, where anybody may take its name: its extras come from a checkout.
+    Fuelrail is not on the package index, where anybody may take its name: its extras come from a
+    checkout.
     """
     extras: list[str] = []
     others: list[str] = []
@@ -79,12 +80,14 @@ def how_to_install(*requirements: str) -> str:
 
 
 @contextmanager
-def needs(what: str, install: str) -> Iterator[None]:
-    """Raise ConfigError where an import in the block fails: ``what`` needs the package; ``install`` brings it."""
+def needs(feature: str, install: str) -> Iterator[None]:
+    """Raise ConfigError where an import in the block fails: ``what`` needs the package;
+    ``install`` brings it.
+    """
     try:
         yield
     except ImportError as error:
-        lacks = f"{what} needs {error.name}, which is not installed or does not load"
+        lacks = f"{feature} needs {error.name}, which is not installed or does not load"
         raise ConfigError(f"{lacks}: {how_to_install(install)} ({error})") from error
 
 
@@ -97,7 +100,10 @@ class WorldError(FuelrailError, ValueError):
 
 
 class SourceError(FuelrailError):
-    """Source data that is missing, malformed or inconsistent. ``faults``: several of them, which print a line each."""
+    """Source data that is missing, malformed or inconsistent.
+
+    ``faults``: several of them, which print a line each.
+    """
 
     def __init__(self, text: str = "", faults: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -130,8 +136,8 @@ class IndexFileError(DatasetError):
 class ShardError(FuelrailError):
     """Something wrong inside one shard file.
 
-    Attributes: ``message`` (without the address), ``shard`` (file name or None), ``offset`` (bytes from its start or
-    None), ``key`` (sample key or None).
+    Attributes: ``message`` (without the address), ``shard`` (file name or None), ``offset`` (bytes
+    from its start or None), ``key`` (sample key or None).
     """
 
     def __init__(
@@ -159,7 +165,9 @@ class TarFormatError(ShardError):
 
 
 class FrameError(ShardError):
-    """A zstd frame of a ``.tar.zst`` shard that does not decode to its span, or a seek table that does not fit."""
+    """A zstd frame of a ``.tar.zst`` shard that does not decode to its span, or a seek table
+    that does not fit.
+    """
 
 
 class TruncatedShardError(ShardError):
@@ -180,7 +188,8 @@ class StorageError(ShardError):
 class MemberError(FuelrailError):
     """Something wrong with one member of one sample.
 
-    Attributes: ``key`` (sample key or None), ``member`` (field name such as ``cam_front.jpg`` or None).
+    Attributes: ``key`` (sample key or None), ``member`` (field name such as ``cam_front.jpg`` or
+    None).
     """
 
     def __init__(self, message: str, *, key: str | None = None, member: str | None = None) -> None:
@@ -208,7 +217,8 @@ class ImageError(MemberError):
 
 
 class DecoderError(FuelrailError):
-    """A decoder that fails for any image: no memory, a CUDA error, or wrong pixels without an error.
+    """A decoder that fails for any image: no memory, a CUDA error, or wrong pixels without an
+    error.
 
     It says nothing about the sample, so it is never treated as a bad sample.
     """
@@ -219,7 +229,9 @@ class BadSamplesError(FuelrailError):
 
 
 class LedgerError(FuelrailError):
-    """A ledger that is not whole, or of another run; ``record`` is the number of the first wrong record, or None."""
+    """A ledger that is not whole, or of another run; ``record`` is the number of the first wrong
+    record, or None.
+    """
 
     def __init__(self, text: str = "", record: int | None = None) -> None:
         super().__init__(text)
@@ -227,8 +239,12 @@ class LedgerError(FuelrailError):
 
 
 class StateMismatchError(FuelrailError):
-    """Loader state of another dataset, order, version or augmentation; the text shows both sides."""
+    """Loader state of another dataset, order, version or augmentation; the text shows both
+    sides.
+    """
 
 
 class StageError(FuelrailError):
-    """An exception in a loader stage; ``__cause__`` is the original, the text names stage and sample."""
+    """An exception in a loader stage; ``__cause__`` is the original, the text names stage and
+    sample.
+    """

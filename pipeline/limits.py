@@ -1,7 +1,7 @@
 """Limits of what a reader holds: of sizes when they are decoded, not of sizes as they are stored.
 
-A few stored bytes may decode to many: a dictionary, a bitmap, an alias. So each reader computes what
-it is about to hold, and compares that with the one limit of its kind. docs/guarantees.md shows
+A few stored bytes may decode to many: a dictionary, a bitmap, an alias. So each reader computes
+what it is about to hold, and compares that with the one limit of its kind. docs/guarantees.md shows
 :data:`LIMITS` as a table.
 """
 
@@ -26,7 +26,9 @@ class Limit(NamedTuple):
     unit: str = "bytes"
 
     def broken(self, number: int) -> str | None:
-        """Return a clause for a message where ``number`` is over the limit; None where it is not."""
+        """Return a clause for a message where ``number`` is over the limit; None where it is
+        not.
+        """
         if number <= self.most:
             return None
         return f"takes {number} {self.unit} when it is decoded, at most {self.most} are read"

@@ -30,7 +30,9 @@ def homogeneous(matrix: F64) -> F64:
 
 
 def rigid(rotation_wxyz: F64, translation: F64) -> F64:
-    """Make rigid transforms (..., 4, 4) from quaternions (..., 4) w, x, y, z and translations (..., 3)."""
+    """Make rigid transforms (..., 4, 4) from quaternions (..., 4) w, x, y, z and translations
+    (..., 3).
+    """
     out = homogeneous(rotation_matrices(rotation_wxyz))
     out[..., :3, 3] = translation
     return out

@@ -1,7 +1,9 @@
-"""Strict settings: YAML or plain dicts to frozen structs; a mistake is named with file, line and path.
+"""Strict settings: YAML or plain dicts to frozen structs; a mistake is named with file, line and
+path.
 
-A settings type derives from :class:`Settings`. Unknown keys, wrong types, missing values and values out of range
-are :class:`~fuelrail.pipeline.errors.ConfigError`; nothing is coerced and nothing is ignored.
+A settings type derives from :class:`Settings`. Unknown keys, wrong types, missing values and values
+out of range are :class:`~fuelrail.pipeline.errors.ConfigError`; nothing is coerced and nothing is
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.limits import UNTYPED, YAML_DEPTH, YAML_VALUES
-from fuelrail.pipeline.text import MAX_VALUE, shown
+from fuelrail.pipeline.text import MAX_VALUE, shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
     PathText = str | os.PathLike[str]
 else:
-    # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
+    # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of
+    # path objects.
     PathText = str
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
@@ -49,7 +52,8 @@ Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 S = TypeVar("S", bound=msgspec.Struct)
 N = TypeVar("N", int, float)
 
-# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
+# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an
+# installed package.
 _CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
 _PRESETS: Final = {
     "ImageAugment": "images",
@@ -73,7 +77,10 @@ class _SettingsMeta(msgspec.StructMeta):
                 for name in fields:
                     if name not in names:
                         hint = did_you_mean(name, names)
-                        text = f"{self.__name__} has no field {name!r}; it has: {', '.join(names)}{hint}"
+                        text = (
+                            f"{self.__name__} has no field {name!r}; it has: "
+                            f"{', '.join(names)}{hint}"
+                        )
                         raise TypeError(text) from None
                 raise
 
@@ -87,26 +94,29 @@ class Settings(
 ):
     """Base of all settings types: immutable, unknown keys refused.
 
-    A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for
-    msgspec does not hand it down.
+    A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a
+    subclass's own choice, for msgspec does not hand it down.
     """
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Return the settings of a name that `fuelrail presets` lists; raises ConfigError for an unknown one."""
-        known = preset_files(cls)
-        if name not in known:
+        """Return the settings of a name that `fuelrail presets` lists; raises ConfigError for an
+        unknown one.
+        """
+        files = preset_files(cls)
+        if name not in files:
             names = (
-                f"it has: {', '.join(known)}{did_you_mean(name, known)}"
-                if known
+                f"it has: {', '.join(files)}{did_you_mean(name, files)}"
+                if files
                 else "this type has none"
             )
             raise ConfigError(f"{cls.__name__} has no preset {name!r}; {names}")
-        return load_yaml(known[name], cls)
+        return load_yaml(files[name], cls)
 
 
 class CheckedSettings(Settings, frozen=True):
-    """Settings that are checked when they are made, not only when they are read; a dict or a file of settings is read.
+    """Settings that are checked when they are made, not only when they are read; a dict or a file
+    of settings is read.
 
     Raises ConfigError.
     """
@@ -143,32 +153,41 @@ class PresetsReport(msgspec.Struct, frozen=True):
     def as_text(self) -> str:
         """Return a table for people."""
         lines = []
-        for kind, group in itertools.groupby(self.presets, lambda one: one.kind):
-            found = list(group)
-            width = max(len(one.name) for one in found)
-            lines += [kind, *(f"  {one.name:<{width}}  {one.summary}" for one in found), ""]
+        for kind, group in itertools.groupby(self.presets, lambda preset: preset.kind):
+            presets = list(group)
+            width = max(len(preset.name) for preset in presets)
+            lines += [
+                kind,
+                *(f"  {preset.name:<{width}}  {preset.summary}" for preset in presets),
+                "",
+            ]
         lines.append(
-            "In Python: `fr.ImageAugment.preset(NAME)`. On the command line: the name in place of a YAML file."
+            "In Python: `fr.ImageAugment.preset(NAME)`. On the command line: the name in "
+            "place of a YAML file."
         )
         return "\n".join(lines)
 
 
 def presets() -> PresetsReport:
-    """Return the settings that can be given by name: images, ego frame, pixel values, orders, scenarios."""
-    found = []
+    """Return the settings that can be given by name: images, ego frame, pixel values, orders,
+    scenarios.
+    """
+    entries = []
     for kind, folder in _PRESETS.items():
         for file in sorted((_CONFIGS / folder).glob("*.yaml")):
             comment = itertools.takewhile(
                 lambda line: line.startswith("#"), file.read_text("utf-8").splitlines()
             )
-            found.append(
+            entries.append(
                 Preset(kind, file.stem, " ".join(line.lstrip("# ") for line in comment), str(file))
             )
-    return PresetsReport(found)
+    return PresetsReport(entries)
 
 
 def must_be(words: str) -> msgspec.Meta:
-    """Describe in words what is allowed in a field: ``Annotated[int, Meta(ge=1), must_be("an integer >= 1")]``."""
+    """Describe in words what is allowed in a field: ``Annotated[int, Meta(ge=1), must_be("an
+    integer >= 1")]``.
+    """
     return msgspec.Meta(extra={"must be": words})
 
 
@@ -181,25 +200,28 @@ def flag(description: str, **extra: object) -> msgspec.Meta:
 
 
 def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
-    """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for ``__post_init__``.
+    """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for
+    ``__post_init__``.
 
     A list of dicts that was given for a tuple of settings becomes that.
-    msgspec checks what it converts, not what a constructor is called with. What is allowed is what the field's
-    `must_be` says, if it has one. ``where`` comes first in the message; None: the name of the settings type.
+    msgspec checks what it converts, not what a constructor is called with. What is allowed is what
+    the field's `must_be` says, if it has one. ``where`` comes first in the message; None: the name
+    of the settings type.
     """
     where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
-        made = _check_type(f"{where}{field.name}", value, field.type, error)
-        if isinstance(made, tuple) and made != value:
-            msgspec.structs.force_setattr(settings, field.name, made)
+        converted = _check_type(f"{where}{field.name}", value, field.type, error)
+        if isinstance(converted, tuple) and converted != value:
+            msgspec.structs.force_setattr(settings, field.name, converted)
 
 
 def resolve_fields(settings: msgspec.Struct, where: str | None = None) -> None:
-    """Replace a dict or a path, given for a field that holds settings, by the settings; for ``__post_init__``.
+    """Replace a dict or a path, given for a field that holds settings, by the settings; for
+    ``__post_init__``.
 
-    A path object given for a text becomes a text. Raises ConfigError for a dict or a file that does not fit; other
-    wrong values are left to `check_types`.
+    A path object given for a text becomes a text. Raises ConfigError for a dict or a file that does
+    not fit; other wrong values are left to `check_types`.
     """
     where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
@@ -210,10 +232,11 @@ def resolve_fields(settings: msgspec.Struct, where: str | None = None) -> None:
 
 
 def as_settings(value: object, kind: type[S], name: str) -> S:
-    """Return settings of type ``kind``: themselves, made from a dict of their fields, or read from a YAML file.
+    """Return settings of type ``kind``: themselves, made from a dict of their fields, or read from
+    a YAML file.
 
-    In a dict, settings within settings may again be given in any of the three forms. ``name`` says in the error message
-    what the value was given for. Raises ConfigError.
+    In a dict, settings within settings may again be given in any of the three forms. ``name`` says
+    in the error message what the value was given for. Raises ConfigError.
     """
     if isinstance(value, kind):
         return value
@@ -236,10 +259,11 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
 
 
 def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]) -> S:
-    """Return options with ``changes`` (fields by name), all checked; ``options`` None: the defaults.
+    """Return options with ``changes`` (fields by name), all checked; ``options`` None: the
+    defaults.
 
-    A field that holds settings may be given as a dict or the path of a YAML file too. Raises ConfigError naming the
-    field.
+    A field that holds settings may be given as a dict or the path of a YAML file too. Raises
+    ConfigError naming the field.
     """
     if not isinstance(options, kind | None):
         raise ConfigError(
@@ -258,16 +282,18 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
 def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:
     """Return the value as msgspec makes it of its type."""
     try:
-        made: object = msgspec.convert(value, type=annotation)
+        converted: object = msgspec.convert(value, type=annotation)
         # NumPy scalars and tensors look like an empty mapping to msgspec.
-        if isinstance(made, msgspec.Struct) and not isinstance(value, msgspec.Struct | Mapping):
+        if isinstance(converted, msgspec.Struct) and not isinstance(
+            value, msgspec.Struct | Mapping
+        ):
             raise TypeError(f"got {type(value).__name__}")
     except (msgspec.ValidationError, AttributeError, TypeError, UnicodeError) as failure:
         words = _allowed(annotation)
         hint = _hint(str(failure), _split(str(failure))[1], annotation)
         refusal = f"is not allowed: {failure}{hint}" if words is None else f"must be {words}"
         raise error(f"{name}={_short(value)} {refusal}") from failure
-    return made
+    return converted
 
 
 def _resolved(value: object, annotation: object, name: str) -> object:
@@ -284,20 +310,22 @@ def _resolved(value: object, annotation: object, name: str) -> object:
     values = [kind.value_type for kind in kinds if isinstance(kind, inspect.DictType)]
     named = [kind.cls for kind in values if isinstance(kind, inspect.StructType)]
     if len(named) == 1 and isinstance(value, Mapping):
-        return {key: as_settings(one, named[0], f"{name}.{key}") for key, one in value.items()}
+        return {key: as_settings(item, named[0], f"{name}.{key}") for key, item in value.items()}
     return value
 
 
 def _allowed(annotation: object) -> str | None:
-    """Say what a field may be: what `must_be` says, or the forms of its settings; None where neither is known."""
-    for one in getattr(annotation, "__metadata__", ()):
-        words = (one.extra or {}).get("must be") if isinstance(one, msgspec.Meta) else None
+    """Say what a field may be: what `must_be` says, or the forms of its settings; None where
+    neither is known.
+    """
+    for meta in getattr(annotation, "__metadata__", ()):
+        words = (meta.extra or {}).get("must be") if isinstance(meta, msgspec.Meta) else None
         if words is not None:
             return str(words)
     kinds = list(_variants([inspect.type_info(annotation)]))
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
-    others = {inspect.StructType, inspect.NoneType}
-    if len(structs) != 1 or not {type(kind) for kind in kinds} <= others:
+    allowed_types = {inspect.StructType, inspect.NoneType}
+    if len(structs) != 1 or not {type(kind) for kind in kinds} <= allowed_types:
         return None
     return _forms(structs[0]) + (", or None" if len(kinds) > 1 else "")
 
@@ -305,7 +333,10 @@ def _allowed(annotation: object) -> str | None:
 def _forms(kind: type) -> str:
     name = kind.__name__
     preset = ", a preset's name" if name in _PRESETS else ""
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields{preset}, or the path of a YAML file"
+    return (
+        f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields{preset}, or the "
+        "path of a YAML file"
+    )
 
 
 def _short(value: object) -> str:
@@ -331,24 +362,26 @@ def convert(value: object, to: type[S], where: str) -> S:
 
 
 def read_pairs(
-    what: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str
+    subject: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str
 ) -> dict[str, N]:
     """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
-    found: dict[str, N] = {}
+    numbers: dict[str, N] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         with suppress(ValueError):
-            if name in names and name not in found and 0 < number(value) <= _LARGE:
-                found[name] = number(value)
+            if name in names and name not in numbers and 0 < number(value) <= _LARGE:
+                numbers[name] = number(value)
                 continue
         raise ConfigError(
-            f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}"
+            f"{subject} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}"
         )
-    return found
+    return numbers
 
 
 def read_text(file: Path) -> str:
-    """Read a small text file that a user named, or a pipe; raise OSError, also for too large a file."""
+    """Read a small text file that a user named, or a pipe; raise OSError, also for too large a
+    file.
+    """
     with file.open("rb") as stream:
         data = stream.read(UNTYPED.most + 1)
     if (text := UNTYPED.broken(len(data))) is not None:
@@ -432,14 +465,18 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
     Raises ConfigError naming file, line and path in the file.
     """
-    known = preset_files(to)
-    file = known.get(str(path), Path(path))
+    presets_by_name = preset_files(to)
+    file = presets_by_name.get(str(path), Path(path))
     try:
         text = read_text(file)
     except OSError as error:
-        hint = f"; presets: {', '.join(known)}{did_you_mean(str(path), known)}" if known else ""
+        hint = (
+            f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
+            if presets_by_name
+            else ""
+        )
         raise ConfigError(
-            f"config file '{shown(file)}' cannot be read: {error.strerror}{hint}"
+            f"config file '{shortened(file)}' cannot be read: {error.strerror}{hint}"
         ) from error
     except ValueError as error:  # no UTF-8, or a path with a null character
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
@@ -451,9 +488,11 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     try:
         return msgspec.convert({} if value is None else value, to)
     except msgspec.ValidationError as error:
-        message, at = _split(str(error))
-        line = _line_of(root, at, message)
-        raise ConfigError(f"{file}:{line}: at '{at}': {message}{_hint(message, at, to)}") from error
+        message, place = _split(str(error))
+        line = _line_of(root, place, message)
+        raise ConfigError(
+            f"{file}:{line}: at '{place}': {message}{_hint(message, place, to)}"
+        ) from error
 
 
 def _split(message: str) -> tuple[str, str]:
@@ -466,19 +505,24 @@ def _split(message: str) -> tuple[str, str]:
 
 
 def _steps(path: str) -> list[str]:
-    """Return the field names and list positions of a path; "..." is msgspec's word for some entry of a mapping."""
+    """Return the field names and list positions of a path; "..." is msgspec's word for some
+    entry of a mapping.
+    """
     return [] if path == "top level" else re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
 def _hint(text: str, path: str, root: type) -> str:
-    """Say what is allowed at this place: the keys for an unknown or missing one, the values for one of a fixed set."""
+    """Say what is allowed at this place: the keys for an unknown or missing one, the values for
+    one of a fixed set.
+    """
     kinds = list(_variants([inspect.type_info(root)]))
     for step in _steps(path):
         kinds = list(_variants(inner for kind in kinds for inner in _inner(kind, step)))
     allowed: list[str] = []
     if "unknown field" in text or "missing required field" in text:
         structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
-        # Of several structs msgspec does not say which one it took; the wrong keys would be worse than none.
+        # Of several structs msgspec does not say which one it took; the wrong keys would be worse
+        # than none.
         allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
     elif "Invalid enum value" in text:
         allowed = [
@@ -496,11 +540,16 @@ def _hint(text: str, path: str, root: type) -> str:
     if not allowed:
         return ""
     unknown = re.search(r"unknown field `([^`]+)`", text)
-    return f"; allowed here: {', '.join(allowed)}{did_you_mean(unknown[1], allowed) if unknown else ''}"
+    return (
+        "; allowed here: "
+        f"{', '.join(allowed)}{did_you_mean(unknown[1], allowed) if unknown else ''}"
+    )
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """Return ``; did you mean 'flip_prob'?`` with the most similar allowed name; empty where none is similar."""
+    """Return ``; did you mean 'flip_prob'?`` with the most similar allowed name; empty where
+    none is similar.
+    """
     near = difflib.get_close_matches(name, list(allowed), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -529,7 +578,9 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 
 def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
-    """Return the line (from 1) of the entry that ``path`` and a field named in ``message`` lead to."""
+    """Return the line (from 1) of the entry that ``path`` and a field named in ``message`` lead
+    to.
+    """
     import yaml
 
     named = re.search(r"unknown field `([^`]+)`", message)
@@ -555,13 +606,13 @@ def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) ->
         return
     visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, value in node.value:
-            if key.value in seen:
+            if key.value in keys:
                 raise ConfigError(
                     f"{file}:{key.start_mark.line + 1}: key '{key.value}' occurs twice"
                 )
-            seen.add(key.value)
+            keys.add(key.value)
             _refuse_duplicates(value, file, visited)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:

@@ -1,7 +1,8 @@
 """Text of strangers, made fit to print: names, keys and messages that come out of a dataset.
 
-A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So what a file may
-have put into a text is printed with control characters escaped, and never at full length where that is without bound.
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So
+what a file may have put into a text is printed with control characters escaped, and never at full
+length where that is without bound.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MAX_SIDE: Final = 80
 
 
 def escaped(text: str) -> str:
-    """Return the text with each character that does not print as itself in the form ``\\x1b`` or ``\\u202e``.
+    """Return the text with each character that does not print as itself in the form ``\\x1b`` or
+    ``\\u202e``.
 
     That is control characters (line feeds, ESC, BEL, C1), direction marks and lone surrogates.
     """
@@ -33,8 +35,10 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else _code(char) for char in text)
 
 
-def shown(value: object, limit: int = MAX_VALUE) -> str:
-    """Return one value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
+def shortened(value: object, limit: int = MAX_VALUE) -> str:
+    """Return one value as text to print: escaped, and cut beyond ``limit`` characters, with
+    their number.
+    """
     text = str(value)
     return (
         escaped(text)
@@ -44,27 +48,33 @@ def shown(value: object, limit: int = MAX_VALUE) -> str:
 
 
 def repeated_key(data: bytes, decoded: object) -> str | None:
-    """Return a duplicate key of an object in a JSON document, None without one: parsers differ in the one taken.
+    """Return a duplicate key of an object in a JSON document, None without one: parsers differ in
+    the one taken.
 
-    ``decoded`` is what msgspec made of the document: to look at one that msgspec wrote costs no more than to write it.
+    ``decoded`` is what msgspec made of the document: to look at one that msgspec wrote costs no
+    more than to write it.
     """
     if msgspec.json.format(data, indent=-1) == msgspec.json.encode(decoded):
         return None
-    found: list[str] = []
+    duplicates: list[str] = []
 
     def look(pairs: list[tuple[str, object]]) -> None:
         names = Counter(name for name, _ in pairs)
-        found.extend(name for name, count in names.items() if count > 1)
+        duplicates.extend(name for name, count in names.items() if count > 1)
 
     json.loads(data, object_pairs_hook=look, parse_int=str, parse_float=str)
-    return found[0] if found else None
+    return duplicates[0] if duplicates else None
 
 
-def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path and both sides of every entry that differs, None where one lacks it; objects are compared by entry."""
-    for name in {**one, **two}:
-        a = one.get(name)
-        b = two.get(name)
+def differing(
+    first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path and both sides of every entry that differs, None where one lacks it; objects
+    are compared by entry.
+    """
+    for name in {**first, **second}:
+        a = first.get(name)
+        b = second.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from ((f"{name}.{inner}", *sides) for inner, *sides in differing(a, b))
         elif a != b:
@@ -72,13 +82,18 @@ def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any], first: str, second: str) -> str:
-    """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a side is."""
+    """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
+    side is.
+    """
     found = [(name, [_value(side) for side in sides]) for name, *sides in differing(one, two)]
     return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in found)
 
 
 def message(text: str) -> str:
-    """Return a whole message, escaped, without its middle where it is too long. A message so made stays as it is."""
+    """Return a whole message, escaped, without its middle where it is too long.
+
+    A message so made stays as it is.
+    """
     text = escaped(text)
     if len(text) <= MAX_MESSAGE:
         return text
@@ -88,7 +103,10 @@ def message(text: str) -> str:
 
 
 def json_text(value: object) -> str:
-    """Return a value as indented JSON that prints as itself: JSON's escapes replace all else. A line feed ends it."""
+    """Return a value as indented JSON that prints as itself: JSON's escapes replace all else.
+
+    A line feed ends it.
+    """
     lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
     return (
         "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
@@ -112,7 +130,7 @@ def text_of(lines: Iterable[str]) -> str:
 
 
 def _value(value: object) -> str:
-    return "none" if value is None else shown(msgspec.json.encode(value).decode(), _MAX_SIDE)
+    return "none" if value is None else shortened(msgspec.json.encode(value).decode(), _MAX_SIDE)
 
 
 def _code(char: str) -> str:
@@ -121,7 +139,7 @@ def _code(char: str) -> str:
 
 def _json_code(char: str) -> str:
     units = char.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+    return "".join(f"\\u{units[index : index + 2].hex()}" for index in range(0, len(units), 2))
 
 
 _KINDS: Final = {
@@ -142,7 +160,9 @@ _STEP: Final = re.compile(r"\[(\d+)\]|\[\.\.\.\]|([^.\[\]]+)")
 
 
 def fault_in_words(error: msgspec.ValidationError) -> str:
-    """Return what msgspec says is wrong with a value in words: what it must be, what it is, and where it is."""
+    """Return what msgspec says is wrong with a value in words: what it must be, what it is, and
+    where it is.
+    """
     text = " ".join(str(error).split())
     text = _EXPECTED.sub(_expected_in_words, text)
     text = _FIELD.sub(_field_in_words, text)

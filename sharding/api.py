@@ -1,4 +1,6 @@
-"""The functions behind the commands: options in, report out. ``fuelrail shard`` calls ``fuelrail.shard``.
+"""The functions behind the commands: options in, report out.
+
+``fuelrail shard`` calls ``fuelrail.shard``.
 
 Options are keywords, checked as the command line checks its flags; every error is a FuelrailError.
 """
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
 class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The result of a sharding run.
 
-    ``num_kept`` shards were already complete and were reused. ``num_clips_left_out`` counts the clips that no split
-    names. ``scan`` is what the scan of the source kept, dropped and did not understand, where the source counts it.
+    ``num_kept`` shards were already complete and were reused. ``num_clips_left_out`` counts the
+    clips that no split names. ``scan`` is what the scan of the source kept, dropped and did not
+    understand, where the source counts it.
     """
 
     dataset: str
@@ -61,20 +64,23 @@ class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     scan: ScanReport | None = None
 
     def as_text(self) -> str:
-        """Return the report for people: a line for the dataset, and more for what was left out or changed."""
+        """Return the report for people: a line for the dataset, and more for what was left out
+        or changed.
+        """
         splits = ", ".join(f"{name} {count:,}" for name, count in self.samples_by_split.items())
-        kept = f" ({self.num_kept:,} reused)" if self.num_kept else ""
+        reused_text = f" ({self.num_kept:,} reused)" if self.num_kept else ""
         lines = [
             (
-                f"{counted(self.num_samples, 'sample')} ({splits}) of {counted(self.num_clips, 'clip')} in "
-                f"{counted(self.num_shards, 'shard')}{kept}, {self.num_bytes / 1e6:,.1f} MB, {self.seconds:.1f} s: "
-                f"{self.dataset}"
+                f"{counted(self.num_samples, 'sample')} ({splits}) of "
+                f"{counted(self.num_clips, 'clip')} in "
+                f"{counted(self.num_shards, 'shard')}{reused_text}, "
+                f"{self.num_bytes / 1e6:,.1f} MB, {self.seconds:.1f} s: {self.dataset}"
             )
         ]
         if self.num_clips_left_out:
             lines.append(
-                f"left out: {counted(self.num_clips_left_out, 'clip')} of the source that no split names; assign them "
-                "with --splits"
+                f"left out: {counted(self.num_clips_left_out, 'clip')} of the source that "
+                "no split names; assign them with --splits"
             )
         return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
 
@@ -94,7 +100,8 @@ class SourceOptions(Settings, frozen=True, kw_only=True):
     cameras: Annotated[
         str | None,
         flag(
-            "cameras to keep, such as cam_front,cam_back: the source's option of that name (default: all)"
+            "cameras to keep, such as cam_front,cam_back: the source's option of that name "
+            "(default: all)"
         ),
     ] = None
     check: Annotated[bool, flag("scan the source, report, and write nothing")] = False
@@ -106,14 +113,17 @@ class ReshardOptions(Settings, frozen=True, kw_only=True):
     append: Annotated[
         bool,
         flag(
-            "make OUT the next version of the first dataset, with the clips of the others added; existing "
-            "shards are reused (linked in a folder, copied by the store at a URL), and the old version stays"
+            "make OUT the next version of the first dataset, with the clips of the others "
+            "added; existing shards are reused (linked in a folder, copied by the store at "
+            "a URL), and the old version stays"
         ),
     ] = False
 
 
 class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
-    """What a source holds, by its scan: channels of the rig, classes of boxes, and the scan's own report."""
+    """What a source holds, by its scan: channels of the rig, classes of boxes, and the scan's
+    own report.
+    """
 
     name: str
     num_samples: int
@@ -127,8 +137,14 @@ class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     def as_text(self) -> str:
         """Return the report for people."""
         lines = [
-            f"{self.name}: {counted(self.num_samples, 'sample')} of {counted(self.num_clips, 'clip')}",
-            f"cameras: {', '.join(self.cameras) or 'none'}; lidars: {', '.join(self.lidars) or 'none'}",
+            (
+                f"{self.name}: {counted(self.num_samples, 'sample')} of "
+                f"{counted(self.num_clips, 'clip')}"
+            ),
+            (
+                f"cameras: {', '.join(self.cameras) or 'none'}; lidars: "
+                f"{', '.join(self.lidars) or 'none'}"
+            ),
             f"classes: {', '.join(self.classes) or 'none'}",
         ]
         lines += [] if self.scan is None else self.scan.lines()
@@ -146,7 +162,10 @@ class VerifyOptions(Settings, frozen=True, kw_only=True):
     repair: Annotated[
         tuple[str, ...],
         flag(
-            "rebuild damaged shards from the original source; for a merged dataset fuelrail:OUT1 OUT2 ...",
+            (
+                "rebuild damaged shards from the original source; for a merged dataset "
+                "fuelrail:OUT1 OUT2 ..."
+            ),
             metavar="KIND:PATH",
         ),
     ] = ()
@@ -164,21 +183,24 @@ def shard(
     progress: Quiet | None = None,
     **settings: Any,  # checked by the recipe
 ) -> ShardReport:
-    """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an interrupted run is resumed.
+    """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an
+    interrupted run is resumed.
 
-    ``out`` is a folder or a URL that fsspec can write. ``settings`` are the fields of :class:`Recipe` as keywords
-    (``seed=7, splits={"train": 0.8, "val": 0.2}``), or give one struct. ``options`` are those of the kind of source,
-    such as ``{"version": "v1.0-mini"}``; :func:`fuelrail.sources` lists kinds and options. ``workers=0`` is one per
-    core; ``engine`` is "threads", "processes", "ray" or None for the best local one. A script that starts processes
+    ``out`` is a folder or a URL that fsspec can write. ``settings`` are the fields of
+    :class:`Recipe` as keywords (``seed=7, splits={"train": 0.8, "val": 0.2}``), or give one struct.
+    ``options`` are those of the kind of source, such as ``{"version": "v1.0-mini"}``;
+    :func:`fuelrail.sources` lists kinds and options. ``workers=0`` is one per core; ``engine`` is
+    "threads", "processes", "ray" or None for the best local one. A script that starts processes
     needs an ``if __name__ == "__main__":`` guard: they import it.
 
-    Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another dataset, DatasetError
-    where it cannot be written, ConfigError for options.
+    Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another
+    dataset, DatasetError where it cannot be written, ConfigError for options.
     """
     spec = parse_source(source, dict(options or {}))
     if spec.kind == "fuelrail":
         raise ConfigError(
-            f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard {spec.location} {os.fspath(out)}`"
+            f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard "
+            f"{spec.location} {os.fspath(out)}`"
         )
     return _run(
         spec,
@@ -194,10 +216,11 @@ def shard(
 def check_source(
     source: str, *, options: Mapping[str, Any] | None = None, recipe: Recipe | None = None
 ) -> SourceReport:
-    """Scan a source and write nothing: what :func:`shard` would find wrong, and what it would keep and drop.
+    """Scan a source and write nothing: what :func:`shard` would find wrong, and what it would keep
+    and drop.
 
-    Of video in files, also what JPEGs of its frames cost, stored by the recipe's ``images``. Raises SourceError with
-    all faults of the source, ConfigError for options.
+    Of video in files, also what JPEGs of its frames cost, stored by the recipe's ``images``. Raises
+    SourceError with all faults of the source, ConfigError for options.
     """
     info, video = checked_source(parse_source(source, dict(options or {})), recipe or make_recipe())
     return SourceReport(
@@ -228,23 +251,24 @@ def reshard(
 ) -> ShardReport:
     """Merge, split, reshuffle or recompress datasets, with the options of :func:`shard`.
 
-    ``points=False`` leaves lidar sweeps out, ``cameras=["cam_front"]`` all other cameras and what lies on their images.
-    ``append=True`` makes ``out`` the first dataset's next version, with the clips of the others added: it reuses the
-    shards as they are, so that it takes no other options.
+    ``points=False`` leaves lidar sweeps out, ``cameras=["cam_front"]`` all other cameras and what
+    lies on their images. ``append=True`` makes ``out`` the first dataset's next version, with the
+    clips of the others added: it reuses the shards as they are, so that it takes no other options.
     """
     if isinstance(datasets, str | os.PathLike):
         datasets = [datasets]
     locations = [os.fspath(location) for location in datasets]
     if _place(os.fspath(out)) in map(_place, locations):
         raise ConfigError(
-            f"input and output are the same folder, '{os.fspath(out)}': choose another output folder"
+            f"input and output are the same folder, '{os.fspath(out)}': choose another "
+            "output folder"
         )
     if not append:
-        kept: dict[str, Any] = {
+        source_options: dict[str, Any] = {
             **({} if points else {"points": False}),
             **({"cameras": cameras} if cameras else {}),
         }
-        spec = SourceSpec("fuelrail", SEPARATOR.join(locations), kept)
+        spec = SourceSpec("fuelrail", SEPARATOR.join(locations), source_options)
         return _run(
             spec,
             out=out,
@@ -254,15 +278,15 @@ def reshard(
             ray_address=ray_address,
             progress=progress,
         )
-    given = {
+    stated = {
         "recipe": recipe,
         "engine": engine,
         "workers": workers or None,
         "ray_address": ray_address,
         **options,
     }
-    given |= {"points": None if points else False, "cameras": cameras or None}
-    refused = [name for name, value in given.items() if value is not None]
+    stated |= {"points": None if points else False, "cameras": cameras or None}
+    refused = [name for name, value in stated.items() if value is not None]
     if refused:
         raise append_refuses("append=True", refused[0])
     from fuelrail.sharding.append import append as append_datasets
@@ -292,19 +316,20 @@ def verify(
     progress: Checked = lambda _shard, _num_shards: None,
     before_repair: Callable[[VerifyReport], object] | None = None,
 ) -> VerifyReport:
-    """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's ``faults``.
+    """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's
+    ``faults``.
 
-    ``deep`` also decodes every member and image. ``repair`` is the original source (``nuscenes:/data/nuscenes``):
-    damaged files are rebuilt from it, and the report is that of the repaired dataset; ``before_repair`` gets the report
-    of the damage. ``progress`` is called with each checked shard and the number of shards. Raises DatasetError where
-    there is no dataset.
+    ``deep`` also decodes every member and image. ``repair`` is the original source
+    (``nuscenes:/data/nuscenes``): damaged files are rebuilt from it, and the report is that of the
+    repaired dataset; ``before_repair`` gets the report of the damage. ``progress`` is called with
+    each checked shard and the number of shards. Raises DatasetError where there is no dataset.
     """
     repair = () if repair is None else (repair,) if isinstance(repair, str) else tuple(repair)
     options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
     if repair and is_url(dataset):
         raise ConfigError(
-            f"repair needs a folder, got '{shown_url(str(dataset))}': run the command that made the dataset again, it "
-            "rebuilds what is damaged"
+            f"repair needs a folder, got '{shown_url(str(dataset))}': run the command that "
+            "made the dataset again, it rebuilds what is damaged"
         )
     if repair:
         parse_source(SEPARATOR.join(repair), {})  # a mistake must not show after hours of reading
@@ -324,7 +349,8 @@ class InspectOptions(Settings, frozen=True, kw_only=True):
     statistics: Annotated[
         bool,
         flag(
-            "also compute mean, deviation and quantiles of all numbers, and store them beside the manifest"
+            "also compute mean, deviation and quantiles of all numbers, and store them "
+            "beside the manifest"
         ),
     ] = False
 
@@ -332,8 +358,9 @@ class InspectOptions(Settings, frozen=True, kw_only=True):
 def inspect(dataset: Location, key: str | None = None, *, statistics: bool = False) -> Description:
     """Describe a dataset, or the sample with this key: its members, metadata and geometry.
 
-    ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises DatasetError for
-    what is not a dataset, ConfigError for a key that does not exist, and for statistics of a sample.
+    ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises
+    DatasetError for what is not a dataset, ConfigError for a key that does not exist, and for
+    statistics of a sample.
     """
     if statistics and key is not None:
         raise ConfigError(
@@ -351,7 +378,8 @@ def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:
         return make_recipe(**options)
     if options:
         raise ConfigError(
-            f"give the options as a recipe or as keywords, not both; got recipe and {', '.join(options)}"
+            "give the options as a recipe or as keywords, not both; got recipe and "
+            f"{', '.join(options)}"
         )
     check_recipe(recipe)
     return recipe

@@ -1,12 +1,15 @@
-"""A new version of a dataset: the shards of several datasets under one manifest, with the existing shards reused.
+"""A new version of a dataset: the shards of several datasets under one manifest, with the existing
+shards reused.
 
-The new version has its own index, attributes and manifest, and so another fingerprint; it reuses the existing shards.
-In a folder they are hard links (copies where the file systems differ), so that each version is complete: the old one
-does not change, either may be removed, and what both have is stored once. At a URL, which has no links, the store
-copies them. What is linked or copied by the store is not read: `fuelrail verify` does that.
+The new version has its own index, attributes and manifest, and so another fingerprint; it reuses
+the existing shards. In a folder they are hard links (copies where the file systems differ), so that
+each version is complete: the old one does not change, either may be removed, and what both have is
+stored once. At a URL, which has no links, the store copies them. What is linked or copied by the
+store is not read: `fuelrail verify` does that.
 
-Samples keep their place relative to their split: those of the first dataset come first. An order over the new version
-covers all of them; state of a loader that ran over the old one is refused, because the fingerprint differs.
+Samples keep their place relative to their split: those of the first dataset come first. An order
+over the new version covers all of them; state of a loader that ran over the old one is refused,
+because the fingerprint differs.
 """
 
 from __future__ import annotations
@@ -82,13 +85,14 @@ def append(
 ) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
-    A finished dataset is checked, and its damaged files are made again. Raises SourceError for datasets that do not fit
-    together or have a clip in common, DatasetExistsError where OUT holds something else, DatasetError where it cannot
-    be written.
+    A finished dataset is checked, and its damaged files are made again. Raises SourceError for
+    datasets that do not fit together or have a clip in common, DatasetExistsError where OUT holds
+    something else, DatasetError where it cannot be written.
     """
     if len(locations) < 2:
         raise ConfigError(
-            f"append needs at least two datasets, the one to append to and those to append; got {len(locations)}"
+            "append needs at least two datasets, the one to append to and those to append; "
+            f"got {len(locations)}"
         )
     progress = progress or Quiet()
     output = open_output(out)
@@ -104,20 +108,22 @@ def append(
     with output.writing(), Workspace(output) as work:
         started = work.state()
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
-        whole = if_whole(output, finished)
-        if whole is None:
+        complete = if_whole(output, finished)
+        if complete is None:
             work.start(RunState(recipe=recipe))
             output.remove(MANIFEST_FILE)
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
         for number, (dataset, old, new) in enumerate(pieces):
-            was_there = bring_shard(datasets[dataset], old, output, new, again=finished is not None)
+            was_there = bring_shard(
+                datasets[dataset], old, output, new, was_finished=finished is not None
+            )
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
-        if whole is not None:
+        if complete is not None:
             work.remove()
-            return whole
+            return complete
         manifest = _publish(work, datasets, pieces, recipe)
         work.remove()
     return manifest
@@ -127,20 +133,21 @@ def _check(datasets: Sequence[Dataset]) -> None:
     check_alike(datasets)
     check_disjoint([(dataset.location, dataset.index.clip_ids()) for dataset in datasets])
     first = datasets[0]
-    for other in datasets[1:]:
-        for what, wanted, found in (
+    for second in datasets[1:]:
+        for fact, first_value, second_value in (
             (
                 "layout",
                 first.manifest.compression.get("layout"),
-                other.manifest.compression.get("layout"),
+                second.manifest.compression.get("layout"),
             ),
-            ("order unit", first.manifest.order_unit, other.manifest.order_unit),
-            ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(other)),
+            ("order unit", first.manifest.order_unit, second.manifest.order_unit),
+            ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(second)),
         ):
-            if wanted != found:
+            if first_value != second_value:
                 raise SourceError(
-                    f"the {what} of '{first.location}' is {wanted}, that of '{other.location}' {found}: their shards "
-                    "cannot be reused in one dataset; without --append they are written again"
+                    f"the {fact} of '{first.location}' is {first_value}, that of "
+                    f"'{second.location}' {second_value}: their shards cannot be reused in "
+                    "one dataset; without --append they are written again"
                 )
 
 
@@ -150,30 +157,33 @@ def _dictionary(dataset: Dataset) -> str | None:
 
 
 def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
-    """Return all shards in their new places: split by split, dataset by dataset, numbered again within the split."""
+    """Return all shards in their new places: split by split, dataset by dataset, numbered again
+    within the split.
+    """
     pieces: list[Piece] = []
     first_sample = 0
     for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
         number = 0
-        for at, dataset in enumerate(datasets):
+        for dataset_number, dataset in enumerate(datasets):
             for old in dataset.shards:
                 if old.split != split:
                     continue
                 name = shard_name(split, number, framed=is_framed(old.name))
                 new = old._replace(name=name, first_sample=first_sample)
-                pieces.append(Piece(at, old, new))
+                pieces.append(Piece(dataset_number, old, new))
                 first_sample += old.num_samples
                 number += 1
     return pieces
 
 
 def bring_shard(
-    source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, again: bool
+    source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, was_finished: bool
 ) -> bool:
-    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size; returns whether it had.
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size;
+    returns whether it had.
 
-    What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
-    then the digest decides, as the source's file may be damaged meanwhile.
+    What is linked is not read; what is copied by this process is, and checked. ``again`` says that
+    OUT was finished: then the digest decides, as the source's file may be damaged meanwhile.
     """
     if new.idx_bytes:
         _bring(
@@ -183,7 +193,7 @@ def bring_shard(
             new=new.idx_name,
             num_bytes=new.idx_bytes,
             sha256=new.idx_sha256,
-            again=again,
+            was_finished=was_finished,
         )
     return _bring(
         source,
@@ -192,15 +202,22 @@ def bring_shard(
         new=new.name,
         num_bytes=new.bytes,
         sha256=new.sha256,
-        again=again,
+        was_finished=was_finished,
     )
 
 
 def _bring(
-    source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool
+    source: Dataset,
+    old: str,
+    out: Output,
+    new: str,
+    num_bytes: int,
+    sha256: str,
+    *,
+    was_finished: bool,
 ) -> bool:
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
-    if was_there and (not again or out.holds(new, num_bytes, sha256)):
+    if was_there and (not was_finished or out.holds(new, num_bytes, sha256)):
         return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
@@ -214,7 +231,7 @@ def _bring(
         raise SourceError(
             f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it"
         )
-    if again and not out.holds(new, num_bytes, sha256):
+    if was_finished and not out.holds(new, num_bytes, sha256):
         raise SourceError(
             f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
         )
@@ -259,7 +276,13 @@ def _publish(
         size = dictionary.bytes
         sha256 = dictionary.sha256
         _bring(
-            datasets[0], old=name, out=work.out, new=name, num_bytes=size, sha256=sha256, again=True
+            datasets[0],
+            old=name,
+            out=work.out,
+            new=name,
+            num_bytes=size,
+            sha256=sha256,
+            was_finished=True,
         )
     cameras = [
         msgspec.structs.replace(
@@ -281,7 +304,7 @@ def _publish(
         license=joined([manifest.license for manifest in manifests]),
         channels=channel_table(cameras, first.lidars, first.extra_channels, stored),
         compression={**first.compression, "codecs": stated},
-        lineage=Lineage.of(manifests),
+        lineage=Lineage.from_parents(manifests),
         provenance={
             "recipe": msgspec.to_builtins(recipe),
             "facts": {
@@ -310,8 +333,8 @@ def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[Inde
     for number, piece in enumerate(pieces):
         old = piece.old
         source = datasets[piece.dataset].index
-        for at in range(old.first_sample, old.first_sample + old.num_samples):
-            yield source.row(at)._replace(shard=number)
+        for source_row in range(old.first_sample, old.first_sample + old.num_samples):
+            yield source.row(source_row)._replace(shard=number)
         source.release()
 
 
@@ -320,7 +343,8 @@ def take_attributes(
     datasets: Sequence[Dataset],
     runs: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]],
 ) -> Iterator[pa.Table]:
-    """Yield the attributes of runs of rows, each of a dataset; a column that a dataset lacks is null for its samples.
+    """Yield the attributes of runs of rows, each of a dataset; a column that a dataset lacks is
+    null for its samples.
 
     ``folder`` is for the sort.
     """
@@ -335,21 +359,28 @@ def take_attributes(
             f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}"
         ) from error
     disk = Disk(folder)
-    tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
+    tables = [
+        disk.table(file.batches(file_schema.names))
+        for file, file_schema in zip(files, schemas, strict=True)
+    ]
     for dataset, rows in runs:
         for first in range(0, len(rows), ROWS_PER_GROUP):
-            found = disk.take(
+            rows_taken = disk.take(
                 tables[dataset], np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64)
             )
             columns = [
-                found[name] if name in found.column_names else pa.nulls(len(found), kind)
+                rows_taken[name]
+                if name in rows_taken.column_names
+                else pa.nulls(len(rows_taken), kind)
                 for name, kind in zip(schema.names, schema.types, strict=True)
             ]
             yield pa.Table.from_arrays(columns, schema=schema)
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
-    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
+    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are
+    one run.
+    """
     runs: list[tuple[int, range]] = []
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)

@@ -1,4 +1,6 @@
-"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify`, `forget`, `inspect`, `log`, ...: flags in, report out."""
+"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify`, `forget`, `inspect`, `log`, ...:
+flags in, report out.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from fuelrail.sharding.progress import Quiet
 
 ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a long run's scan."""
+"""Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a
+long run's scan.
+"""
 
 _DATASET: Final = "folder or URL of a Fuelrail dataset"
 _OUT: Final = "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"  # noqa: E501
@@ -59,10 +63,10 @@ def _run_shard(args: argparse.Namespace) -> int:
     pairs = (
         source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
     )
-    given = options_of_texts(parse_source(args.source, {}).kind, pairs)
+    source_options = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
         return _print(
-            args, check_source(args.source, options=given, recipe=_options(args)["recipe"])
+            args, check_source(args.source, options=source_options, recipe=_options(args)["recipe"])
         )
     if args.out is None:
         raise ConfigError(
@@ -71,7 +75,9 @@ def _run_shard(args: argparse.Namespace) -> int:
     options = _options(args)
     return _show(
         args,
-        lambda progress: shard(args.source, args.out, options=given, progress=progress, **options),
+        lambda progress: shard(
+            args.source, args.out, options=source_options, progress=progress, **options
+        ),
     )
 
 
@@ -118,9 +124,9 @@ def _run_reshard(args: argparse.Namespace) -> int:
         return _show(
             args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress)
         )
-    kept = from_flags(args, FuelrailOptions)
+    selection = from_flags(args, FuelrailOptions)
     options = _options(args)
-    options |= {"points": kept.points, "cameras": kept.cameras}
+    options |= {"points": selection.points, "cameras": selection.cameras}
     return _show(
         args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)
     )
@@ -136,7 +142,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that `shard` and `reshard` have in common, as keywords of their functions."""
+    """Return the options that `shard` and `reshard` have in common, as keywords of their
+    functions.
+    """
     from fuelrail.sharding.engines import EngineOptions
     from fuelrail.sharding.planning.recipe import Recipe
 
@@ -220,10 +228,14 @@ def _configure_forget(parser: argparse.ArgumentParser) -> None:
 def _run_forget(args: argparse.Namespace) -> int:
     from fuelrail.sharding.forget import ForgetOptions, forget
 
-    given = from_flags(args, ForgetOptions)
+    forget_options = from_flags(args, ForgetOptions)
     with sigterm_interrupts():
         report = forget(
-            args.dataset, given.clips, layers=given.layer, caches=given.cache, receipt=given.receipt
+            args.dataset,
+            forget_options.clips,
+            layers=forget_options.layer,
+            caches=forget_options.cache,
+            receipt=forget_options.receipt,
         )
     return _print(args, report, ForgetOptions)
 
@@ -294,7 +306,7 @@ def _run_tag(args: argparse.Namespace) -> int:
         if changes
         else dataset_log(args.dataset).tags
     )
-    sys.stdout.write("".join(f"{one}\n" for one in tags))
+    sys.stdout.write("".join(f"{name}\n" for name in tags))
     return 0
 
 
@@ -303,7 +315,10 @@ def _configure_layer(parser: argparse.ArgumentParser) -> None:
         "Work on layers: channels that were added to a dataset later, in a folder of their own."
     )
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    text = "bind a layer to another version of its base, such as the one that --append made; shards are linked"
+    text = (
+        "bind a layer to another version of its base, such as the one that --append made; "
+        "shards are linked"
+    )
     rebase = words.add_parser("rebase", help=text, description=f"{text[0].upper()}{text[1:]}.")
     rebase.add_argument("layer", metavar="LAYER", help="folder of the layer")
     rebase.add_argument("base", metavar="DATASET", help="folder or URL of the new base")
@@ -323,8 +338,8 @@ def _configure_synth(parser: argparse.ArgumentParser) -> None:
     from fuelrail.sharding.demo.options import SynthOptions
 
     parser.description = (
-        "Render a synthetic street world with exact calibration, poses, boxes and lidar, as nuScenes v1.0 tables. "
-        "The same options give the same bytes."
+        "Render a synthetic street world with exact calibration, poses, boxes and lidar, as "
+        "nuScenes v1.0 tables. The same options give the same bytes."
     )
     parser.add_argument("out", metavar="OUT", help="output folder: new or empty")
     add_flags(parser, SynthOptions)

@@ -1,9 +1,10 @@
-"""Delete samples from a dataset: only the shards that hold some are written again; layers and caches follow.
+"""Delete samples from a dataset: only the shards that hold some are written again; layers and
+caches follow.
 
-All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards that get another
-number are hard links there. Then ``dataset.json`` is removed, the new files take their places, the old ones go, and the
-new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
-same command continues, to the same bytes.
+All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards
+that get another number are hard links there. Then ``dataset.json`` is removed, the new files take
+their places, the old ones go, and the new ``dataset.json`` comes last. A run that was killed leaves
+the dataset as it was, or without ``dataset.json``; the same command continues, to the same bytes.
 
 What is done follows from the arguments and from the dataset as it was, whose manifest and tables
 are kept in ``.fuelrail/before`` meanwhile: a working folder may have come with the dataset, and
@@ -132,10 +133,11 @@ class DeletedSample(msgspec.Struct, frozen=True):
 
 
 class DeletedFrom(msgspec.Struct, frozen=True):
-    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and after.
+    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and
+    after.
 
-    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other names, such as in
-    another version of the dataset, where the bytes still are.
+    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other
+    names, such as in another version of the dataset, where the bytes still are.
     """
 
     folder: str
@@ -168,9 +170,10 @@ class OrderInputs(msgspec.Struct, frozen=True):
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The receipt of a deletion.
 
-    ``names`` are the keys and clips that were asked for, ``caches`` the folders of caches that were removed.
-    ``order`` is what `fuelrail runs` needs to ask older runs about other samples.
-    ``keeps_dictionary``: the dataset's zstd dictionary stays, which was trained on the metadata of some samples.
+    ``names`` are the keys and clips that were asked for, ``caches`` the folders of caches that were
+    removed. ``order`` is what `fuelrail runs` needs to ask older runs about other samples.
+    ``keeps_dictionary``: the dataset's zstd dictionary stays, which was trained on the metadata of
+    some samples.
     """
 
     names: list[str]
@@ -182,26 +185,28 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
 
     def as_text(self) -> str:
         """Return the report for people."""
-        clips = {one.clip_id for one in self.samples}
+        clips = {entry.clip_id for entry in self.samples}
         lines = [f"deleted {counted(len(self.samples), 'sample')} of {counted(len(clips), 'clip')}"]
-        for one in self.folders:
+        for entry in self.folders:
             lines.append(
-                f"{escaped(one.folder)}: {counted(one.num_samples, 'sample')} in {counted(len(one.shards), 'shard')}, "
-                f"fingerprint {one.before[:16]} is now {one.after[:16]}"
+                f"{escaped(entry.folder)}: {counted(entry.num_samples, 'sample')} in "
+                f"{counted(len(entry.shards), 'shard')}, fingerprint {entry.before[:16]} is "
+                f"now {entry.after[:16]}"
             )
-            if one.num_cut:
+            if entry.num_cut:
                 lines.append(
-                    f"  {counted(one.num_cut, 'other sample')} held sweeps, measurements or "
+                    f"  {counted(entry.num_cut, 'other sample')} held sweeps, measurements or "
                     "steps of trajectories of "
                     "them, which went too"
                 )
             lines += [
-                f"  {name} has other names, which still hold the samples" for name in one.linked
+                f"  {name} has other names, which still hold the samples" for name in entry.linked
             ]
-        lines += [f"removed the cache {escaped(one)}" for one in self.caches]
+        lines += [f"removed the cache {escaped(entry)}" for entry in self.caches]
         if self.keeps_dictionary:
             lines.append(
-                "zstd.dict stays, which may hold parts of metadata: `fuelrail reshard` trains another one"
+                "zstd.dict stays, which may hold parts of metadata: `fuelrail reshard` "
+                "trains another one"
             )
         return "\n".join(lines) + "\n"
 
@@ -243,24 +248,29 @@ def forget(
     caches: Sequence[str | os.PathLike[str]] = (),
     receipt: str | os.PathLike[str] | None = None,
 ) -> ForgetReport:
-    """Delete samples from a dataset in a folder, in place; a call that was interrupted is continued by the same one.
+    """Delete samples from a dataset in a folder, in place; a call that was interrupted is continued
+    by the same one.
 
     Args:
         dataset: folder of the dataset. Nothing may read it meanwhile.
         names: keys of samples and clips, or a file that lists them, as the ``subset`` of an order.
-        layers: folders of its layers; their rows of these samples are deleted, and they belong to the new version.
-        caches: ``cache_dir`` of loaders, where what they keep of the dataset and layers is removed; also in the user's.
+        layers: folders of its layers; their rows of these samples are deleted, and they belong to
+            the new version.
+        caches: ``cache_dir`` of loaders, where what they keep of the dataset and layers is removed;
+            also in the user's.
         receipt: JSON file for the report; None: ``DATASET-forgot-DIGEST.json`` beside the folder.
 
-    The new dataset has another fingerprint, and the old one in its lineage. Raises ConfigError for URLs and where
-    nothing would be left, OrderError for unknown names, ManifestError for layers of other datasets, ChecksumError for
-    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder
-    cannot be written or a working folder holds what no run makes.
+    The new dataset has another fingerprint, and the old one in its lineage. Raises ConfigError for
+    URLs and where nothing would be left, OrderError for unknown names, ManifestError for layers of
+    other datasets, ChecksumError for damaged samples, DatasetExistsError where another run is
+    unfinished, DatasetError where a folder cannot be written or a working folder holds what no run
+    makes.
     """
     for place in (dataset, *layers):
         if is_url(place):
             raise ConfigError(
-                f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of this machine"
+                f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of "
+                "this machine"
             )
     listed = (
         listed_names(os.fspath(names)).to_pylist()
@@ -518,7 +528,9 @@ def _write_receipt(file: Path, report: ForgetReport) -> None:
 
 
 def _neighbours(base: Dataset, rows: Rows) -> Rows:
-    """Return the samples before and behind deleted ones in their clips: their metadata name these."""
+    """Return the samples before and behind deleted ones in their clips: their metadata name
+    these.
+    """
     table = ClipTable.build(base.index.clip_numbers(), base.index.column("frame"))
     gone = np.isin(table.samples, rows)
     clips = table.clip_numbers()
@@ -627,44 +639,48 @@ def _write(
     source = part.source
     rows = part.rows
     manifest = source.manifest
-    kept = np.delete(np.arange(len(source)), rows)
+    kept_rows = np.delete(np.arange(len(source)), rows)
     clips = source.index.clip_numbers()
     entries: list[ShardEntry] = []
     write_index(
         out.temporary,
         source.index.names,
         source.index.codecs,
-        _write_shards(part, kept=kept, hit=hit, keys=keys, out=out, entries=entries),
+        _write_shards(part, kept_rows=kept_rows, hit=hit, keys=keys, out=out, entries=entries),
     )
     if source.attributes_file().exists:
-        write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
+        write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept_rows)]))
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         rows_of_base = read_rows(source)
-        left = np.delete(
+        rows_left = np.delete(
             np.arange(len(source)) if rows_of_base is None else np.asarray(rows_of_base), base.rows
         )
         files = publish_rows(
-            out, out.temporary, np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left))
+            out,
+            out.temporary,
+            np.where(rows_left == NO_ROW, NO_ROW, rows_left - np.searchsorted(rows, rows_left)),
         )
-        changed = {"base": BaseEntry.of(open_dataset(base.out.root))}
+        changed = {"base": BaseEntry.from_dataset(open_dataset(base.out.root))}
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
-        known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
+        facts_known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
         ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
         names = list(zip(*ids, strict=True))
         order_sha256 = _order_sha256(names, _order_inputs(source, rows))
         facts = {
             "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
-            **{name: "none" for name, is_known in known.items() if not is_known},
+            **{name: "none" for name, is_known in facts_known.items() if not is_known},
         }
         changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}
         files = [entry for entry in manifest.files if entry.name == DICTIONARY_FILE]
-    make = partial(msgspec.structs.replace, manifest, lineage=Lineage.of([manifest]), **changed)
+    make = partial(
+        msgspec.structs.replace, manifest, lineage=Lineage.from_parents([manifest]), **changed
+    )
     num_clips = {}
     for split in source.splits:
         clips_of_split = [
-            clips[kept[entry.first_sample :][: entry.num_samples]]
+            clips[kept_rows[entry.first_sample :][: entry.num_samples]]
             for entry in entries
             if entry.split == split
         ]
@@ -682,18 +698,20 @@ def _write(
 
 def _write_shards(
     part: _Part,
-    kept: Rows,
+    kept_rows: Rows,
     hit: Collection[str],
     keys: frozenset[str],
     out: FolderOutput,
     entries: list[ShardEntry],
 ) -> Iterator[IndexRow]:
-    """Yield the rows of the samples that are kept; write, or link, their shards before, and add their entries."""
+    """Yield the rows of the samples that are kept; write, or link, their shards before, and add
+    their entries.
+    """
     source = part.source
     first = 0
     numbers = Counter[str]()
     for old in source.shards:
-        left = _inside(kept, old)
+        left = _inside(kept_rows, old)
         if not len(left):
             continue
         name = shard_name(old.split, numbers[old.split], framed=is_framed(old.name))
@@ -709,7 +727,7 @@ def _write_shards(
             )
             rows = packed.rows
         elif name != old.name:
-            bring_shard(source, old, out, new, again=False)
+            bring_shard(source, old, out, new, was_finished=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
         first += len(left)

@@ -30,7 +30,7 @@ from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables, write_tables
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, order_digest
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, write_attributes, write_index
 
@@ -94,7 +94,7 @@ def as_it_was(
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if number >= len(receipts):  # another file that has such a name
                 continue
-            why = getattr(error, "strerror", None) or shown(str(error))
+            why = getattr(error, "strerror", None) or shortened(str(error))
             raise ConfigError(f"receipt '{file}' cannot be read: {why}") from error
         if report.folders and report.order is not None:
             reports.setdefault(report.folders[0].after, (file, report))

@@ -1,4 +1,6 @@
-"""Progress displays of a sharding run: a bar on a terminal, a line each minute elsewhere, JSON lines for machines."""
+"""Progress displays of a sharding run: a bar on a terminal, a line each minute elsewhere, JSON
+lines for machines.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _TICK_S = 1.0
 
 
 class Quiet:
-    """The callbacks of a run, which count what is done and show nothing; a display is a subclass with `show`."""
+    """The callbacks of a run, which count what is done and show nothing; a display is a subclass
+    with `show`.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
@@ -31,7 +35,10 @@ class Quiet:
 
     @property
     def current(self) -> str | None:
-        """The first shard that is not done: engines start them in order, several at a time. None at the end."""
+        """The first shard that is not done: engines start them in order, several at a time.
+
+        None at the end.
+        """
         return next(iter(self._waiting), None)
 
     @property
@@ -81,15 +88,17 @@ class JsonLines(Quiet):
         self._last = time.monotonic()
 
     def show(self, event: str, **values: Any) -> None:
-        """Print an event; of progress also rate, seconds to go and the current shard, once a second."""
+        """Print an event; of progress also rate, seconds to go and the current shard, once a
+        second.
+        """
         if event == "progress":
             if time.monotonic() - self._last < _TICK_S:
                 return
-            left = max(self.total_bytes - self.num_bytes, 0)
+            remaining = max(self.total_bytes - self.num_bytes, 0)
             self._last = time.monotonic()
             values |= {
                 "bytes_per_s": round(self.rate),
-                "eta_s": round(left / self.rate, 1) if self.num_bytes else None,
+                "eta_s": round(remaining / self.rate, 1) if self.num_bytes else None,
                 "shards": self.num_done,
                 "total_shards": self.num_shards,
                 "current": self.current,
@@ -150,7 +159,9 @@ class Bar(Quiet):
 
 
 class Lines(Quiet):
-    """A line on stderr each minute with the shards that are done, the current one and the time left."""
+    """A line on stderr each minute with the shards that are done, the current one and the time
+    left.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +186,9 @@ class Lines(Quiet):
 
 
 def make_progress(*, as_json: bool) -> Quiet:
-    """Make JSON lines where asked for, a bar where stderr is a terminal, else a line each minute."""
+    """Make JSON lines where asked for, a bar where stderr is a terminal, else a line each
+    minute.
+    """
     if as_json:
         return JsonLines()
     return Bar() if sys.stderr.isatty() else Lines()
@@ -185,8 +198,8 @@ def make_progress(*, as_json: bool) -> Quiet:
 def bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr where that is a terminal, else a line each minute.
 
-    Yields what updates it, with the keywords of rich's ``update``: ``completed`` or ``advance``, ``total`` and
-    ``description``.
+    Yields what updates it, with the keywords of rich's ``update``: ``completed`` or ``advance``,
+    ``total`` and ``description``.
     """
     if not sys.stderr.isatty():
         with Progress(title) as lines:

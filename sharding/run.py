@@ -24,7 +24,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_mani
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import save_npy
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.output.folder import Output, check_out, if_whole, manifest_in, open_output
 from fuelrail.sharding.output.resume import (
@@ -80,7 +80,9 @@ class Outcome(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """The scanned source; ``recipe`` has the digest of the scan table, ``stamps`` one number per row."""
+    """The scanned source; ``recipe`` has the digest of the scan table, ``stamps`` one number per
+    row.
+    """
 
     info: ScanInfo
     table: ScanTable
@@ -89,7 +91,9 @@ class _Scan(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The plan of a run, and the state that it stores; ``shard_bytes`` are the approximate sizes of its shards."""
+    """The plan of a run, and the state that it stores; ``shard_bytes`` are the approximate sizes
+    of its shards.
+    """
 
     plan: Plan
     clips_by_split: dict[str, list[int]]
@@ -107,10 +111,11 @@ def shard(
 ) -> Outcome:
     """Make a dataset from a source, or resume a run that was started with the same recipe.
 
-    ``out`` is a folder or a URL that fsspec can write; ``engine`` None makes the shards in ``num_workers`` threads or
-    processes of this machine. A finished dataset is checked, and its damaged files are made again. Raises SourceError
-    for faults of the source, DatasetExistsError where OUT holds another dataset or other work, DatasetError where OUT
-    cannot be written or another run is writing to it.
+    ``out`` is a folder or a URL that fsspec can write; ``engine`` None makes the shards in
+    ``num_workers`` threads or processes of this machine. A finished dataset is checked, and its
+    damaged files are made again. Raises SourceError for faults of the source, DatasetExistsError
+    where OUT holds another dataset or other work, DatasetError where OUT cannot be written or
+    another run is writing to it.
     """
     engine = engine or LocalEngine(num_workers)
     if not os.fspath(out):
@@ -174,13 +179,14 @@ def shard(
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
-    Raises ConfigError for a layer and for what ``--append`` or ``forget`` made, DatasetExistsError where the source has
-    changed, and what :func:`shard` raises.
+    Raises ConfigError for a layer and for what ``--append`` or ``forget`` made, DatasetExistsError
+    where the source has changed, and what :func:`shard` raises.
     """
     manifest = load_manifest(root, EITHER)
     if isinstance(manifest, LayerManifest):
         raise ConfigError(
-            f"'{root}' is a layer, which no source has: write it again, or bring the files back from a copy"
+            f"'{root}' is a layer, which no source has: write it again, or bring the files "
+            "back from a copy"
         )
     recipe = recipe_of(str(root), manifest)
     if recipe.source == "forget":
@@ -189,14 +195,14 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
         )
     if recipe.source == "append":
         raise ConfigError(
-            f"'{root}' was made by `fuelrail reshard --append`: run the same command again, which makes its damaged "
-            "files again"
+            f"'{root}' was made by `fuelrail reshard --append`: run the same command again, "
+            "which makes its damaged files again"
         )
     classes = recipe.source_options.get("classes", {})
     if not isinstance(classes, dict) and classes not in (SOURCE, NUSCENES10):
         # A manifest has the mapping itself; a name would be that of a file of this machine.
         raise ConfigError(
-            f"the manifest of '{root}' has classes={shown(classes)} in its recipe: allowed are "
+            f"the manifest of '{root}' has classes={shortened(classes)} in its recipe: allowed are "
             f"{SOURCE}, {NUSCENES10} "
             "or a mapping; it was edited"
         )
@@ -211,14 +217,18 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 
 
 def scan_source(spec: SourceSpec) -> ScanInfo:
-    """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
+    """Scan a source and keep nothing but the result; raises SourceError with what is wrong with
+    it.
+    """
     return checked_source(spec)[0]
 
 
 def checked_source(
     spec: SourceSpec, recipe: Recipe | None = None
 ) -> tuple[ScanInfo, BreakEven | None]:
-    """Scan a source as `scan_source`; with a recipe, also estimate what its video costs as JPEGs."""
+    """Scan a source as `scan_source`; with a recipe, also estimate what its video costs as
+    JPEGs.
+    """
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
         path = Path(folder) / "scan.arrow"
         with naming(spec):
@@ -262,7 +272,9 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
 
 
 def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
-    """Return the shards of a finished dataset; None where their table is damaged, so that all are made again."""
+    """Return the shards of a finished dataset; None where their table is damaged, so that all
+    are made again.
+    """
     entry = finished.file(SHARDS_FILE)
     if entry is None or not work.out.holds(entry.name, entry.bytes, entry.sha256):
         return None
@@ -274,7 +286,9 @@ def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...
 def _plan(
     work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None
 ) -> _Planned:
-    """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it has."""
+    """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it
+    has.
+    """
     info, table, recipe, _ = scan
     rows = select_rows(table, info.clips, recipe)
     clip, frame, size_bytes = (
@@ -320,7 +334,9 @@ def _plan(
 def _start(
     work: Workspace, scan: _Scan, planned: _Planned, finished: Manifest | None
 ) -> tuple[Manifest | None, Dictionary | None]:
-    """Store the state of the run, unless the dataset is finished; returns the manifest then, and the dictionary."""
+    """Store the state of the run, unless the dataset is finished; returns the manifest then, and
+    the dictionary.
+    """
     out = work.out
     rows = planned.plan.rows
     if finished is None:
@@ -342,11 +358,13 @@ def _start(
 
 
 def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
-    """Raise SourceError for a table of channels that does not hold together, or that the recipe would make untrue."""
+    """Raise SourceError for a table of channels that does not hold together, or that the recipe
+    would make untrue.
+    """
     where = f"{spec.kind}:{spec.location}"
     cameras = [
-        CameraEntry(channel=one.channel, source_name=one.source_name, sizes=())
-        for one in info.cameras
+        CameraEntry(channel=camera.channel, source_name=camera.source_name, sizes=())
+        for camera in info.cameras
     ]
     check_table(channel_table(cameras, info.lidars, info.channels), where, SourceError)
     for channel in info.channels:
@@ -383,7 +401,9 @@ def _job(
 def _staged(
     work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int
 ) -> WriteJob:
-    """Bring the clips of these shards into the work folder; returns the job that reads them there."""
+    """Bring the clips of these shards into the work folder; returns the job that reads them
+    there.
+    """
     of_row = np.full(len(scan.table), NO_BAND, np.int8)
     for number, band in bands.of_shard.items():
         shard = job.shards[number]
@@ -419,7 +439,7 @@ def _make_shards(
     making = [job.shards[number] for number in numbers]
     num_bytes = int(planned.shard_bytes[list(numbers)].sum())
     progress.planned(
-        sum(one.num_samples for one in making), [one.stem for one in making], num_bytes
+        sum(shard.num_samples for shard in making), [shard.stem for shard in making], num_bytes
     )
     num_written = len(numbers)
     try:
@@ -431,7 +451,8 @@ def _make_shards(
             progress.shard_done(done)
     except SourceError as error:
         raise SourceError(
-            f"{error}; finished shards are kept: fix the source and run the same command again to resume"
+            f"{error}; finished shards are kept: fix the source and run the same command "
+            "again to resume"
         ) from error
     return num_written
 
@@ -443,7 +464,9 @@ def _finished_recipe(out: Output) -> Recipe | None:
 
 
 def _damaged_shards(out: Output, shards: Sequence[ShardEntry], num_threads: int) -> Sequence[int]:
-    """Return the numbers of shards that, with their DALI index, do not match their table byte for byte."""
+    """Return the numbers of shards that, with their DALI index, do not match their table byte
+    for byte.
+    """
 
     def is_whole(shard: ShardEntry) -> bool:
         return out.holds(shard.name, shard.bytes, shard.sha256) and (
@@ -451,4 +474,4 @@ def _damaged_shards(out: Output, shards: Sequence[ShardEntry], num_threads: int)
         )
 
     checked = in_threads(is_whole, shards, num_threads)
-    return [number for number, whole in enumerate(checked) if not whole]
+    return [number for number, is_sound in enumerate(checked) if not is_sound]

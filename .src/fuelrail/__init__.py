@@ -6,8 +6,8 @@
 
     loader = fr.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True, seed=7)
 
-Importing this package imports neither torch nor any other heavy library; the public names below are resolved on first
-use.
+Importing this package imports neither torch nor any other heavy library; the public names below are
+resolved on first use.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.runs.attest import attest as attest
     from fuelrail.bench.studies.runs.history import run_diff as run_diff
     from fuelrail.bench.studies.runs.history import run_history as run_history
+    from fuelrail.bench.studies.runs.replay import find_showings as find_showings
     from fuelrail.bench.studies.runs.replay import replay as replay
-    from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.scale.report import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import bench_train as bench_train
@@ -304,7 +304,9 @@ _PUBLIC: Final = {
     "verify": "fuelrail.sharding.api",
     "VerifyReport": "fuelrail.sharding.verify.dataset",
 }
-"""Each public name with the module that defines it, and, after a colon, its name there where that differs."""
+"""Each public name with the module that defines it, and, after a colon, its name there where
+that differs.
+"""
 
 _MODULES: Final = ("bench", "loaders", "order", "pipeline", "sharding")
 

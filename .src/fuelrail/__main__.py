@@ -138,7 +138,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where OUT is optional."""
+        """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where
+        OUT is optional.
+        """
         self._words = arguments
         # argparse has no other way
         words = next(
@@ -158,7 +160,8 @@ class _Parser(argparse.ArgumentParser):
 class _OutputClosed(BaseException):
     """Broken pipe: the reader of standard output closed it.
 
-    Not an OSError: code that writes files while it prints would report the pipe as a file that cannot be written.
+    Not an OSError: code that writes files while it prints would report the pipe as a file that
+    cannot be written.
     """
 
 
@@ -200,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except (_OutputClosed, BrokenPipeError):
-        # As in `fuelrail inspect DATASET | head`. The rest of the buffer must not raise again at the interpreter's end.
+        # As in `fuelrail inspect DATASET | head`. The rest of the buffer must not raise again at
+        # the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
         return 141
     finally:
@@ -208,7 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complete() -> int:
-    """Answer the shell function of argcomplete, which runs ``fuelrail`` with the line so far in the environment."""
+    """Answer the shell function of argcomplete, which runs ``fuelrail`` with the line so far in
+    the environment.
+    """
     try:
         import argcomplete
     except ImportError:  # the function was registered by another environment

@@ -1,4 +1,5 @@
-"""The order of Fuelrail for datasets of any kind: see `BatchSampler`, and the guide "Your dataset, our order".
+"""The order of Fuelrail for datasets of any kind: see `BatchSampler`, and the guide "Your dataset,
+our order".
 
 ``import fuelrail.order`` imports numpy and msgspec, and neither torch nor pyarrow.
 """

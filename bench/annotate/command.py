@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import argparse
 
 _DESCRIPTION = (
-    "Run a model over a dataset, in order, and store what it returns as a layer. The function gets a batch and returns "
-    "a dict of channel name to a tensor [B, ...] or a list. Under torchrun all ranks share the work. An interrupted "
-    "run is resumed by the same command."
+    "Run a model over a dataset, in order, and store what it returns as a layer. The "
+    "function gets a batch and returns a dict of channel name to a tensor [B, ...] or a "
+    "list. Under torchrun all ranks share the work. An interrupted run is resumed by the "
+    "same command."
 )
 
 

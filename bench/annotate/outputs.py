@@ -23,11 +23,13 @@ _BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.m
 
 
 def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
-    """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no augmentation moves.
+    """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no
+    augmentation moves.
 
-    ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or ``int8`` beside a
-    channel ``{name}_scale``; or how those of two axes are, which are logits [T, V] (`logits_store`). Raises ConfigError
-    for values that need a table written by hand, and where nothing is logits though ``store`` is for them.
+    ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or
+    ``int8`` beside a channel ``{name}_scale``; or how those of two axes are, which are logits [T,
+    V] (`logits_store`). Raises ConfigError for values that need a table written by hand, and where
+    nothing is logits though ``store`` is for them.
     """
     table: list[dict[str, Any]] = []
     logits = logits_store(store)
@@ -40,7 +42,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         if all(isinstance(value, str) for value in values):
             table.append({**head, "kind": "text", "field": f"{name}.txt"})
         elif all(
-            isinstance(value, list) and all(isinstance(one, str) for one in value)
+            isinstance(value, list) and all(isinstance(text, str) for text in value)
             for value in values
         ):
             table.append({**head, "kind": "texts", "field": f"{name}.json"})
@@ -83,12 +85,14 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         else:
             kinds = ", ".join(sorted({_kind(value) for value in values}))
             raise ConfigError(
-                f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: {_BY_HAND}"
+                f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: "
+                f"{_BY_HAND}"
             )
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
         raise ConfigError(
-            f"store={store!r} is for logits, floats [B, T, V]; the model returned {', '.join(outputs)} without any: "
-            "give a sample's logits an axis of positions, or store them as_is"
+            f"store={store!r} is for logits, floats [B, T, V]; the model returned "
+            f"{', '.join(outputs)} without any: give a sample's logits an axis of "
+            "positions, or store them as_is"
         )
     return table
 
@@ -98,10 +102,10 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the values of each row as the table stores them.
 
-    Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
-    are divided by the row's largest absolute value / 127, and that is the scale. Those of a channel of logits go
-    through ``reduce``. Raises ConfigError for an output whose length is not the batch's, and for values that its dtype
-    cannot hold.
+    Floating values are cast to a floating dtype of the table; for int8 with a channel
+    ``{name}_scale`` beside, they are divided by the row's largest absolute value / 127, and that is
+    the scale. Those of a channel of logits go through ``reduce``. Raises ConfigError for an output
+    whose length is not the batch's, and for values that its dtype cannot hold.
     """
     table = {channel.name: channel for channel in channels}
     rows: list[dict[str, Any]] = [{} for _ in keys]
@@ -122,8 +126,9 @@ def rows_of(
                     row[name] = value.astype(channel.numpy_dtype)
                 if np.isinf(row[name]).sum() > np.isinf(value).sum():
                     raise ConfigError(
-                        f"output {name!r} has {np.abs(value[np.isfinite(value)]).max():g}, and {channel.dtype} holds "
-                        f"{np.finfo(channel.dtype).max:g} at most: store it as_is, or as int8 with a scale"
+                        f"output {name!r} has {np.abs(value[np.isfinite(value)]).max():g}, "
+                        f"and {channel.dtype} holds {np.finfo(channel.dtype).max:g} at "
+                        "most: store it as_is, or as int8 with a scale"
                     )
     return rows
 
@@ -135,16 +140,19 @@ def _kind(value: object) -> str:
 def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
     if not np.isfinite(value).all():
         raise ConfigError(
-            f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them in the model, or store it "
-            "as_is with a table that has allows_nan or allows_inf (--channels FILE)"
+            f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them "
+            "in the model, or store it as_is with a table that has allows_nan or allows_inf "
+            "(--channels FILE)"
         )
-    most = float(np.abs(value).max()) if value.size else 0.0
-    scale = np.float32(most / _MOST_INT8 if most else 1.0)
+    largest = float(np.abs(value).max()) if value.size else 0.0
+    scale = np.float32(largest / _MOST_INT8 if largest else 1.0)
     return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale
 
 
 def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None, int] | None:
-    """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in a list: it may vary."""
+    """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in
+    a list: it may vary.
+    """
     rows = _rows(name, output, num_rows)
     if not all(map(_is_logits, rows)) or len({row.shape[1] for row in rows}) != 1:
         return None
@@ -181,7 +189,8 @@ def _rows(name: str, output: object, num_rows: int) -> list[Any]:
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
-            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
+            f"output {name!r} is a {kind} "
+            f"{f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
             f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
@@ -196,8 +205,8 @@ def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
         return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
     except TypeError as error:  # sparse, quantised, float8
         raise ConfigError(
-            f"output {name!r} is a tensor of {host.dtype} and layout {host.layout}, which no array can hold: make it "
-            f"dense, and of one of {', '.join(DTYPES)}"
+            f"output {name!r} is a tensor of {host.dtype} and layout {host.layout}, which "
+            f"no array can hold: make it dense, and of one of {', '.join(DTYPES)}"
         ) from error
 
 
@@ -207,5 +216,5 @@ def _array(name: str, row: Any) -> Any:
     if isinstance(row, torch.Tensor):
         return _on_host(name, row)
     if isinstance(row, dict):
-        return {part: _array(f"{name}.{part}", one) for part, one in row.items()}
+        return {part: _array(f"{name}.{part}", value) for part, value in row.items()}
     return np.asarray(row) if isinstance(row, np.generic | bool | int | float) else row

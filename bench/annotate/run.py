@@ -1,7 +1,9 @@
-"""Run a model over a dataset and write what it returns as a layer: alone, on all ranks of a launcher, or on Ray.
+"""Run a model over a dataset and write what it returns as a layer: alone, on all ranks of a
+launcher, or on Ray.
 
-Batch b of B samples holds positions b B to b B + B - 1 of its split, on any number of ranks, so the model sees the same
-batches however many ranks there are and however often a run is interrupted. A task of Ray makes some of these batches.
+Batch b of B samples holds positions b B to b B + B - 1 of its split, on any number of ranks, so the
+model sees the same batches however many ranks there are and however often a run is interrupted. A
+task of Ray makes some of these batches.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     store: Annotated[
         str,
         flag(
-            "without --channels: how floating arrays are stored: as_is, float16, int8, which adds {name}_scale; or "
-            "logits [T, V]: topk:K, sampled:K tokens a position"
+            "without --channels: how floating arrays are stored: as_is, float16, int8, "
+            "which adds {name}_scale; or logits [T, V]: topk:K, sampled:K tokens a position"
         ),
     ] = "as_is"
     temperature: Annotated[
@@ -94,13 +96,15 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     workers: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         flag(
-            "decoding threads (default: this rank's CPUs; with --engine ray one, which a task takes a CPU for)"
+            "decoding threads (default: this rank's CPUs; with --engine ray one, which a "
+            "task takes a CPU for)"
         ),
     ] = None
     engine: Annotated[
         Literal["ray"] | None,
         flag(
-            "make the rows in tasks of a Ray cluster, which take a GPU each with --device cuda (default: here)"
+            "make the rows in tasks of a Ray cluster, which take a GPU each with --device "
+            "cuda (default: here)"
         ),
     ] = None
     ray_address: RayAddress = None
@@ -110,7 +114,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         check_address(self.ray_address, "the engine ray", is_used=self.engine == "ray")
         if self.store not in ("as_is", "float16", "int8") and logits_store(self.store) is None:
             raise ConfigError(
-                f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, such as topk:64"
+                f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, "
+                "such as topk:64"
             )
         if (
             (self.temperature, self.positions) != (1, 1)
@@ -118,22 +123,26 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
             and logits_store(self.store) is None
         ):
             raise ConfigError(
-                f"temperature={self.temperature}, positions={self.positions} are for logits, and store={self.store!r} "
-                "stores none: give store='topk:K' or 'sampled:K', or channels with a kind of logits"
+                f"temperature={self.temperature}, positions={self.positions} are for "
+                f"logits, and store={self.store!r} stores none: give store='topk:K' or "
+                "'sampled:K', or channels with a kind of logits"
             )
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
-                f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
-                "any: leave them out, or give view='per_view'"
+                f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and "
+                "view='fixed' shows samples without any: leave them out, or give view='per_view'"
             )
         if self.channels is not None and self.store != "as_is":
             raise ConfigError(
-                f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes"
+                f"store={self.store!r} is for values without a table: '{self.channels}' has "
+                "their dtypes"
             )
 
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank did: rows written by it, rows that were there before, and the layer where it is finished."""
+    """What this rank did: rows written by it, rows that were there before, and the layer where
+    it is finished.
+    """
 
     layer: str
     fingerprint: str | None
@@ -148,8 +157,11 @@ class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
             if self.fingerprint is None
             else f"fingerprint {self.fingerprint}"
         )
-        kept = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
-        return f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} s{kept}; {state}\n"
+        earlier_text = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
+        return (
+            f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} "
+            f"s{earlier_text}; {state}\n"
+        )
 
 
 def annotate(
@@ -161,17 +173,20 @@ def annotate(
 ) -> AnnotateReport:
     """Run a model over all samples of a dataset, in their order, and write a layer.
 
-    ``model`` is a function, or ``"MODULE:NAME"`` of one in a module that can be imported from the working folder; a
-    class is instantiated first. It gets a batch of the loader and returns a dict of channel name to a tensor
-    [B, ...] or a list of B values. It runs in inference mode. It must give the same values for the same batch.
+    ``model`` is a function, or ``"MODULE:NAME"`` of one in a module that can be imported from the
+    working folder; a class is instantiated first. It gets a batch of the loader and returns a dict
+    of channel name to a tensor [B, ...] or a list of B values. It runs in inference mode. It must
+    give the same values for the same batch.
 
-    Every rank of a launcher such as torchrun runs the same call; the one that finds all rows written finishes the
-    layer. An interrupted run is resumed by the same call, on any number of ranks, with the same weights only: their
-    digest is in the layer, as ``provenance.recipe.teacher``, if the model is a module, has some or uses some by name.
+    Every rank of a launcher such as torchrun runs the same call; the one that finds all rows
+    written finishes the layer. An interrupted run is resumed by the same call, on any number of
+    ranks, with the same weights only: their digest is in the layer, as
+    ``provenance.recipe.teacher``, if the model is a module, has some or uses some by name.
 
-    Raises ConfigError for a model that cannot be imported, for outputs without a table and for logits with NaN,
-    StageError, whose ``__cause__`` is the exception, for a model that raises, SchemaError for values that are not as
-    the table says, DatasetExistsError for another teacher, and what `DataLoader` and `LayerWriter` raise.
+    Raises ConfigError for a model that cannot be imported, for outputs without a table and for
+    logits with NaN, StageError, whose ``__cause__`` is the exception, for a model that raises,
+    SchemaError for values that are not as the table says, DatasetExistsError for another teacher,
+    and what `DataLoader` and `LayerWriter` raise.
     """
     options = make_options(AnnotateOptions, options, changes)
     start = time.monotonic()
@@ -202,16 +217,18 @@ def annotate(
 def _on_ray(
     base: Dataset, layer: str, model: Model | str, options: AnnotateOptions
 ) -> tuple[str, int, int]:
-    """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were there, and new ones.
+    """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were
+    there, and new ones.
 
-    A process loads the model once, and publishes the rows of a task at its end. What is inferred from the model's
-    outputs is inferred there too, as this machine may not have its device.
+    A process loads the model once, and publishes the rows of a task at its end. What is inferred
+    from the model's outputs is inferred there too, as this machine may not have its device.
     """
     from fuelrail.loaders.distributed import detect_world
 
     if (world := detect_world()).size > 1:
         raise ConfigError(
-            f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once"
+            f"engine='ray' divides the work itself, and this is one of {world.size} ranks: "
+            "start it once"
         )
     from fuelrail.sharding.engines.ray import RayEngine
 
@@ -227,8 +244,8 @@ def _on_ray(
         with LayerWriter(base, layer, **facts, view=work.view) as writer:
             done = writer.written()
             num_lacking = int(done.size - done.sum())
-            most = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
-            pieces = work.pieces(done, max(1, most))
+            piece_batches = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
+            pieces = work.pieces(done, max(1, piece_batches))
             for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
                 pass
             return writer.finish().fingerprint, done.size - num_lacking, num_lacking
@@ -242,7 +259,8 @@ def _pickled(*setup: Any) -> bytes:
         content: bytes = cloudpickle.dumps((*setup, torch.get_num_threads()))
     except Exception as error:
         raise ConfigError(
-            f"the model cannot be pickled for the processes of engine='ray' ({error}): give it as 'MODULE:NAME'"
+            f"the model cannot be pickled for the processes of engine='ray' ({error}): give "
+            "it as 'MODULE:NAME'"
         ) from error
     return content
 
@@ -250,7 +268,9 @@ def _pickled(*setup: Any) -> bytes:
 def _start(
     setup: bytes, rows: tuple[str, Any, list[_Piece], Rows] | None, node: str
 ) -> Callable[[int], Any]:
-    """Return, in a process of the cluster, what writes a piece's rows to a layer; None: what tells table and recipe."""
+    """Return, in a process of the cluster, what writes a piece's rows to a layer; None: what
+    tells table and recipe.
+    """
     import torch
 
     try:
@@ -260,8 +280,8 @@ def _start(
         model = _load(model) if isinstance(model, str) else model
     except (ConfigError, DatasetError, ImportError, AttributeError) as error:
         raise ConfigError(
-            f"node {node} cannot begin: {error}. Dataset, layer and the model's module must be on a file system that "
-            "all nodes share, at the same path, or at a URL"
+            f"node {node} cannot begin: {error}. Dataset, layer and the model's module must "
+            "be on a file system that all nodes share, at the same path, or at a URL"
         ) from error
     torch.set_num_threads(num_threads)  # as where the command runs: sums may depend on it
     work = _Annotation(base, model, options, World(0, 1))
@@ -331,20 +351,24 @@ class _Annotation:
         return Reduction(options.temperature, options.positions, options.seed, options.epoch)
 
     def recipe(self) -> dict[str, Any]:
-        """Return what the values depend on beside the table and the view: facts that all writers must agree on."""
+        """Return what the values depend on beside the table and the view: facts that all writers
+        must agree on.
+        """
         from fuelrail.bench.annotate.teacher import weights_digest
 
         options = self._options
         teacher = options.teacher or weights_digest(self._model)
-        found = {
+        facts = {
             "teacher": teacher,
             "temperature": options.temperature,
             "positions": options.positions,
         }
-        return {name: value for name, value in found.items() if value not in (None, 1.0)}
+        return {name: value for name, value in facts.items() if value not in (None, 1.0)}
 
     def table(self) -> list[dict[str, Any]]:
-        """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
+        """Return channels: those of the file, or those of the first batch's outputs, which all
+        ranks compute alike.
+        """
         if self._options.channels is not None:
             return load_yaml(self._options.channels, list[dict[str, Any]])  # type: ignore[type-var]
         split = next(name for name, entry in self.base.splits.items() if entry.num_samples)
@@ -352,20 +376,22 @@ class _Annotation:
             (batch,) = loader.make_steps(Cursor(), 0)
         return infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
 
-    def pieces(self, done: Rows, most: int) -> list[_Piece]:
-        """Return the batches with rows that are not ``done``, at most this number of them in a piece."""
+    def pieces(self, done: Rows, max_batches: int) -> list[_Piece]:
+        """Return the batches with rows that are not ``done``, at most this number of them in a
+        piece.
+        """
         size = self._options.batch_size * self._world.size
-        found = []
+        pieces_found = []
         for name, entry in self.base.splits.items():
             lacking = np.flatnonzero(
                 ~done[entry.first_sample : entry.first_sample + entry.num_samples]
             )
             for _, batches in groupby(
-                np.unique(lacking // size).tolist(), lambda batch: batch // most
+                np.unique(lacking // size).tolist(), lambda batch: batch // max_batches
             ):
                 numbers = list(batches)
-                found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
-        return found
+                pieces_found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
+        return pieces_found
 
     def write(self, piece: _Piece, writer: LayerWriter, done: Rows) -> int:
         """Write this rank's rows of a piece that are not ``done``; returns how many."""
@@ -375,15 +401,19 @@ class _Annotation:
                 Cursor(self._options.epoch, piece.begin), 0, piece.num_batches
             ):
                 rows = batch["global_index"].tolist()
-                wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
-                if not wanted:
+                missing_rows = [
+                    index
+                    for index, row in enumerate(rows)
+                    if batch["valid"][index] and not done[row]
+                ]
+                if not missing_rows:
                     continue
                 values = rows_of(
                     self._outputs(batch), batch["sample_key"], writer.channels, self._reduction
                 )
-                for at in wanted:
-                    writer.write(rows[at], values[at])
-                num_written += len(wanted)
+                for index in missing_rows:
+                    writer.write(rows[index], values[index])
+                num_written += len(missing_rows)
         return num_written
 
     def _outputs(self, batch: dict[str, Any]) -> Mapping[str, Any]:
@@ -403,10 +433,10 @@ class _Annotation:
                 f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error
             ) from error
         if not hasattr(outputs, "items") or not outputs:
-            found = "no outputs" if outputs == {} else type(outputs).__name__
+            returned = "no outputs" if outputs == {} else type(outputs).__name__
             raise ConfigError(
-                f"the model returned {found}; it must return a dict of channel name to a tensor [B, ...] or a list of "
-                "B values"
+                f"the model returned {returned}; it must return a dict of channel name to a "
+                "tensor [B, ...] or a list of B values"
             )
         return outputs
 
@@ -428,9 +458,9 @@ class _Annotation:
 
 def _load(name: str) -> Model:
     """Import ``MODULE:NAME``; a class is instantiated."""
-    found = find(name)
+    target = find(name)
     try:
-        model: Any = found() if isinstance(found, type) else found
+        model: Any = target() if isinstance(target, type) else target
     except FuelrailError:
         raise
     except (Exception, SystemExit) as error:

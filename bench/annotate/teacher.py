@@ -29,8 +29,10 @@ class Reduction(NamedTuple):
 
     Attributes:
         temperature: what they are divided by before the softmax.
-        positions: the share of a sample's positions that are stored, those of the largest entropy (arXiv 2602.01395).
-        seed, epoch: of the draws, beside the sample's key and the channel's name: so they do not depend on the order.
+        positions: the share of a sample's positions that are stored, those of the largest entropy
+            (arXiv 2602.01395).
+        seed, epoch: of the draws, beside the sample's key and the channel's name: so they do not
+            depend on the order.
     """
 
     temperature: float = 1.0
@@ -38,19 +40,22 @@ class Reduction(NamedTuple):
     seed: int = 0
     epoch: int = 0
 
-    def __call__(self, given: object, channel: Channel, key: str) -> Logits:
-        """Return what is stored of logits [T, V] of a sample; raise ConfigError, with its key, for NaN or another V."""
+    def __call__(self, output: object, channel: Channel, key: str) -> Logits:
+        """Return what is stored of logits [T, V] of a sample; raise ConfigError, with its key,
+        for NaN or another V.
+        """
         k = channel.shape[1]
         size = channel.vocabulary.size if channel.vocabulary is not None else 0
         assert k is not None
-        shape: tuple[int, ...] = getattr(given, "shape", ())
+        shape: tuple[int, ...] = getattr(output, "shape", ())
         if len(shape) != 2 or shape[1] != size:
-            found = list(shape) or type(given).__name__
+            form = list(shape) or type(output).__name__
             raise ConfigError(
-                f"output '{channel.name}' of sample {key!r} is {found}; the table has logits [T, {size}]"
+                f"output '{channel.name}' of sample {key!r} is {form}; the table has logits "
+                f"[T, {size}]"
             )
         logits = (
-            given if isinstance(given, Tensor) else torch.tensor(given)
+            output if isinstance(output, Tensor) else torch.tensor(output)
         )  # an array may be one to read only
         number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
         drawn = uniforms(
@@ -66,10 +71,10 @@ class Reduction(NamedTuple):
         for first in range(0, max(1, len(logits)), step):
             logs = (logits[first : first + step].float() / self.temperature).log_softmax(-1)
             if bool(logs.isnan().any()):
-                at = first + int(logs.isnan().any(-1).nonzero()[0])
+                position = first + int(logs.isnan().any(-1).nonzero()[0])
                 raise ConfigError(
-                    f"output '{channel.name}' of sample {key!r} has NaN, an infinity or no finite logit at position "
-                    f"{at}"
+                    f"output '{channel.name}' of sample {key!r} has NaN, an infinity or no "
+                    f"finite logit at position {position}"
                 )
             likely = logs.exp()
             entropy = -torch.xlogy(likely, likely).sum(-1)
@@ -84,20 +89,27 @@ class Reduction(NamedTuple):
             parts.append(
                 Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy())
             )
-        whole = Logits(
-            *(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True))
+        reduced = Logits(
+            *(
+                None if column[0] is None else np.concatenate(column)
+                for column in zip(*parts, strict=True)
+            )
         )
-        stored = np.argsort(-whole.known, kind="stable")[: math.ceil(self.positions * len(logits))]
-        known = np.zeros(len(logits), bool)
-        known[stored] = True
-        return whole._replace(known=known)
+        stored = np.argsort(-reduced.known, kind="stable")[
+            : math.ceil(self.positions * len(logits))
+        ]
+        mask = np.zeros(len(logits), bool)
+        mask[stored] = True
+        return reduced._replace(known=mask)
 
 
 def _draws(likely: Tensor, count: int, drawn: NDArray[np.float64]) -> Tensor:
-    """Return tokens [T, count]: at steps of 1 / count along the cumulative distribution, from where ``drawn`` says.
+    """Return tokens [T, count]: at steps of 1 / count along the cumulative distribution, from where
+    ``drawn`` says.
 
-    A token of probability q is drawn floor(count q) or ceil(count q) times, count q times in the mean: as with
-    independent draws, and with less variance (systematic sampling: Madow and Madow, 1944).
+    A token of probability q is drawn floor(count q) or ceil(count q) times, count q times in the
+    mean: as with independent draws, and with less variance (systematic sampling: Madow and Madow,
+    1944).
     """
     sums = likely.cumsum(-1, dtype=torch.float64)
     start = torch.from_numpy(drawn).to(sums.device)[:, None]
@@ -108,20 +120,29 @@ def _draws(likely: Tensor, count: int, drawn: NDArray[np.float64]) -> Tensor:
 def weights_digest(model: object) -> str | None:
     """Return the SHA-256 of the weights of a model, as hex; None where it has none.
 
-    These are of all modules of torch that a model is, has as attributes, or, as a function, uses by name.
+    These are of all modules of torch that a model is, has as attributes, or, as a function, uses by
+    name.
     """
     digest = hashlib.sha256()
-    found = False
+    has_weights = False
     for name, module in _modules(model):
         for entry, value in module.state_dict().items():
             if isinstance(value, Tensor):
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                digest.update(f"{name}.{entry} {whole.dtype} {list(whole.shape)}\n".encode())
+                full_value = value.full_tensor() if hasattr(value, "full_tensor") else value
                 digest.update(
-                    whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    f"{name}.{entry} {full_value.dtype} {list(full_value.shape)}\n".encode()
                 )
-                found = True
-    return digest.hexdigest() if found else None
+                digest.update(
+                    full_value.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .data
+                )
+                has_weights = True
+    return digest.hexdigest() if has_weights else None
 
 
 def _modules(model: object) -> Iterator[tuple[str, nn.Module]]:

@@ -2,20 +2,25 @@
 
 Without a GPU it is the CPU, or an emulated one, of which the rest of this text is.
 
-The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time while the host is
-free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases
-a stand-in model really runs on the CPU, so gradients and all-reduces are true. Real and emulated time combine so:
+The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time
+while the host is free to load. The host sleeps through that time, it doesn't burn a core that the
+loader could use. Inside the phases a stand-in model really runs on the CPU, so gradients and
+all-reduces are true. Real and emulated time combine so:
 
-- A phase is the emulated time. Where the stand-in's real work takes longer, the surplus is recorded as overrun; it
-  and late wake-ups belong to no phase, so they are part of the step's ``other`` time, as a host that is too slow is.
-- Busy time is the emulated time alone. An overrun, a late wake-up or a straggling all-reduce can therefore only lower
-  occupancy, never raise it; the report warns when overruns are more than noise.
-- A GPU works through queued kernels without waiting for the host to wake up. So within one micro-batch the emulated
-  phases follow each other on the device's own timeline: backward starts at the instant at which emulated forward
-  ended, even if the sleeping host woke 80 us later. Forward starts when the batch is on the device.
-- Gradients become ready as they would on the device: a DDP bucket that completes a share f of all gradient bytes is
-  held until f of the emulated backward has passed; then its real all-reduce starts and overlaps the rest. What is
-  still under way when the emulated backward ends is the exposed all-reduce.
+- A phase is the emulated time. Where the stand-in's real work takes longer, the surplus is recorded
+  as overrun; it and late wake-ups belong to no phase, so they are part of the step's ``other``
+  time, as a host that is too slow is.
+- Busy time is the emulated time alone. An overrun, a late wake-up or a straggling all-reduce can
+  therefore only lower occupancy, never raise it; the report warns when overruns are more than
+  noise.
+- A GPU works through queued kernels without waiting for the host to wake up. So within one
+  micro-batch the emulated phases follow each other on the device's own timeline: backward starts at
+  the instant at which emulated forward ended, even if the sleeping host woke 80 us later. Forward
+  starts when the batch is on the device.
+- Gradients become ready as they would on the device: a DDP bucket that completes a share f of all
+  gradient bytes is held until f of the emulated backward has passed; then its real all-reduce
+  starts and overlaps the rest. What is still under way when the emulated backward ends is the
+  exposed all-reduce.
 - Copies to the device aren't emulated: the host-to-device time is what the host measured.
 """
 
@@ -34,7 +39,8 @@ from fuelrail.bench.measure.records import DeviceTimes
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
-# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an installed package.
+# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an
+# installed package.
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "accelerators"
 DEFAULT_PROFILE = "bevdet-r50-704x256-a100"
 
@@ -53,10 +59,10 @@ class ReferenceInput(Settings, frozen=True):
 class AcceleratorProfile(Settings, frozen=True):
     """Published step time of one network on one device, split into phases.
 
-    ``forward_ms`` and ``backward_ms`` are for one ``per`` (a sample with all its cameras, or an image) and grow in
-    proportion to the rank's batch; ``optimiser_ms`` is for a step. ``train_gflop`` is the arithmetic of training on one
-    unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
-    the times.
+    ``forward_ms`` and ``backward_ms`` are for one ``per`` (a sample with all its cameras, or an
+    image) and grow in proportion to the rank's batch; ``optimiser_ms`` is for a step.
+    ``train_gflop`` is the arithmetic of training on one unit, a multiply-add counted as two, where
+    it is known; ``peak_tflops`` the device's dense peak in the precision of the times.
     """
 
     name: str
@@ -79,9 +85,12 @@ class AcceleratorProfile(Settings, frozen=True):
 
 
 class Accelerator(Protocol):
-    """Phases of a training step. The trainer calls them in this order, the first three once for each micro-batch.
+    """Phases of a training step.
 
-    ``gradients_ready`` and the two ``all_reduce_*`` calls come from DDP's communication hook, inside ``backward``.
+    The trainer calls them in this order, the first three once for each micro-batch.
+
+    ``gradients_ready`` and the two ``all_reduce_*`` calls come from DDP's communication hook,
+    inside ``backward``.
     """
 
     @property
@@ -92,7 +101,9 @@ class Accelerator(Protocol):
         """Surround the copy of a batch; when it ends the batch may be used by ``forward``."""
 
     def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:
-        """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts of samples."""
+        """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts
+        of samples.
+        """
 
     def backward(self) -> AbstractContextManager[None]:
         """Surround the backward pass, all-reduce included."""
@@ -101,7 +112,9 @@ class Accelerator(Protocol):
         """Surround the optimiser's step."""
 
     def gradients_ready(self, share: float) -> None:
-        """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
+        """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are
+        computed.
+        """
 
     def all_reduce_started(self) -> None:
         """Note that one bucket's all-reduce is about to be queued."""
@@ -234,7 +247,9 @@ class EmulatedAccelerator(_HostAccelerator):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Occupy the device for the backward time; the all-reduce overlaps it as it would on the device."""
+        """Occupy the device for the backward time; the all-reduce overlaps it as it would on the
+        device.
+        """
         self._backward_start_ns = self._free_at_ns
         self._gradients_at_ns = 0
         self._held_ns = 0
@@ -276,7 +291,9 @@ class EmulatedAccelerator(_HostAccelerator):
             self._times.overrun_ns += max(0, ready_ns - due_ns)
 
     def _occupy(self, busy_ms: float) -> int:
-        """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""
+        """Wait for a phase queued on the device's timeline; return the device's own time for it,
+        in ns.
+        """
         start_ns = self._free_at_ns
         device_ns = round(busy_ms * NS_PER_MS)
         real_end_ns = self._clock.now_ns()
@@ -295,11 +312,14 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> AcceleratorProfile:
-    """Load a profile by its name among ours, or from a path ending in ``.yaml``. Raises ConfigError."""
+    """Load a profile by its name among ours, or from a path ending in ``.yaml``.
+
+    Raises ConfigError.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"accelerator profile '{name}' is not there; known profiles: {', '.join(profile_names())}; "
-            "or give the path of a .yaml file of the same form"
+            f"accelerator profile '{name}' is not there; known profiles: "
+            f"{', '.join(profile_names())}; or give the path of a .yaml file of the same form"
         )
     return load_yaml(path, AcceleratorProfile)

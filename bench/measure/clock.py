@@ -1,4 +1,6 @@
-"""Time for measurements: one monotonic nanosecond clock, precise waiting that leaves the CPU free, and percentiles."""
+"""Time for measurements: one monotonic nanosecond clock, precise waiting that leaves the CPU
+free, and percentiles.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import numpy as np
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
-# The kernel wakes a sleeper late by its timer slack (50 us by default) and more under load; the last stretch is spun.
+# The kernel wakes a sleeper late by its timer slack (50 us by default) and more under load; the
+# last stretch is spun.
 SPIN_NS = 100_000
 
 # CPU time, time on a run queue and number of time slices (Documentation/scheduler/sched-stats.rst).
@@ -37,7 +40,8 @@ def thread_times() -> ThreadTimes:
 
 
 class Clock:
-    """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all processes of a host.
+    """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all
+    processes of a host.
 
     Tests replace it and need not wait.
     """
@@ -51,7 +55,8 @@ class Clock:
         return thread_times()
 
     def wait_until(self, deadline_ns: int) -> int:
-        """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed.
+        """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a
+        deadline passed.
 
         It sleeps to within ``SPIN_NS`` of the deadline, then spins.
         """
@@ -64,7 +69,10 @@ class Clock:
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean and percentiles of durations, in milliseconds. Percentiles interpolate linearly (numpy's default)."""
+    """Mean and percentiles of durations, in milliseconds.
+
+    Percentiles interpolate linearly (numpy's default).
+    """
 
     mean_ms: float
     p50_ms: float

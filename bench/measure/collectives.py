@@ -27,8 +27,9 @@ _KINDS = {
     "send": ("c10d.send",),
 }
 
-# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
-# scores again: a tenth more than the papers' formulas where attention is all there is.
+# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward
+# pass computes the scores again: a tenth more than the papers' formulas where attention is all
+# there is.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -68,19 +69,21 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
 def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective]:
     """Add up those of one kind and axis."""
-    found: dict[tuple[str, str, int], list[int]] = {}
-    for one in collectives:
-        noted = found.setdefault((one.kind, one.axis, one.ranks), [0, 0])
-        noted[0] += one.count * times
-        noted[1] += one.bytes * times
+    totals: dict[tuple[str, str, int], list[int]] = {}
+    for collective in collectives:
+        noted = totals.setdefault((collective.kind, collective.axis, collective.ranks), [0, 0])
+        noted[0] += collective.count * times
+        noted[1] += collective.bytes * times
     return [
         Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
-        for (kind, axis, ranks), (count, size) in sorted(found.items())
+        for (kind, axis, ranks), (count, size) in sorted(totals.items())
     ]
 
 
 class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, sees each operator on this rank's own tensors: those of a DTensor come by themselves."""
+    """While entered, sees each operator on this rank's own tensors: those of a DTensor come by
+    themselves.
+    """
 
     def __torch_dispatch__(
         self,
@@ -105,7 +108,8 @@ class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Counter(LocalOperators):
-    """Counts this rank's FLOP, those of attention and of convolutions among them, and what is sent by kind and axis.
+    """Counts this rank's FLOP, those of attention and of convolutions among them, and what is sent
+    by kind and axis.
 
     Torch's own counter takes a DTensor's operators at their global size.
     """
@@ -130,9 +134,9 @@ class Counter(LocalOperators):
         if moved is not None:
             self._note(*moved, args)
         elif name.startswith(f"{_ATTENTION}_backward"):
-            self._attend(sdpa_backward_flop_count(args[0].shape, *_of_queries(args[1:4])))  # type: ignore[no-untyped-call]
+            self._attend(sdpa_backward_flop_count(args[0].shape, *_query_shapes(args[1:4])))  # type: ignore[no-untyped-call]
         elif name.startswith(_ATTENTION):
-            self._attend(sdpa_flop_count(*_of_queries(args[:3])))  # type: ignore[no-untyped-call]
+            self._attend(sdpa_flop_count(*_query_shapes(args[:3])))  # type: ignore[no-untyped-call]
         elif func.overloadpacket in flop_registry:
             flop = flop_registry[func.overloadpacket](*args, **kwargs)
             self.flop += flop
@@ -157,14 +161,16 @@ class Counter(LocalOperators):
         ]
 
 
-def _of_queries(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+def _query_shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Return the shapes of query, key and value as if these two had the heads of the queries."""
     heads = tensors[0].shape[1]
-    return [(one.shape[0], heads, *one.shape[2:]) for one in tensors]
+    return [(tensor.shape[0], heads, *tensor.shape[2:]) for tensor in tensors]
 
 
 def _group_name(argument: object) -> str:
-    """Name of a collective's group, which operators take by name or as an object; "" for other arguments."""
+    """Name of a collective's group, which operators take by name or as an object; "" for other
+    arguments.
+    """
     if isinstance(argument, str):
         return argument
     if isinstance(argument, torch.ScriptObject):

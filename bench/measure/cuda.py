@@ -1,9 +1,10 @@
 """A CUDA GPU as an accelerator: phases timed by events on the compute stream.
 
-The step ends with one wait for the device (``finish_step``), so host and device phases lie on one timeline and add up.
-That costs the run-ahead of the host over the step's end, well under a millisecond, and can only lower occupancy.
-Between two events the device may idle on a slow launch; that counts as busy here, as it does in MLPerf's published
-times: the kernel-level view is NVML's and the profiler's.
+The step ends with one wait for the device (``finish_step``), so host and device phases lie on one
+timeline and add up. That costs the run-ahead of the host over the step's end, well under a
+millisecond, and can only lower occupancy. Between two events the device may idle on a slow launch;
+that counts as busy here, as it does in MLPerf's published times: the kernel-level view is NVML's
+and the profiler's.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ class CudaAccelerator:
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        """Count what the host takes to queue a phase's kernels: a host that takes as long as the device bounds it."""
+        """Count what the host takes to queue a phase's kernels: a host that takes as long as the
+        device bounds it.
+        """
         started_ns = time.monotonic_ns()
         yield
         self._launch_ns += time.monotonic_ns() - started_ns
@@ -137,7 +140,9 @@ class CudaAccelerator:
         return sum(_elapsed_ns(start, end) for start, end in self._spans.get(phase, ()))
 
     def _all_reduce_union_ns(self) -> int:
-        """Return the length of the union of the all-reduce intervals; buckets are reduced in launch order."""
+        """Return the length of the union of the all-reduce intervals; buckets are reduced in
+        launch order.
+        """
         total_ns = 0
         covered_to_ns = 0
         for launch, arrival in zip(self._launches, self._arrivals, strict=True):
@@ -149,7 +154,9 @@ class CudaAccelerator:
 
 
 def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:
-    """Return a function that copies pinned bytes to the GPU and waits for it; None without a GPU."""
+    """Return a function that copies pinned bytes to the GPU and waits for it; None without a
+    GPU.
+    """
     if not torch.cuda.is_available():
         return None
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -180,9 +187,11 @@ def peak_tflops(device: str, precision: str) -> float | None:
 def count_training_flop(model: nn.Module, inputs: Sequence[Tensor]) -> int:
     """Count the operations of one forward and backward pass of these inputs, by their shapes alone.
 
-    Attention is counted as its two products: torch's counter does not know the kernel that CPUs use for it.
+    Attention is counted as its two products: torch's counter does not know the kernel that CPUs use
+    for it.
     """
-    # Shapes must not depend on values, which fake tensors do not have; a copy, so that the model's gradients stay.
+    # Shapes must not depend on values, which fake tensors do not have; a copy, so that the model's
+    # gradients stay.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         copies = {
             name: fake.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,7 +1,8 @@
 """This machine's limits, measured on the bytes of this dataset: upper bounds for any loader.
 
-Every limit is a rate in samples/s, so that they can be compared with the loader's. All bytes come from the page cache:
-they are read once before. How fast the storage itself is, cold, is another question.
+Every limit is a rate in samples/s, so that they can be compared with the loader's. All bytes come
+from the page cache: they are read once before. How fast the storage itself is, cold, is another
+question.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _JPEG_SCALES = (1, 2, 4, 8)
 
 
 class _Scratch(threading.local):
-    """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work that is measured."""
+    """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work
+    that is measured.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -54,12 +57,13 @@ def measure_limits(
     dataset: Dataset | None = None,
     to_device: Callable[[int], object] | None = None,
 ) -> list[Rate]:
-    """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in memory already.
+    """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in
+    memory already.
 
-    ``skipped`` names channels whose members the loader leaves as they are. ``dataset`` is needed where it has frame
-    shards or a dictionary. ``to_device`` copies a sample's images to the device and waits for it, as
-    :func:`fuelrail.bench.measure.cuda.pinned_copy` does; None where there is none. One thread calls it, as in the
-    loader.
+    ``skipped`` names channels whose members the loader leaves as they are. ``dataset`` is needed
+    where it has frame shards or a dictionary. ``to_device`` copies a sample's images to the device
+    and waits for it, as :func:`fuelrail.bench.measure.cuda.pinned_copy` does; None where there is
+    none. One thread calls it, as in the loader.
     """
     count = len(fetched)
     stored = [entry.stored[entry.task.current] for entry in fetched]
@@ -122,12 +126,16 @@ def measure_limits(
 
 
 def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
-    """Return the limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
+    """Return the limit that JPEG decoding at the size in use sets; None for datasets without
+    JPEG.
+    """
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
 
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
-    """Return the largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
+    """Return the largest divisor that libjpeg-turbo may shrink by while it decodes, for every
+    map of the samples.
+    """
     scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
     formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
     if formats != {"jpeg"}:

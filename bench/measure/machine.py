@@ -1,4 +1,7 @@
-"""The facts to report with each figure: hardware, limits, versions and commit. No host names, user names or paths."""
+"""The facts to report with each figure: hardware, limits, versions and commit.
+
+No host names, user names or paths.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import msgspec
 
 import fuelrail
 from fuelrail.pipeline.runtime.host import memory_limit_bytes, usable_cpus
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
@@ -52,7 +55,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine of a measurement. ``num_cpus``: CPUs that this process may use, after affinity and cgroup quota."""
+    """The machine of a measurement.
+
+    ``num_cpus``: CPUs that this process may use, after affinity and cgroup quota.
+    """
 
     cpu: str
     num_cpus: float
@@ -68,7 +74,9 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_facts() -> MachineFacts:
-    """Collect the facts of this machine; what cannot be found out is "unknown" or None, never invented."""
+    """Collect the facts of this machine; what cannot be found out is "unknown" or None, never
+    invented.
+    """
     commit, changed = _commit()
     return MachineFacts(
         cpu=_cpu_model(),
@@ -93,8 +101,8 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or "unknown"
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return f"{found.group(1).strip() if found else 'unknown'} ({platform.machine()})"
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{match.group(1).strip() if match else 'unknown'} ({platform.machine()})"
 
 
 def _system() -> str:
@@ -104,7 +112,9 @@ def _system() -> str:
 
 
 def installed_gpus() -> list[Gpu]:
-    """Return the GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
+    """Return the GPUs that the NVIDIA driver shows; without torch, which would take seconds to
+    load.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     query = [
@@ -132,13 +142,16 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that this code runs from, whether tracked files differ from it; None when installed."""
+    """Commit of the checkout that this code runs from, whether tracked files differ from it;
+    None when installed.
+    """
     # Resolved, because a checkout reaches this file through a link.
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None, None
     head = _git(root, "rev-parse", "HEAD")
-    # Result files are what a measurement writes, also while it runs: they do not change what is measured.
+    # Result files are what a measurement writes, also while it runs: they do not change what is
+    # measured.
     status = _git(
         root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results"
     )
@@ -175,7 +188,7 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
         "length", entry.first_sample, entry.first_sample + entry.num_samples
     )
     return DatasetFacts(
-        name=shown(dataset.manifest.name),
+        name=shortened(dataset.manifest.name),
         fingerprint=dataset.manifest.fingerprint,
         split=split,
         num_samples=entry.num_samples,
@@ -188,25 +201,26 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
 def peak_memory_bytes() -> int:
     """Return the peak resident set of this process.
 
-    Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` does not replace it: a process inherits it from the one that
-    it was forked from, so under a large parent a small process looks as large.
+    Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` does not replace it: a process inherits it
+    from the one that it was forked from, so under a large parent a small process looks as large.
     """
     try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+        match = re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
-        found = None
-    if found is not None:
-        return int(found.group(1)) * 1024
+        match = None
+    if match is not None:
+        return int(match.group(1)) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean number of CPUs in use over a while: by this process and its ended children, and by all others.
+    """Mean number of CPUs in use over a while: by this process and its ended children, and by all
+    others.
 
-    ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only some of the CPUs that
-    it counts.
+    ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only
+    some of the CPUs that it counts.
     """
 
     seconds: float
@@ -216,24 +230,36 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbed(self) -> str | None:
-        """A message on the CPU time of other processes, if that was more than a twentieth of the CPUs."""
+        """A message on the CPU time of other processes, if that was more than a twentieth of the
+        CPUs.
+        """
         if self.others is None or self.others <= 0.05 * self.usable:
             return None
-        return f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement {self.own:.1f}"
+        return (
+            f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement "
+            f"{self.own:.1f}"
+        )
 
 
-def of_one_host(uses: Sequence[CpuUse]) -> CpuUse:
-    """Return the use of one host's CPUs by processes that watched it together: to each the rest were others."""
-    own = sum(use.own for use in uses)
-    seen = [use.own + use.others for use in uses if use.others is not None]
-    others = max(0.0, max(seen) - own) if seen else None
+def combine_host_uses(uses: Sequence[CpuUse]) -> CpuUse:
+    """Return the use of one host's CPUs by processes that watched it together: to each the rest
+    were others.
+    """
+    own_cpus = sum(use.own for use in uses)
+    totals = [use.own + use.others for use in uses if use.others is not None]
+    other_cpus = max(0.0, max(totals) - own_cpus) if totals else None
     return CpuUse(
-        seconds=max(use.seconds for use in uses), own=own, others=others, usable=uses[0].usable
+        seconds=max(use.seconds for use in uses),
+        own=own_cpus,
+        others=other_cpus,
+        usable=uses[0].usable,
     )
 
 
 class CpuWatch:
-    """Counts from its making to :meth:`use`; ``own_s`` returns the CPU seconds that are not others'."""
+    """Counts from its making to :meth:`use`; ``own_s`` returns the CPU seconds that are not
+    others'.
+    """
 
     def __init__(self, own_s: Callable[[], float] | None = None) -> None:
         self._count_s = own_s or _own_s
@@ -242,14 +268,15 @@ class CpuWatch:
     def use(self) -> CpuUse:
         """Return the use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
-        own = (self._count_s() - self._own_s) / seconds
+        own_cpus = (self._count_s() - self._own_s) / seconds
         all_s = all_cpu_s()
-        # In a container that may use some of the host's CPUs, the host's count says nothing about ours.
+        # In a container that may use some of the host's CPUs, the host's count says nothing about
+        # ours.
         whole_machine = usable_cpus() == os.cpu_count()
-        others = None
+        other_cpus = None
         if self._all_s is not None and all_s is not None and whole_machine:
-            others = max(0.0, (all_s - self._all_s) / seconds - own)
-        return CpuUse(seconds=seconds, own=own, others=others, usable=usable_cpus())
+            other_cpus = max(0.0, (all_s - self._all_s) / seconds - own_cpus)
+        return CpuUse(seconds=seconds, own=own_cpus, others=other_cpus, usable=usable_cpus())
 
 
 def _own_s() -> float:
@@ -263,7 +290,8 @@ def _own_s() -> float:
 
 
 def all_cpu_s() -> float | None:
-    """Return the CPU seconds of all processes since the machine started: user, nice, system, irq, softirq, steal.
+    """Return the CPU seconds of all processes since the machine started: user, nice, system, irq,
+    softirq, steal.
 
     None where there is no ``/proc/stat``.
     """
@@ -271,7 +299,9 @@ def all_cpu_s() -> float | None:
 
 
 def stolen_cpu_s() -> float | None:
-    """Return CPU seconds that the host kept from a virtual machine since it started; None without ``/proc/stat``."""
+    """Return CPU seconds that the host kept from a virtual machine since it started; None
+    without ``/proc/stat``.
+    """
     return _cpu_s((8,))
 
 

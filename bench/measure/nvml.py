@@ -18,9 +18,9 @@ _INTERVAL_S = 0.1
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU over a run, by samples ten times a second; shares from 0 to 1.
 
-    ``kernels`` is the share of time in which any kernel ran, however small (NVML's "utilisation"); ``memory_traffic``
-    in which memory was read or written; ``decoder`` and ``jpeg`` how busy its decoding units were, None where the
-    driver does not report it.
+    ``kernels`` is the share of time in which any kernel ran, however small (NVML's "utilisation");
+    ``memory_traffic`` in which memory was read or written; ``decoder`` and ``jpeg`` how busy its
+    decoding units were, None where the driver does not report it.
     """
 
     index: int
@@ -34,10 +34,12 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvmlWatch:
-    """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a context manager.
+    """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a
+    context manager.
 
-    ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it, without a driver, or with
-    no GPUs to look at, :meth:`use` is None; :attr:`reason` says why, and is logged.
+    ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it,
+    without a driver, or with no GPUs to look at, :meth:`use` is None; :attr:`reason` says why, and
+    is logged.
     """
 
     def __init__(self, num_gpus: int, nvml: Any = None) -> None:
@@ -103,8 +105,8 @@ class NvmlWatch:
     def _handle(self, index: int) -> Any:
         """Return NVML's handle of torch's GPU ``index``, by UUID where torch knows it.
 
-        NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that CUDA_VISIBLE_DEVICES
-        names, in that order, and without it the fastest one first.
+        NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that
+        CUDA_VISIBLE_DEVICES names, in that order, and without it the fastest one first.
         """
         uuid = _uuid(index)
         if uuid is not None:
@@ -144,8 +146,8 @@ def _summary(
     kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
 
     def mean(values: tuple[float | None, ...]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
+        numbers = [value for value in values if value is not None]
+        return sum(numbers) / len(numbers) if numbers else None
 
     return GpuUse(
         index=index,

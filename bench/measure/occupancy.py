@@ -1,18 +1,21 @@
-"""Occupancy: the share of wall time in which an accelerator computes the training step, after warm-up.
+"""Occupancy: the share of wall time in which an accelerator computes the training step, after
+warm-up.
 
 Definition, per rank r, over the measured steps s (all steps after the first W, the warm-up)::
 
     occupancy_r = sum_s busy(r, s) / sum_s wall(r, s)
     occupancy   = mean over r of occupancy_r
 
-``busy`` is device time of forward, backward and optimiser; ``wall`` is host time from the end of the step before to
-the end of the step, so nothing that happens between steps is left out: waiting for data, copies, book-keeping, the
-loader's turn of an epoch. This is MLPerf Storage's accelerator utilisation, AU = total_compute_time /
-total_benchmark_running_time, whose figure for a run is likewise the mean over ranks (mlcommons/storage, Rules.md,
-"Performance Metrics"), with two differences, both stricter or equal: MLPerf leaves out the first step only, here W
-steps are left out, because a prefetch queue filled before the first step flatters every step it feeds; and exposed
-all-reduce does not count as busy, since a rank that waits in it for a straggler starved of data would look occupied.
-``including_all_reduce`` gives the other reading, with the exposed all-reduce counted as work.
+``busy`` is device time of forward, backward and optimiser; ``wall`` is host time from the end of
+the step before to the end of the step, so nothing that happens between steps is left out: waiting
+for data, copies, book-keeping, the loader's turn of an epoch. This is MLPerf Storage's accelerator
+utilisation, AU = total_compute_time / total_benchmark_running_time, whose figure for a run is
+likewise the mean over ranks (mlcommons/storage, Rules.md, "Performance Metrics"), with two
+differences, both stricter or equal: MLPerf leaves out the first step only, here W steps are left
+out, because a prefetch queue filled before the first step flatters every step it feeds; and exposed
+all-reduce does not count as busy, since a rank that waits in it for a straggler starved of data
+would look occupied. ``including_all_reduce`` gives the other reading, with the exposed all-reduce
+counted as work.
 """
 
 from __future__ import annotations
@@ -28,19 +31,21 @@ from fuelrail.bench.measure.records import PHASES, StepRecord
 
 MIN_MEASURED_STEPS = 8
 
-# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
+# A rank is called slow if its own part is longer than the others' by this share, and longest in
+# most steps.
 SLOWER = 0.05
 MOSTLY = 0.75
 
-_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
+_RANK_PHASES = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
 class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's occupancy, and its own part of the step against the others'.
 
-    ``slower`` is by how much the mean of its own part, ``own_ms``, is longer than the median of the other ranks'
-    (negative: shorter); ``last_in`` the share of steps in which it was the last to come to the all-reduce; ``most_in``
-    the phase in which it loses most, or wins most, against the others.
+    ``slower`` is by how much the mean of its own part, ``own_ms``, is longer than the median of the
+    other ranks' (negative: shorter); ``last_in`` the share of steps in which it was the last to
+    come to the all-reduce; ``most_in`` the phase in which it loses most, or wins most, against the
+    others.
     """
 
     rank: int
@@ -80,8 +85,9 @@ def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> W
     too_short = None
     if measured < MIN_MEASURED_STEPS:
         too_short = (
-            f"{num_steps} steps - {num_warmup_steps} warm-up = {measured} measured; at least {MIN_MEASURED_STEPS} are "
-            "needed: run more steps or epochs, or use a smaller batch"
+            f"{num_steps} steps - {num_warmup_steps} warm-up = {measured} measured; at "
+            f"least {MIN_MEASURED_STEPS} are needed: run more steps or epochs, or use a "
+            "smaller batch"
         )
     return Window(
         num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short
@@ -98,7 +104,7 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
     assert window.too_short is None, window.too_short
     inside = [measured_steps(steps, window) for steps in ranks]
     phases = np.array(
-        [[[step.phase_ns(phase) for phase in _OWN] for step in steps] for steps in inside],
+        [[[step.phase_ns(phase) for phase in _RANK_PHASES] for step in steps] for steps in inside],
         np.float64,
     )
     means = phases.mean(axis=1)
@@ -128,15 +134,19 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
 
 
 def _against_others(means: NDArray[np.float64], rank: int) -> tuple[float, str]:
-    """Return by how much a rank is slower than the others by the mean times of phases [ranks, phases], and in which."""
-    others = np.delete(means, rank, axis=0) if len(means) > 1 else means
-    beyond = means[rank] - np.median(others, axis=0)
-    slower = float(means[rank].sum() / np.median(others.sum(axis=1)) - 1)
-    return slower, _OWN[int(np.argmax(beyond if slower >= 0 else -beyond))]
+    """Return by how much a rank is slower than the others by the mean times of phases [ranks,
+    phases], and in which.
+    """
+    rest = np.delete(means, rank, axis=0) if len(means) > 1 else means
+    beyond = means[rank] - np.median(rest, axis=0)
+    slower = float(means[rank].sum() / np.median(rest.sum(axis=1)) - 1)
+    return slower, _RANK_PHASES[int(np.argmax(beyond if slower >= 0 else -beyond))]
 
 
 def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:
-    """Return the occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for a plot."""
+    """Return the occupancy over the last ``num_steps`` steps up to each step (fewer at the
+    start), for a plot.
+    """
     busy = np.cumsum([0, *(step.device_busy_ns for step in steps)])
     wall = np.cumsum([0, *(step.wall_ns for step in steps)])
     last = np.arange(1, len(steps) + 1)

@@ -22,24 +22,32 @@ NOTHING_MEASURED: Final = "before anything was measured whole: no report was wri
 
 
 def package_environment() -> dict[str, str]:
-    """Return our environment, in which an interpreter imports the same `fuelrail` as this process."""
+    """Return our environment, in which an interpreter imports the same `fuelrail` as this
+    process.
+    """
     package_root = str(Path(fuelrail.__file__).parents[1])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def tree_cpu_s(root: int) -> float:
-    """Return user and system time of a process, its descendants, and those of their children that ended [s]."""
-    return sum(_each(root, lambda process: sum(process.cpu_times()[:4])))
+    """Return user and system time of a process, its descendants, and those of their children
+    that ended [s].
+    """
+    return sum(_tree_figures(root, lambda process: sum(process.cpu_times()[:4])))
 
 
 def tree_memory_bytes(root: int) -> int:
-    """Return the memory of a process and its descendants; pages that several share are counted once (PSS)."""
-    return sum(_each(root, lambda process: process.memory_full_info().pss))
+    """Return the memory of a process and its descendants; pages that several share are counted
+    once (PSS).
+    """
+    return sum(_tree_figures(root, lambda process: process.memory_full_info().pss))
 
 
-def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
-    """Yield a figure of a process and of each of its descendants; those that end in between have none."""
+def _tree_figures(root: int, figure: Callable[[Any], _T]) -> Iterator[_T]:
+    """Yield a figure of a process and of each of its descendants; those that end in between have
+    none.
+    """
     with needs("a figure of processes", "fuelrail[bench]"):
         import psutil
 
@@ -47,14 +55,16 @@ def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
         parent: Any = psutil.Process(root)
         for process in [parent, *parent.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                yield of(process)
+                yield figure(process)
 
 
 def storage_bytes_read() -> int | None:
-    """Return the bytes that storage read for this process, with page faults; None where the kernel does not say."""
+    """Return the bytes that storage read for this process, with page faults; None where the
+    kernel does not say.
+    """
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
         return None
-    found = re.search(r"^read_bytes: (\d+)", text, re.MULTILINE)
-    return None if found is None else int(found.group(1))
+    match = re.search(r"^read_bytes: (\d+)", text, re.MULTILINE)
+    return None if match is None else int(match.group(1))

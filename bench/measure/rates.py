@@ -19,11 +19,15 @@ from fuelrail.pipeline.errors import needs
 _NUM_RESAMPLES = 2000
 
 MIN_REPEATS = 3
-"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
+"""Fewer repeats of a measurement give no interval: two values do not show how far a third may
+lie.
+"""
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of work on one sample: how often a second with all threads, and CPU time of one [ms]."""
+    """A piece of work on one sample: how often a second with all threads, and CPU time of one
+    [ms].
+    """
 
     name: str
     num_threads: int
@@ -45,10 +49,11 @@ def median_rates(repeats: Sequence[Sequence[Rate]]) -> list[Rate]:
 
 
 def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, seconds: float) -> Rate:
-    """Call ``work(n)`` with rising n in ``num_threads`` threads for about ``seconds``; one call is one sample.
+    """Call ``work(n)`` with rising n in ``num_threads`` threads for about ``seconds``; one call is
+    one sample.
 
-    Each thread does at least one call after one that is not counted, which makes its scratch memory. What ``work``
-    raises is raised here.
+    Each thread does at least one call after one that is not counted, which makes its scratch
+    memory. What ``work`` raises is raised here.
     """
     numbers = itertools.count()
     start_line = threading.Barrier(num_threads)
@@ -96,8 +101,8 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A middle over repeats (median, or geometric mean of ratios), and an interval that holds the true one with
-    probability ``confidence``.
+    """A middle over repeats (median, or geometric mean of ratios), and an interval that holds the
+    true one with probability ``confidence``.
     """
 
     median: float
@@ -112,7 +117,9 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_repeats >= MIN_REPEATS
 
     def shown(self, spec: str) -> str:
-        """Return the interval as text, such as ``63.1 to 64.0 in 3 runs``, or that there is none."""
+        """Return the interval as text, such as ``63.1 to 64.0 in 3 runs``, or that there is
+        none.
+        """
         if self.has_interval:
             return f"{self.low:{spec}} to {self.high:{spec}} in {self.num_repeats} runs"
         return f"{self.num_repeats} run{'s' if self.num_repeats != 1 else ''}: no interval"
@@ -121,9 +128,9 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 def warm_up_length(values: Sequence[float]) -> int:
     """Return the number of warm-up values at the start: the marginal standard error rule (MSER).
 
-    The cut d, up to half of the values, that makes the standard error of the mean of the rest smallest:
-    ``sum((x[d:] - mean(x[d:]))^2) / (n - d)^2`` (K. P. White, Simulation 69(6), 1997). It needs no threshold and adapts
-    to the noise; without a transient it cuts off little.
+    The cut d, up to half of the values, that makes the standard error of the mean of the rest
+    smallest: ``sum((x[d:] - mean(x[d:]))^2) / (n - d)^2`` (K. P. White, Simulation 69(6), 1997). It
+    needs no threshold and adapts to the noise; without a transient it cuts off little.
     """
     series = np.asarray(values, dtype=np.float64)
     count = len(series)
@@ -140,8 +147,9 @@ def warm_up_length(values: Sequence[float]) -> int:
 def interval_of(values: Sequence[float]) -> Interval:
     """Return the median of at least one repeat, between the lowest and the highest.
 
-    Whatever the distribution, n independent repeats all fall on one side of the true median with probability
-    ``2^(1-n)``: so lowest to highest is a confidence interval of ``1 - 2^(1-n)``, 94 % for five.
+    Whatever the distribution, n independent repeats all fall on one side of the true median with
+    probability ``2^(1-n)``: so lowest to highest is a confidence interval of ``1 - 2^(1-n)``, 94 %
+    for five.
     """
     assert values, "no repeats"
     return Interval(
@@ -154,10 +162,11 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
-    """Return the geometric mean of ratios, each of one round, with a 95 % interval: Student's t on the logs.
+    """Return the geometric mean of ratios, each of one round, with a 95 % interval: Student's t on
+    the logs.
 
-    What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One ratio alone has
-    no interval: low and high are the value, with a confidence of 0.
+    What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One
+    ratio alone has no interval: low and high are the value, with a confidence of 0.
     """
     with needs("an interval of ratios", "fuelrail[bench]"):
         from scipy.special import stdtrit
@@ -181,10 +190,11 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
 
 
 def bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """Return means of 2,000 resamples of blocks of consecutive values: circular block bootstrap, length n^(1/3).
+    """Return means of 2,000 resamples of blocks of consecutive values: circular block bootstrap,
+    length n^(1/3).
 
-    Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn; scipy's bootstrap has
-    no blocks.
+    Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn;
+    scipy's bootstrap has no blocks.
     """
     count = len(values)
     length = max(1, round(count ** (1 / 3)))

@@ -1,8 +1,8 @@
 """Records of one rank: a file of JSON lines, readable up to the moment at which a run was cut off.
 
-A file holds one :class:`RankHeader`, an :class:`InputFacts` at the first batch, a :class:`StepRecord` after
-each step with a :class:`StageSnapshot` when the measured window opens and one at the end, and last a :class:`RankEnd`,
-or a :class:`RankFailure`.
+A file holds one :class:`RankHeader`, an :class:`InputFacts` at the first batch, a
+:class:`StepRecord` after each step with a :class:`StageSnapshot` when the measured window opens and
+one at the end, and last a :class:`RankEnd`, or a :class:`RankFailure`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
     """One step's times on the device, in nanoseconds.
 
     - ``host_to_device_ns``: from getting the batch until it is on the device;
-    - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the last local
-      gradient is computed;
-    - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
-    - ``all_reduce_total_ns``: the time in which at least one all-reduce was under way, hidden or exposed;
+    - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the
+      last local gradient is computed;
+    - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced
+      one;
+    - ``all_reduce_total_ns``: the time in which at least one all-reduce was under way, hidden or
+      exposed;
     - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device
       events, on a CPU by the host's clock; on the emulated accelerator the profile's time, never
       more, whatever the host took;
-    - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases, ``overshoot_ns``: how late
-      waits woke, ``stand_in_ns``: the host time of the stand-in's real work; all three 0 on a GPU;
+    - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases,
+      ``overshoot_ns``: how late waits woke, ``stand_in_ns``: the host time of the stand-in's real
+      work; all three 0 on a GPU;
     - ``launch_ns``: what the host took to queue the device's work; 0 on other accelerators than a
       GPU;
     - ``cpu_ns``: CPU time of the trainer's thread in the phases that count as busy, where the CPU
@@ -59,12 +62,14 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
 class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
 
-    A step lasts from the end of the one before (for the first: from the start of the loop) to its own end, so steps
-    leave no gaps, and the seven phases add up to ``end_ns - start_ns``. ``data_wait_ns`` is from asking the loader for
-    the next batch to getting it. ``other_ns`` is the rest of the wall time: the trainer's own book-keeping, launch
-    gaps, and on the emulated accelerator ``overrun_ns`` and the late wake-ups that lengthen the step. ``loss`` is None
-    where it was not finite. ``padding``: share of the model's predictions that counted for nothing, where it says so.
-    ``sums`` has of columns that samples' costs depend on: number of samples, their sum, their sum of squares.
+    A step lasts from the end of the one before (for the first: from the start of the loop) to its
+    own end, so steps leave no gaps, and the seven phases add up to ``end_ns - start_ns``.
+    ``data_wait_ns`` is from asking the loader for the next batch to getting it. ``other_ns`` is the
+    rest of the wall time: the trainer's own book-keeping, launch gaps, and on the emulated
+    accelerator ``overrun_ns`` and the late wake-ups that lengthen the step. ``loss`` is None where
+    it was not finite. ``padding``: share of the model's predictions that counted for nothing, where
+    it says so. ``sums`` has of columns that samples' costs depend on: number of samples, their sum,
+    their sum of squares.
     """
 
     step: int
@@ -100,9 +105,11 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
         loss: float,
         **facts: Any,
     ) -> Self:
-        """Return the record of a step from its times on the device; what is in no phase is ``other``.
+        """Return the record of a step from its times on the device; what is in no phase is
+        ``other``.
 
-        ``facts`` are the other fields, such as ``step``, ``epoch``, ``num_samples`` and ``num_images``.
+        ``facts`` are the other fields, such as ``step``, ``epoch``, ``num_samples`` and
+        ``num_images``.
         """
         phases = msgspec.structs.asdict(device) | {"data_wait_ns": data_wait_ns}
         other_ns = end_ns - start_ns - sum(phases[f"{phase}_ns"] for phase in PHASES[:-1])
@@ -123,7 +130,10 @@ class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """Facts on a rank before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
+    """Facts on a rank before its first step.
+
+    ``peak_tflops``: of its GPU, in the run's precision, where known.
+    """
 
     device: str
     backend: str | None
@@ -132,7 +142,10 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
-    """Facts on the first batch. ``train_flop``: operations of one sample's forward and backward, on a GPU."""
+    """Facts on the first batch.
+
+    ``train_flop``: operations of one sample's forward and backward, on a GPU.
+    """
 
     num_cameras: int
     height: int
@@ -141,7 +154,9 @@ class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
 
 
 class CheckpointSave(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
-    """A checkpoint that became visible: what it took from the training, and how long it took in the background."""
+    """A checkpoint that became visible: what it took from the training, and how long it took in
+    the background.
+    """
 
     step: int
     stall_ns: int
@@ -150,7 +165,10 @@ class CheckpointSave(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
 
 
 class CheckpointRestore(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
-    """A run that continues after ``step`` steps. ``skipped``: newer checkpoints that were damaged, and how."""
+    """A run that continues after ``step`` steps.
+
+    ``skipped``: newer checkpoints that were damaged, and how.
+    """
 
     step: int
     folder: str
@@ -173,12 +191,15 @@ class TransformUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
+    """A rank that did all its steps.
 
-    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
-    read for this process during the run; None where the kernel does not say. ``state_bytes``: what this rank holds at
-    all times, or at the end of each backward pass: ``model`` (parameters and buffers), ``gradients``, ``optimiser``.
-    ``transform``: what the caller's transform took, where there is one.
+    ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
+
+    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one.
+    ``read_bytes``: what storage read for this process during the run; None where the kernel does
+    not say. ``state_bytes``: what this rank holds at all times, or at the end of each backward
+    pass: ``model`` (parameters and buffers), ``gradients``, ``optimiser``. ``transform``: what the
+    caller's transform took, where there is one.
     """
 
     parameters_xxh3: str
@@ -192,9 +213,9 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
-    ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other exception. The ranks
-    that a dead one leaves behind crash too, a moment later, in their all-reduce. ``timed out``: a collective waited for
-    a rank that did not answer.
+    ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other
+    exception. The ranks that a dead one leaves behind crash too, a moment later, in their
+    all-reduce. ``timed out``: a collective waited for a rank that did not answer.
     """
 
     kind: Literal["refused", "crashed", "timed out"]
@@ -223,7 +244,9 @@ _FIELDS: dict[type[Record], str] = {
 
 
 class RankWriter:
-    """Appends records to a rank's file; each is handed to the operating system at once, so a killed rank loses none."""
+    """Appends records to a rank's file; each is handed to the operating system at once, so a
+    killed rank loses none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -258,7 +281,9 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def read_rank(path: Path) -> RankLog:
-    """Read a rank's file; a missing file is an empty log, and a last line that was cut off is left out."""
+    """Read a rank's file; a missing file is an empty log, and a last line that was cut off is
+    left out.
+    """
     log = RankLog()
     if not path.exists():
         return log

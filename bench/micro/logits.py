@@ -1,11 +1,13 @@
-"""A teacher's stored logits: bytes beside other layouts, bias of the gradient, students taught by them, decoding time.
+"""A teacher's stored logits: bytes beside other layouts, bias of the gradient, students taught by
+them, decoding time.
 
     python -m fuelrail.bench.micro.logits [--out FILE] [--seeds N] [--steps N]
 
-Teacher and students are decoders of the reference trainer; they read the words of the documentation of Python's
-standard library. The layouts of others are computed here on the same logits: DistillKit's has tokens of whole bits in
-order of probability, a few values as bfloat16 and a polynomial in the rank for the others; Megatron-LM's (pull request
-5019) uint16, a bool for bit 17 and float16 log-probabilities, in zstd.
+Teacher and students are decoders of the reference trainer; they read the words of the documentation
+of Python's standard library. The layouts of others are computed here on the same logits:
+DistillKit's has tokens of whole bits in order of probability, a few values as bfloat16 and a
+polynomial in the rank for the others; Megatron-LM's (pull request 5019) uint16, a bool for bit 17
+and float16 log-probabilities, in zstd.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ Lesson = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
 
 
 class LayoutFigures(msgspec.Struct, frozen=True):
-    """Bytes of a position, and the mean divergence [nats] of what is read from the top k that were stored."""
+    """Bytes of a position, and the mean divergence [nats] of what is read from the top k that
+    were stored.
+    """
 
     vocabulary: int
     k: int
@@ -115,12 +119,12 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
         )
 
     for dtype in ("uint8", "float16"):
-        found, num_bytes = stored(logits, channel_of(TOPK, k, vocabulary, dtype), "a")
+        reduced, num_bytes = stored(logits, channel_of(TOPK, k, vocabulary, dtype), "a")
         order = indices.argsort(-1).argsort(-1)
         yield figures(
             f"topk, {dtype}",
             num_bytes / number,
-            torch.from_numpy(found.weights).log().gather(-1, order),
+            torch.from_numpy(reduced.weights).log().gather(-1, order),
         )
     yield figures(
         "sampled", stored(logits, channel_of(SAMPLED, k, vocabulary), "a")[1] / number, None
@@ -141,51 +145,57 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
         (indices >> 16).numpy().astype(bool),
         logs.half().numpy(),
     ]
-    squeezed = sum(len(zstandard.ZstdCompressor(3).compress(one.tobytes())) for one in arrays)
+    squeezed = sum(len(zstandard.ZstdCompressor(3).compress(array.tobytes())) for array in arrays)
     yield figures("Megatron-LM PR 5019", squeezed / number, logs.half().float())
 
 
-def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, float]]:
-    """Return how far mean gradients are from the full divergence's: as a share of its norm, and in standard errors."""
+def gradients(student: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, float]]:
+    """Return how far mean gradients are from the full divergence's: as a share of its norm, and
+    in standard errors.
+    """
     q = teacher.double().softmax(-1)
-    p = own.double().softmax(-1)
-    channel = channel_of(SAMPLED, COUNT, own.shape[1])
+    p = student.double().softmax(-1)
+    channel = channel_of(SAMPLED, COUNT, student.shape[1])
     total = torch.zeros_like(p)
     squares = torch.zeros_like(p)
     for number in range(draws):
         read = stored(teacher, channel, str(number))[0].map(torch.from_numpy)
-        leaf = own.clone().requires_grad_()
-        (found,) = torch.autograd.grad(divergence(leaf, read).sum(), leaf)
-        total += found
-        squares += found.double() ** 2
+        leaf = student.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(divergence(leaf, read).sum(), leaf)
+        total += gradient
+        squares += gradient.double() ** 2
     mean = total / draws
     error = ((squares / draws - mean**2).clamp(min=0) / draws).sum().sqrt()
     weights, indices = q.topk(COUNT, dim=-1)
-    kept = torch.zeros_like(q).scatter(-1, indices, weights / weights.sum(-1, keepdim=True))
+    renormalised = torch.zeros_like(q).scatter(-1, indices, weights / weights.sum(-1, keepdim=True))
     rest = 1 - torch.zeros_like(q).scatter(-1, indices, 1.0)
     ratio = (q * rest).sum(-1, keepdim=True) / (p * rest).sum(-1, keepdim=True)
     tailed = torch.zeros_like(q).scatter(-1, indices, weights) + rest * p * ratio
-    whole = (p - q).norm()
+    norm = (p - q).norm()
     off = {
         "sampled": mean - (p - q),
-        "topk without its tail": q - kept,
+        "topk without its tail": q - renormalised,
         "topk with its tail": q - tailed,
     }
     return {
         name: {
-            "share_of_norm": float(one.norm() / whole),
-            "standard_errors": float(one.norm() / error),
+            "share_of_norm": float(error_vector.norm() / norm),
+            "standard_errors": float(error_vector.norm() / error),
         }
-        for name, one in off.items()
+        for name, error_vector in off.items()
     }
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """Return windows of words int64 [N, CONTEXT + 1] to train and to validate on; rare words are one."""
+    """Return windows of words int64 [N, CONTEXT + 1] to train and to validate on; rare words are
+    one.
+    """
     documents = documentation_texts(without=frozenset({"test"}))
-    found = [word for text in documents for word in text.lower().split()]
-    numbers = {word: at + 1 for at, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
-    tokens = torch.tensor([numbers.get(word, 0) for word in found])
+    words = [word for text in documents for word in text.lower().split()]
+    numbers = {
+        word: number + 1 for number, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))
+    }
+    tokens = torch.tensor([numbers.get(word, 0) for word in words])
     windows = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     return windows[order[256:]], windows[order[:256]]
@@ -222,7 +232,7 @@ def from_stored(
 ) -> Tensor:
     """Return the mean divergence from what a layer of this channel would hold."""
     read = KINDS[channel.kind].collate(
-        [stored(one, channel, key)[0] for one, key in zip(said, keys, strict=True)], channel, ()
+        [stored(row, channel, key)[0] for row, key in zip(said, keys, strict=True)], channel, ()
     )
     teacher = read.map(torch.from_numpy)
     if channel.kind == TOPK and not tail:
@@ -245,22 +255,24 @@ def lessons() -> dict[str, Lesson]:
 
 
 def decoding(repeats: int) -> dict[str, float]:
-    """Return the processor time of decoding and collating as a share of a step of the smallest decoder, in turns."""
+    """Return the processor time of decoding and collating as a share of a step of the smallest
+    decoder, in turns.
+    """
     size: Any = MODELS["gpt-tiny"]
     model: Any = build_model(size)
     optimiser = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(size.vocabulary, (16, size.context + 1))
     said = torch.randn(16, size.context, size.vocabulary)
-    found: dict[str, list[float]] = {}
+    shares_by_kind: dict[str, list[float]] = {}
     for kind, _ in itertools.product((TOPK, SAMPLED), range(repeats)):
         channel = channel_of(kind, COUNT, size.vocabulary, length=size.context)
         members = [
-            KINDS[kind].encode(Reduction()(one, channel, str(at)), channel)
-            for at, one in enumerate(said)
+            KINDS[kind].encode(Reduction()(member, channel, str(number)), channel)
+            for number, member in enumerate(said)
         ]
         start_s = time.process_time()
         read = KINDS[kind].collate(
-            [KINDS[kind].decode(one, channel) for one in members], channel, ()
+            [KINDS[kind].decode(member, channel) for member in members], channel, ()
         )
         decoded_s = time.process_time()
         optimiser.zero_grad()
@@ -268,8 +280,10 @@ def decoding(repeats: int) -> dict[str, float]:
             divergence(model.predict(tokens)[1], read.map(torch.from_numpy)).mean()
         )
         optimiser.step()
-        found.setdefault(kind, []).append((decoded_s - start_s) / (time.process_time() - decoded_s))
-    return {kind: statistics.median(shares) for kind, shares in found.items()}
+        shares_by_kind.setdefault(kind, []).append(
+            (decoded_s - start_s) / (time.process_time() - decoded_s)
+        )
+    return {kind: statistics.median(shares) for kind, shares in shares_by_kind.items()}
 
 
 def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
@@ -291,18 +305,18 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
 
     said = teacher.predict(held[:8])[1].flatten(0, 1)
     tables = [
-        one
+        figures_row
         for logits, ks in ((wide, (50, 64, 128)), (said, (50,)))
         for k in ks
-        for one in layouts(logits, k)
+        for figures_row in layouts(logits, k)
     ]
-    own = (
+    student_logits = (
         trained(STUDENT, windows=windows, steps=steps // 4, seed=9, teacher=None, lesson=next_words)
         .predict(held[:8])[1]
         .detach()
         .flatten(0, 1)
     )
-    slopes = gradients(own[:8], said[:8], draws)
+    slopes = gradients(student_logits[:8], said[:8], draws)
     students: dict[str, list[float]] = {name: [] for name in lessons()}
     for seed, (name, lesson) in itertools.product(range(seeds), lessons().items()):
         students[name].append(

@@ -1,4 +1,5 @@
-"""What a sample costs before its first pixel: metadata, index rows and its place in the order, beside usual libraries.
+"""What a sample costs before its first pixel: metadata, index rows and its place in the order,
+beside usual libraries.
 
     python -m fuelrail.bench.micro.metadata [--out FILE]
 
@@ -54,7 +55,9 @@ _MANY_ROWS = 10**9
 
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
-    """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
+    """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the
+    new folder ``work``.
+    """
     source = work / "source"
     out = work / "dataset"
     make_dataroot(source, 2, lidar=False, size=(320, 180))
@@ -67,13 +70,13 @@ def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
         progress=Quiet(),
     )
     with tarfile.open(next(out.glob("*.tar"))) as tar:
-        found = {
+        contents = {
             name: file.read()
             for name in tar.getnames()
             if (file := tar.extractfile(name)) is not None
         }
-    key = next(iter(found)).partition(".")[0]
-    return key, {name: found[f"{key}.{name}"] for name in (META, GEOMETRY, BOXES)}
+    key = next(iter(contents)).partition(".")[0]
+    return key, {name: contents[f"{key}.{name}"] for name in (META, GEOMETRY, BOXES)}
 
 
 def index_rows(count: int) -> Iterator[IndexRow]:
@@ -110,9 +113,11 @@ def pyarrow_row(
 
 
 def torch_epoch(num_ranks: int) -> int:
-    """Draw an epoch of one rank from torch's own samplers, in batches of 64; return the number of indices."""
-    one: Any = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
-    return sum(len(batch) for batch in torch.utils.data.BatchSampler(one, 64, drop_last=True))
+    """Draw an epoch of one rank from torch's own samplers, in batches of 64; return the number
+    of indices.
+    """
+    sampler: Any = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
+    return sum(len(batch) for batch in torch.utils.data.BatchSampler(sampler, 64, drop_last=True))
 
 
 def our_epoch(num_ranks: int) -> int:
@@ -162,7 +167,9 @@ def measure_order(effort: Effort) -> Iterator[TimedContest]:
 
 
 def measure(effort: Effort) -> Iterator[TimedContest]:
-    """Yield all comparisons: the order, sample metadata, the header of a sweep, a row of the index."""
+    """Yield all comparisons: the order, sample metadata, the header of a sweep, a row of the
+    index.
+    """
     yield from measure_order(effort)
     with tempfile.TemporaryDirectory() as folder:
         key, members = sample_members(Path(folder) / "work")

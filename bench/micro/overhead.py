@@ -1,8 +1,9 @@
 """What the loader costs beside decoding: its CPU time a sample, for six cameras and for one.
 
-``python -m fuelrail.bench.micro.overhead WORK [--out FILE]``. All loaders run over the same samples in turns (six
-1600x900 images each to 704x256, two decoding threads). "Nothing decoded" is everything but decoding: index, order,
-checksums, zstd, metadata, image maps, batches, queues and threads.
+``python -m fuelrail.bench.micro.overhead WORK [--out FILE]``. All loaders run over the same samples
+in turns (six 1600x900 images each to 704x256, two decoding threads). "Nothing decoded" is
+everything but decoding: index, order, checksums, zstd, metadata, image maps, batches, queues and
+threads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _DIGEST_EVERY = 16
 
 
 class OverheadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU time of a sample [ms] by what was done, as medians over epochs, and the shares of that of six cameras."""
+    """CPU time of a sample [ms] by what was done, as medians over epochs, and the shares of that
+    of six cameras.
+    """
 
     benchmark: str
     machine: MachineFacts
@@ -86,7 +89,8 @@ def measure(dataset: Path, ledger: Path, rounds: int) -> OverheadReport:
             count = 0
             for batch in loader:
                 count += len(batch["sample_key"])
-            # Threads continue into the next epoch; ended here, so that each candidate pays for its own work alone.
+            # Threads continue into the next epoch; ended here, so that each candidate pays for its
+            # own work alone.
             loader.close()
             cpu_ms[name].append(1e3 * (time.process_time() - started_s) / count)
     per_sample = {name: median(values[1:]) for name, values in cpu_ms.items()}
@@ -103,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print a table and, with ``--out``, write the report."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.overhead")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
-    # An epoch's start takes as long for one camera as for six; few samples would make that the subject.
+    # An epoch's start takes as long for one camera as for six; few samples would make that the
+    # subject.
     parser.add_argument(
         "--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)"
     )

@@ -1,16 +1,20 @@
-"""How full packs are, and what packing costs: ours beside TRL's, Grain's and a greedy knapsack, on the same lengths.
+"""How full packs are, and what packing costs: ours beside TRL's, Grain's and a greedy knapsack, on
+the same lengths.
 
-    PYTHONPATH=FOLDER_WITH_TRL_AND_GRAIN python -m fuelrail.bench.micro.packing WORK [--out FILE] [--samples N]
+    PYTHONPATH=FOLDER_WITH_TRL_AND_GRAIN python -m fuelrail.bench.micro.packing WORK [--out FILE]
+    [--samples N]
 
-The lengths are lognormal(5, 1) cut to 16 .. 1024, and the documentation texts of Python's standard library in bytes.
-Of each packer's packs, in the order in which they come, the dearest of 64 ranks is found: in tokens, in the cost of a
-step (1200 n + n n for n tokens, as docs/packing.md has it) and in its attention alone (n n). Ours are dealt by the cost
-of the step, as `Balance` does it. TRL packs a table of all samples at once, Grain a stream into a number of open packs.
-Megatron-Energon leaves the choice to the user, and its documentation shows a greedy knapsack over a buffer: the largest
-sample that fits, until none does. A peer that is not installed is left out.
+The lengths are lognormal(5, 1) cut to 16 .. 1024, and the documentation texts of Python's standard
+library in bytes. Of each packer's packs, in the order in which they come, the dearest of 64 ranks
+is found: in tokens, in the cost of a step (1200 n + n n for n tokens, as docs/packing.md has it)
+and in its attention alone (n n). Ours are dealt by the cost of the step, as `Balance` does it. TRL
+packs a table of all samples at once, Grain a stream into a number of open packs. Megatron-Energon
+leaves the choice to the user, and its documentation shows a greedy knapsack over a buffer: the
+largest sample that fits, until none does. A peer that is not installed is left out.
 
-Then 10^7 lengths are packed, and a loader is timed with and without packs, in turns: how long its trainer waits for
-batches, through the ends of epochs. The trainer sleeps as long for a sample in both.
+Then 10^7 lengths are packed, and a loader is timed with and without packs, in turns: how long its
+trainer waits for batches, through the ends of epochs. The trainer sleeps as long for a sample in
+both.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ Packs = list[list[int]]
 
 
 class RankFigures(msgspec.Struct, frozen=True):
-    """The dearest of 64 ranks over the mean, averaged over whole steps; None without such a step."""
+    """The dearest of 64 ranks over the mean, averaged over whole steps; None without such a
+    step.
+    """
 
     packs_per_rank: int
     tokens: float | None = None
@@ -67,7 +73,8 @@ class RankFigures(msgspec.Struct, frozen=True):
 
 
 class PackerFigures(msgspec.Struct, frozen=True):
-    """One packer on some lengths: packs, share of the budget used, tokens lost, processor seconds per 10^6 samples.
+    """One packer on some lengths: packs, share of the budget used, tokens lost, processor seconds
+    per 10^6 samples.
 
     ``best_fill`` is that of the fewest packs that could hold these tokens.
     """
@@ -84,7 +91,9 @@ class PackerFigures(msgspec.Struct, frozen=True):
 
 
 class LargeFigures(msgspec.Struct, frozen=True):
-    """An epoch of many samples: packs, processor time to count them, and growth of the process's peak memory by it."""
+    """An epoch of many samples: packs, processor time to count them, and growth of the process's
+    peak memory by it.
+    """
 
     samples: int
     budget: int
@@ -94,7 +103,8 @@ class LargeFigures(msgspec.Struct, frozen=True):
 
 
 class WaitFigures(msgspec.Struct, frozen=True):
-    """A trainer that takes batches: its steps, all time, time waiting, and the longest wait after the first batch.
+    """A trainer that takes batches: its steps, all time, time waiting, and the longest wait after
+    the first batch.
 
     The first batch comes with the start of the loader's threads, which is not counted.
     """
@@ -108,7 +118,9 @@ class WaitFigures(msgspec.Struct, frozen=True):
 
 
 class PackingReport(msgspec.Struct, frozen=True):
-    """All packers on all lengths and budgets in one run; many lengths; a loader with and without packs."""
+    """All packers on all lengths and budgets in one run; many lengths; a loader with and without
+    packs.
+    """
 
     machine: MachineFacts
     samples: dict[str, int]
@@ -131,12 +143,12 @@ def knapsack(lengths: NDArray[np.int64], budget: int) -> Packs:
     packs = []
     shuffled = np.random.default_rng(0).permutation(lengths)
     for first in range(0, len(lengths), _WINDOW):
-        left = sorted(shuffled[first : first + _WINDOW].tolist())
-        while left:
+        remaining = sorted(shuffled[first : first + _WINDOW].tolist())
+        while remaining:
             pack: list[int] = []
             room = budget
-            while (at := bisect.bisect_right(left, room)) > 0:
-                pack.append(left.pop(at - 1))
+            while (fit_end := bisect.bisect_right(remaining, room)) > 0:
+                pack.append(remaining.pop(fit_end - 1))
                 room -= pack[-1]
             packs.append(pack)
     return packs
@@ -169,7 +181,9 @@ def grain_packs(lengths: NDArray[np.int64], budget: int) -> Packs:
 
 
 def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures:
-    """Return the dearest rank where each takes that many packs of a step: dealt by the cost of a step, or in turn."""
+    """Return the dearest rank where each takes that many packs of a step: dealt by the cost of a
+    step, or in turn.
+    """
     size = _RANKS * packs_per_rank
     tokens, attention = (
         np.array([sum(n**power for n in pack) for pack in packs]) for power in (1, 2)
@@ -213,7 +227,9 @@ def _peak_bytes() -> int:
 
 
 def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
-    """Train by turns on batches of eight samples, and on packs of about eight, of frames that cost 1 .. 40."""
+    """Train by turns on batches of eight samples, and on packs of about eight, of frames that
+    cost 1 .. 40.
+    """
     source = work / "source"
     dataset = work / "dataset"
     make_dataroot(source, num_samples, lidar=False, size=(96, 64), num_files=8, full_tables=False)
@@ -239,12 +255,12 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
         for name, loader in loaders.items():
             batches = iter(loader)
             started = time.perf_counter()
-            asked = started
+            requested_s = started
             for batch in batches:
-                waits[name].append(time.perf_counter() - asked)
+                waits[name].append(time.perf_counter() - requested_s)
                 time.sleep(_SAMPLE_S * len(batch["sample_key"]))
-                asked = time.perf_counter()
-            total[name] += asked - started
+                requested_s = time.perf_counter()
+            total[name] += requested_s - started
             if not epoch:
                 total[name] -= waits[name].pop(0)
     for loader in loaders.values():
@@ -253,12 +269,12 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
         WaitFigures(
             order=name,
             epochs=_EPOCHS,
-            steps=len(each),
+            steps=len(durations),
             total_s=total[name],
-            wait_s=sum(each),
-            longest_wait_ms=1e3 * max(each),
+            wait_s=sum(durations),
+            longest_wait_ms=1e3 * max(durations),
         )
-        for name, each in waits.items()
+        for name, durations in waits.items()
     ]
 
 
@@ -283,7 +299,10 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
                 rate = (time.process_time() - started) / len(values) * 1e6
                 used = sum(map(sum, packs))
                 full = int(values.sum()) / budget
-                ranks = [dearest(packs, each, is_dealt=pack is ours) for each in _PACKS_PER_RANK]
+                ranks = [
+                    dearest(packs, num_packs, is_dealt=pack is ours)
+                    for num_packs in _PACKS_PER_RANK
+                ]
                 fill = used / budget / len(packs)
                 best = full / math.ceil(full)
                 lost = int(values.sum()) - used

@@ -1,18 +1,22 @@
-"""Sharding loose files: Fuelrail, digests and index and all, beside GNU tar, ``tarfile`` and other shard writers.
+"""Sharding loose files: Fuelrail, digests and index and all, beside GNU tar, ``tarfile`` and other
+shard writers.
 
-``python -m fuelrail.bench.micro.rate [--dir DIR] [--source DATAROOT] [--case CASE] [--cpus N] [--out FILE]
-[--quick]``. All read the same files of a nuScenes dataroot out of the page cache, write to DIR, by default a folder in
-memory, so that the writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is
-made: images as large as real ones, of noise, and tables with as many rows for each frame as nuScenes' own.
+``python -m fuelrail.bench.micro.rate [--dir DIR] [--source DATAROOT] [--case CASE] [--cpus N]
+[--out FILE] [--quick]``. All read the same files of a nuScenes dataroot out of the page cache,
+write to DIR, by default a folder in memory, so that the writers are measured and not a disk, and
+have the same CPUs. Without ``--source`` the dataroot is made: images as large as real ones, of
+noise, and tables with as many rows for each frame as nuScenes' own.
 
-GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle, of files that they are handed.
-Fuelrail's time is the whole run: scan of the
-tables, plan, shards, index, attributes, manifest; SHA-256 of every file and XXH3 of every sample. Everybody but GNU tar
-runs in this interpreter, which is there and has loaded its modules; what start and imports take is in the time of the
-one candidate that is the command as a user types it. Writers that are not installed are left out, and named. *Floors*
-are reading, writing and digests alone, in threads: no program that takes digests can be faster here.
+GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle, of files
+that they are handed. Fuelrail's time is the whole run: scan of the
+tables, plan, shards, index, attributes, manifest; SHA-256 of every file and XXH3 of every sample.
+Everybody but GNU tar runs in this interpreter, which is there and has loaded its modules; what
+start and imports take is in the time of the one candidate that is the command as a user types it.
+Writers that are not installed are left out, and named. *Floors* are reading, writing and digests
+alone, in threads: no program that takes digests can be faster here.
 
-The cases of an earlier report in FILE, from the same machine, stay in it where they are not measured again.
+The cases of an earlier report in FILE, from the same machine, stay in it where they are not
+measured again.
 """
 
 from __future__ import annotations
@@ -64,9 +68,11 @@ _SLOW = (
 
 
 class Case(NamedTuple):
-    """What is sharded: frames, those with files of their own (the others name these again), rounds to measure.
+    """What is sharded: frames, those with files of their own (the others name these again), rounds
+    to measure.
 
-    The number of frames gives an even number of nearly full shards: with few shards, one more would be waited for.
+    The number of frames gives an even number of nearly full shards: with few shards, one more would
+    be waited for.
     """
 
     lidar: bool
@@ -104,7 +110,9 @@ OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
 
 
 class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--jpeg restart`` costs when shards are made: the rewriting alone, on all CPUs, and the bytes it leaves."""
+    """What ``--jpeg restart`` costs when shards are made: the rewriting alone, on all CPUs, and
+    the bytes it leaves.
+    """
 
     num_images: int
     images_per_s: float
@@ -114,7 +122,9 @@ class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rate [MB of source files a second] and CPU time [s for a GB of them] of each candidate, medians."""
+    """Rate [MB of source files a second] and CPU time [s for a GB of them] of each candidate,
+    medians.
+    """
 
     benchmark: str
     machine: MachineFacts
@@ -133,7 +143,9 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def touch_memory(folder: Path, num_bytes: int) -> None:
-    """Write as much as a run will, and remove it: a virtual machine's first use of a page takes longer than writing."""
+    """Write as much as a run will, and remove it: a virtual machine's first use of a page takes
+    longer than writing.
+    """
     piece = bytes(1 << 20)
     with (folder / "touched").open("wb") as file:
         for _ in range(num_bytes >> 20):
@@ -201,11 +213,11 @@ def _merged(path: Path, report: ShardingReport) -> ShardingReport:
         earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
     except (OSError, msgspec.DecodeError):
         return report
-    then, now = (
-        msgspec.structs.replace(of.machine, commit=None, uncommitted_changes=None)
-        for of in (earlier, report)
+    earlier_machine, now = (
+        msgspec.structs.replace(report_of.machine, commit=None, uncommitted_changes=None)
+        for report_of in (earlier, report)
     )
-    if (then, earlier.num_cpus, earlier.not_installed) != (
+    if (earlier_machine, earlier.num_cpus, earlier.not_installed) != (
         now,
         report.num_cpus,
         report.not_installed,

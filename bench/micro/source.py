@@ -1,8 +1,10 @@
-"""Loose files as a nuScenes dataroot has them, made for the sharding benchmarks: images, lidar sweeps, tables.
+"""Loose files as a nuScenes dataroot has them, made for the sharding benchmarks: images, lidar
+sweeps, tables.
 
-The thirteen tables are lean, or as full as the real ones: the trainval split has 34,149 samples, and for each of them,
-on average, 77 rows of ``sample_data`` and of ``ego_pose`` (12 keyframes of six cameras, a lidar and five radars; the
-sweeps between keyframes are the rest), 34 of ``sample_annotation`` and 2 of ``instance``.
+The thirteen tables are lean, or as full as the real ones: the trainval split has 34,149 samples,
+and for each of them, on average, 77 rows of ``sample_data`` and of ``ego_pose`` (12 keyframes of
+six cameras, a lidar and five radars; the sweeps between keyframes are the rest), 34 of
+``sample_annotation`` and 2 of ``instance``.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ NUM_BOXES = 34
 """Annotations of a frame."""
 
 TRACK_FRAMES = 18
-"""Annotations of an instance: those of one place in the list of ``NUM_BOXES``, for this number of frames in a row."""
+"""Annotations of an instance: those of one place in the list of ``NUM_BOXES``, for this number
+of frames in a row.
+"""
 
 NUM_OTHER_ROWS = 70
-"""Rows of ``sample_data`` of a frame that are no samples of cameras and lidar: radars, and sweeps of all sensors."""
+"""Rows of ``sample_data`` of a frame that are no samples of cameras and lidar: radars, and
+sweeps of all sensors.
+"""
 
 _START_US = 1_600_000_000_000_000
 _FRAME_US = 500_000
@@ -69,10 +75,12 @@ def make_dataroot(
     num_files: int | None = None,
     full_tables: bool = True,
 ) -> None:
-    """Make a nuScenes dataroot of scenes of 40 frames: noise images of about 150 kB, sweeps of surfaces and rings.
+    """Make a nuScenes dataroot of scenes of 40 frames: noise images of about 150 kB, sweeps of
+    surfaces and rings.
 
-    ``num_files``: number of files for each sensor, which the frames name in turns (None: each frame has its own).
-    ``full_tables``: with annotations, and as many rows for each frame as nuScenes' own tables have.
+    ``num_files``: number of files for each sensor, which the frames name in turns (None: each frame
+    has its own). ``full_tables``: with annotations, and as many rows for each frame as nuScenes'
+    own tables have.
     """
     num_files = num_files or num_frames
     rng = np.random.default_rng(0)
@@ -103,7 +111,9 @@ def _noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
 
 
 def _sweep(rng: np.random.Generator) -> bytes:
-    """Make a sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of noise."""
+    """Make a sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of
+    noise.
+    """
     ring = np.arange(NUM_POINTS) % 32
     azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
     elevation = np.deg2rad(-30 + ring * 1.29)
@@ -127,7 +137,9 @@ def list_files(root: Path) -> Files:
 
 
 def packed(path: Path) -> bytes:
-    """Return a member's bytes as the writers of samples store it: sweeps compressed, images as they are."""
+    """Return a member's bytes as the writers of samples store it: sweeps compressed, images as
+    they are.
+    """
     data = path.read_bytes()
     return bytes(codecs.encode(SWEEP_CODEC, data)) if path.suffix == ".bin" else data
 
@@ -148,8 +160,8 @@ def write_tables(
 ) -> None:
     """Write the tables, record by record: no memory that grows with the frames.
 
-    Scenes have 40 frames; ``num_files`` files of each sensor are named in turns. Without ``full`` there are no
-    annotations, and no rows of ``sample_data`` but the keyframes of ``channels``.
+    Scenes have 40 frames; ``num_files`` files of each sensor are named in turns. Without ``full``
+    there are no annotations, and no rows of ``sample_data`` but the keyframes of ``channels``.
     """
     folder = root / "v1.0-bench"
     folder.mkdir()
@@ -191,9 +203,9 @@ def write_tables(
         ),
         "sample_data": _sample_data(num_frames, channels, size, num_files, full=full),
         "ego_pose": (
-            {"token": own, "timestamp": _START_US + f * _FRAME_US, **_pose(f)}
+            {"token": token, "timestamp": _START_US + f * _FRAME_US, **_pose(f)}
             for f in frames
-            for own in _sensor_tokens(f, channels, full=full)
+            for token in _sensor_tokens(f, channels, full=full)
         ),
         "attribute": (),
         "category": (),
@@ -214,14 +226,14 @@ def _sample_data(
     num_frames: int, channels: list[str], size: tuple[int, int], num_files: int, *, full: bool
 ) -> Iterator[dict[str, Any]]:
     for frame in range(num_frames):
-        for number, own in enumerate(_sensor_tokens(frame, channels, full=full)):
+        for number, token in enumerate(_sensor_tokens(frame, channels, full=full)):
             is_key_frame = number < len(channels)
             channel = channels[number] if is_key_frame else _RADAR
             width, height = size if channel.startswith("CAM") else (0, 0)
             yield {
-                "token": own,
+                "token": token,
                 "sample_token": _token(frame),
-                "ego_pose_token": own,
+                "ego_pose_token": token,
                 "calibrated_sensor_token": channel,
                 "timestamp": _START_US + frame * _FRAME_US,
                 "fileformat": "jpg",
@@ -232,12 +244,14 @@ def _sample_data(
                 "next": "",
                 "filename": file_name(frame % num_files, channel)
                 if is_key_frame
-                else f"sweeps/{channel}/{own}.pcd",
+                else f"sweeps/{channel}/{token}.pcd",
             }
 
 
 def _annotations(num_frames: int) -> Rows:
-    """Yield tables of annotations: ``NUM_BOXES`` tracks at any time, each of up to ``TRACK_FRAMES`` frames."""
+    """Yield tables of annotations: ``NUM_BOXES`` tracks at any time, each of up to
+    ``TRACK_FRAMES`` frames.
+    """
     rng = np.random.default_rng(0)
 
     def track(frame: int, place: int) -> int:
@@ -248,22 +262,22 @@ def _annotations(num_frames: int) -> Rows:
         for frame in range(num_frames):
             near = _neighbours(frame, num_frames)
             for place in range(NUM_BOXES):
-                own = track(frame, place)
+                track_start = track(frame, place)
                 x, y, yaw = rng.uniform(-50, 50, 3)
                 yield {
                     "token": _token(frame, f"box{place}"),
                     "sample_token": _token(frame),
-                    "instance_token": _token(own, f"track{place}"),
+                    "instance_token": _token(track_start, f"track{place}"),
                     "visibility_token": str(1 + place % 4),
                     "attribute_tokens": [_token(0, "attribute")] if place % 2 else [],
                     "translation": [round(frame + x, 3), round(y, 3), 1.0],
                     "size": [1.9, 4.6, 1.7],
                     "rotation": [float(np.cos(yaw)), 0.0, 0.0, float(np.sin(yaw))],
                     "prev": _token(frame - 1, f"box{place}")
-                    if near["prev"] and track(frame - 1, place) == own
+                    if near["prev"] and track(frame - 1, place) == track_start
                     else "",
                     "next": _token(frame + 1, f"box{place}")
-                    if near["next"] and track(frame + 1, place) == own
+                    if near["next"] and track(frame + 1, place) == track_start
                     else "",
                     "num_lidar_pts": place,
                     "num_radar_pts": 0,
@@ -294,7 +308,9 @@ def _annotations(num_frames: int) -> Rows:
 
 
 def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
-    """Return tokens of a frame's rows of ``sample_data``, keyframes of ``channels`` first; ego poses have the same."""
+    """Return tokens of a frame's rows of ``sample_data``, keyframes of ``channels`` first; ego
+    poses have the same.
+    """
     return [
         _token(frame, name)
         for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))
@@ -324,9 +340,9 @@ def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
     }
 
 
-def _token(frame: int, of: str = "sample") -> str:
+def _token(frame: int, kind: str = "sample") -> str:
     """Make a token of 32 characters, as nuScenes' are."""
-    return f"{of:_>16}{frame:016x}"
+    return f"{kind:_>16}{frame:016x}"
 
 
 def documentation_texts(*, without: frozenset[str] = frozenset()) -> Iterator[str]:

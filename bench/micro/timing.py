@@ -1,18 +1,21 @@
-"""How the micro-benchmarks measure: candidates take turns in one run, and what counts is the ratio between them.
+"""How the micro-benchmarks measure: candidates take turns in one run, and what counts is the ratio
+between them.
 
-A figure in seconds belongs to one machine at one moment; the ratio of two candidates that took turns belongs to the
-code. So a benchmark hands its candidates to :func:`compare`, the one to be compared with first::
+A figure in seconds belongs to one machine at one moment; the ratio of two candidates that took
+turns belongs to the code. So a benchmark hands its candidates to :func:`compare`, the one to be
+compared with first::
 
     ours = lambda: read_tensors(data)
     library = lambda: safetensors.numpy.load(data)
     compare("geometry of one sample", {"safetensors": library, "fuelrail": ours})
 
-Each *lap* calls one candidate as often as it takes to last ``min_lap_s``. A *round* is one lap of each candidate;
-every second round runs them in reverse, so that a drift of the machine favours neither. Ratios are taken within a
-round, and their median over the rounds is reported with the quartiles, which say how far to trust it.
+Each *lap* calls one candidate as often as it takes to last ``min_lap_s``. A *round* is one lap of
+each candidate; every second round runs them in reverse, so that a drift of the machine favours
+neither. Ratios are taken within a round, and their median over the rounds is reported with the
+quartiles, which say how far to trust it.
 
-A benchmark module ends in ``sys.exit(main(argv, "name", measure))``: :func:`main` gives all of them the same options,
-the same table and the same JSON.
+A benchmark module ends in ``sys.exit(main(argv, "name", measure))``: :func:`main` gives all of them
+the same options, the same table and the same JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ QUICK = Effort(num_rounds=1, min_lap_s=0.0)
 
 
 class TimedCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate: median time of one call, and how many times as fast as the reference it is (median, quartiles)."""
+    """One candidate: median time of one call, and how many times as fast as the reference it is
+    (median, quartiles).
+    """
 
     name: str
     seconds_per_call: float
@@ -58,7 +63,9 @@ class TimedCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedContest(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates that do the same work, in the order given; the first is the reference, with a speed-up of 1."""
+    """Candidates that do the same work, in the order given; the first is the reference, with a
+    speed-up of 1.
+    """
 
     title: str
     num_rounds: int
@@ -76,10 +83,13 @@ class TimingReport(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None
 ) -> TimedContest:
-    """Measure the candidates in turns. The first one is the reference that the others' speed-ups refer to.
+    """Measure the candidates in turns.
 
-    Times are wall clock, so a candidate may use threads. Each candidate is called twice or more before the first lap,
-    which fills caches; garbage collection waits until the end of each lap, as in the standard library's ``timeit``.
+    The first one is the reference that the others' speed-ups refer to.
+
+    Times are wall clock, so a candidate may use threads. Each candidate is called twice or more
+    before the first lap, which fills caches; garbage collection waits until the end of each lap, as
+    in the standard library's ``timeit``.
     """
     assert candidates, "nothing to compare"
     effort = effort or Effort()
@@ -153,7 +163,9 @@ class Quartiles(NamedTuple):
 
 
 class LapClock:
-    """Calls something, and keeps the time that it took, and the CPU time with that of processes it waited for."""
+    """Calls something, and keeps the time that it took, and the CPU time with that of processes
+    it waited for.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -168,12 +180,13 @@ class LapClock:
         self.taken_s.append(time.perf_counter() - started)
         self.cpu_s.append(_cpu_s() - before)
 
-    def over(self, other: LapClock, num_rounds: int, *, cpu: bool = False) -> Quartiles:
-        """Return how many times as fast as another one it is, by round; the calls before the first only warm up.
+    def over(self, second: LapClock, num_rounds: int, *, cpu: bool = False) -> Quartiles:
+        """Return how many times as fast as another one it is, by round; the calls before the first
+        only warm up.
 
         ``cpu``: by CPU time.
         """
-        ours, theirs = (self.cpu_s, other.cpu_s) if cpu else (self.taken_s, other.taken_s)
+        ours, theirs = (self.cpu_s, second.cpu_s) if cpu else (self.taken_s, second.taken_s)
         ratios = np.divide(theirs[-num_rounds:], ours[-num_rounds:])
         return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
 
@@ -193,7 +206,9 @@ def _duration(seconds: float) -> str:
 def main(
     argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[TimedContest]]
 ) -> int:
-    """Run a benchmark from its command line: print the table and, with ``--out``, write the report as JSON."""
+    """Run a benchmark from its command line: print the table and, with ``--out``, write the
+    report as JSON.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m fuelrail.bench.micro.{benchmark}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(

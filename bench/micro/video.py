@@ -1,12 +1,15 @@
-"""Logs of 1080p video as images of 576x320 at 10 Hz, beside FFmpeg's own decoding and scaling of the same video.
+"""Logs of 1080p video as images of 576x320 at 10 Hz, beside FFmpeg's own decoding and scaling of
+the same video.
 
-``python -m fuelrail.bench.micro.video [--out FILE] [--quick]``. For each codec a clip of ten seconds at 30 Hz is
-written twice, of the same packets: as an MCAP log of CompressedVideo, and as a file for FFmpeg. It is a texture that
-moves, with noise of its own in each frame. All run on one CPU, so with one thread, and take turns.
+``python -m fuelrail.bench.micro.video [--out FILE] [--quick]``. For each codec a clip of ten
+seconds at 30 Hz is written twice, of the same packets: as an MCAP log of CompressedVideo, and as a
+file for FFmpeg. It is a texture that moves, with noise of its own in each frame. All run on one
+CPU, so with one thread, and take turns.
 
-The reference decodes all frames and scales every third one by areas: the program ``ffmpeg``, and a loop with PyAV,
-which has the libraries that Fuelrail has. Of Fuelrail, "frames of the log" also encodes JPEGs of quality 90, and
-"shard" is the whole run: scan, staging, shards, index and digests. The program is left out where it is not installed.
+The reference decodes all frames and scales every third one by areas: the program ``ffmpeg``, and a
+loop with PyAV, which has the libraries that Fuelrail has. Of Fuelrail, "frames of the log" also
+encodes JPEGs of quality 90, and "shard" is the whole run: scan, staging, shards, index and digests.
+The program is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ _CODECS = {
         {"preset": "11", "crf": "45", "g": "30", "svtav1-params": "pred-struct=1:lookahead=0"},
     ),
 }
-"""The encoder of each codec, and its options: as cameras have it, without frames that wait for later ones."""
+"""The encoder of each codec, and its options: as cameras have it, without frames that wait for
+later ones.
+"""
 _VIDEO = "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
 _TOPIC = "/front/video"
 _OPTIONS: dict[str, Any] = {"cameras": {"front": _TOPIC}, "poses": "none", "rate": _KEPT_RATE}
@@ -95,13 +100,18 @@ class VideoFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     cpu_s: dict[str, float]
     rate: dict[str, Quartiles]
-    """Fuelrail's rate over that of each of the others in the same round: of its frames of the log."""
+    """Fuelrail's rate over that of each of the others in the same round: of its frames of the
+    log.
+    """
     cpu_rate: dict[str, Quartiles]
     """The same by CPU time."""
 
 
 class VideoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All codecs in one run. ``ffmpeg`` is the program's version, None where it is not installed."""
+    """All codecs in one run.
+
+    ``ffmpeg`` is the program's version, None where it is not installed.
+    """
 
     benchmark: str
     machine: MachineFacts
@@ -121,7 +131,8 @@ def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int])
     texture = 128 + 10 * (cv2.GaussianBlur(texture, (0, 0), 3) - 127.5)
     noise = rng.normal(0, 2, texture.shape).astype(np.float32)
     planes = np.full((height * 3 // 2, width), 120, np.uint8)
-    # Matroska wants parameter sets outside of the packets; in a log they are in them. A transport stream has no AV1.
+    # Matroska wants parameter sets outside of the packets; in a log they are in them. A transport
+    # stream has no AV1.
     with av.open(
         str(folder / "video"), "w", format="matroska" if codec == "av1" else "mpegts"
     ) as file:
@@ -131,8 +142,8 @@ def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int])
         stream.pix_fmt = "yuv420p"
         for at in range(num_frames + 1):
             x, y, u, v = (number % _MARGIN for number in (2 * at, at, 97 * at, 61 * at))
-            seen = texture[y : y + height, x : x + width] + noise[v : v + height, u : u + width]
-            planes[:height] = np.clip(seen, 0, 255)
+            view = texture[y : y + height, x : x + width] + noise[v : v + height, u : u + width]
+            planes[:height] = np.clip(view, 0, 255)
             frame = av.VideoFrame.from_ndarray(planes, "yuv420p")
             frame.pts = at
             for packet in stream.encode(frame if at < num_frames else None):
@@ -156,10 +167,10 @@ def write_log(path: Path, packets: Sequence[bytes], codec: str, size: tuple[int,
 
         def channel(topic: str, name: str) -> int:
             text = store.generate_msgdef(name, ros_version=2)[0].encode()
-            found: int = writer.register_channel(
+            channel_id: int = writer.register_channel(
                 topic, "cdr", writer.register_schema(name, "ros2msg", text)
             )
-            return found
+            return channel_id
 
         info = "sensor_msgs/msg/CameraInfo"
         video = "foxglove_msgs/msg/CompressedVideo"
@@ -168,20 +179,20 @@ def write_log(path: Path, packets: Sequence[bytes], codec: str, size: tuple[int,
         k = np.array([1e3, 0, size[0] / 2, 0, 1e3, size[1] / 2, 0, 0, 1])
         flat = np.eye(3).ravel()
         p = np.column_stack([k.reshape(3, 3), np.zeros(3)]).ravel()
-        for at, packet in enumerate(packets):
-            stamp_ns = 10**18 + at * 10**9 // _RATE
+        for number, packet in enumerate(packets):
+            stamp_ns = 10**18 + number * 10**9 // _RATE
             stamp = types["builtin_interfaces/msg/Time"](*divmod(stamp_ns, 10**9))
-            if not at:
+            if not number:
                 head = types["std_msgs/msg/Header"](stamp, "base_link")
-                one = types[info](
+                record = types[info](
                     head, size[1], size[0], "plumb_bob", np.zeros(5), k, flat, p, 0, 0, region
                 )
                 writer.add_message(
-                    channels[0], stamp_ns, bytes(store.serialize_cdr(one, info)), stamp_ns
+                    channels[0], stamp_ns, bytes(store.serialize_cdr(record, info)), stamp_ns
                 )
-            one = types[video](stamp, "base_link", np.frombuffer(packet, np.uint8), codec)
+            record = types[video](stamp, "base_link", np.frombuffer(packet, np.uint8), codec)
             writer.add_message(
-                channels[1], stamp_ns, bytes(store.serialize_cdr(one, video)), stamp_ns
+                channels[1], stamp_ns, bytes(store.serialize_cdr(record, video)), stamp_ns
             )
         writer.finish()
 
@@ -210,8 +221,8 @@ def run_library(path: Path) -> None:
     with av.open(str(path)) as file:
         stream = file.streams.video[0]
         stream.codec_context.thread_count = 1
-        for at, frame in enumerate(file.decode(stream)):
-            if at % (_RATE // _KEPT_RATE) == 0:
+        for number, frame in enumerate(file.decode(stream)):
+            if number % (_RATE // _KEPT_RATE) == 0:
                 frame.reformat(*_STORED, interpolation="AREA")
 
 
@@ -286,14 +297,14 @@ def _measure(
     clocks = {name: LapClock(work) for name, work in works.items()}
     rounds = effort.num_rounds
     report.comparisons.append(compare(f"{codec}, {len(packets)} frames", clocks, effort))
-    others = [name for name in works if name not in (FRAMES, SHARD)]
+    rivals = [name for name in works if name not in (FRAMES, SHARD)]
     report.codecs[codec] = VideoFigures(
         num_frames=len(packets),
         num_kept=len(refs),
         num_bytes=sum(map(len, packets)),
         cpu_s={name: float(np.median(clock.cpu_s[-rounds:])) for name, clock in clocks.items()},
-        rate={name: clocks[FRAMES].over(clocks[name], rounds) for name in others},
-        cpu_rate={name: clocks[FRAMES].over(clocks[name], rounds, cpu=True) for name in others},
+        rate={name: clocks[FRAMES].over(clocks[name], rounds) for name in rivals},
+        cpu_rate={name: clocks[FRAMES].over(clocks[name], rounds, cpu=True) for name in rivals},
     )
 
 
@@ -316,7 +327,8 @@ def _table(report: VideoReport) -> str:
             cpu = figures.cpu_rate[name]
             lines.append(
                 f"  {codec}: {FRAMES} at {rate.median:.2f} times the rate of {name} "
-                f"({rate.q25:.2f} to {rate.q75:.2f}); {cpu.median:.2f} by CPU time ({cpu.q25:.2f} to {cpu.q75:.2f})"
+                f"({rate.q25:.2f} to {rate.q75:.2f}); {cpu.median:.2f} by CPU time "
+                f"({cpu.q25:.2f} to {cpu.q75:.2f})"
             )
     return "\n".join(lines)
 

@@ -1,11 +1,13 @@
-"""Batches from a process of their own beside batches from threads: rate, what the trainer's Python notices, CPU.
+"""Batches from a process of their own beside batches from threads: rate, what the trainer's Python
+notices, CPU.
 
-``python -m fuelrail.bench.micro.where WORK [--shared] [--out FILE]``. Both loaders run over the same samples in turns
-(six 1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the
-trainer's thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels
-does, while the loader refills its queue; the distribution of its duration is what a launch loop would notice. With
-``--shared`` instead: the CPU time of four ranks that get the same batches from one process (``where="node"``), beside
-one rank's.
+``python -m fuelrail.bench.micro.where WORK [--shared] [--out FILE]``. Both loaders run over the
+same samples in turns (six 1600x900 images each to 704x256, two decoding threads). *Rate*: nothing
+but the loader works. *Steps*: the trainer's thread executes a fixed piece of Python that takes
+about a millisecond alone, as one that launches kernels does, while the loader refills its queue;
+the distribution of its duration is what a launch loop would notice. With ``--shared`` instead: the
+CPU time of four ranks that get the same batches from one process (``where="node"``), beside one
+rank's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _TRANSFORMS = Transforms(image=MODEL_IMAGE)
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
+    """Rates by where batches are made: images a second of each round; percentiles of the
+    trainer's steps [ms].
+    """
 
     benchmark: str
     machine: MachineFacts
@@ -58,7 +62,8 @@ class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of an epoch of all processes, by number of ranks, of each round; the median of their ratios.
+    """CPU seconds of an epoch of all processes, by number of ranks, of each round; the median of
+    their ratios.
 
     ``disturbed``: what other processes used.
     """
@@ -72,7 +77,9 @@ class SharedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
-    """Be one of ``count`` ranks of one model: an epoch, and one between two pairs of meetings with the parent."""
+    """Be one of ``count`` ranks of one model: an epoch, and one between two pairs of meetings
+    with the parent.
+    """
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": job}
     where = "node" if count > 1 else None
     options: Any = {
@@ -153,7 +160,10 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
         machine=machine_facts(),
         num_samples=num_samples,
         images_per_s=rates,
-        rate_ratio=median(there / here for here, there in zip(*rates.values(), strict=True)),
+        rate_ratio=median(
+            process_rate / threads_rate
+            for threads_rate, process_rate in zip(*rates.values(), strict=True)
+        ),
         step_p50_ms={name: median(values) for name, values in steps.items()},
         step_p99_ms={name: quantiles(values, n=100)[98] for name, values in steps.items()},
     )
@@ -163,9 +173,9 @@ def measure_shared(dataset: Path, num_samples: int, rounds: int) -> SharedReport
     """Run an epoch on one rank and on ranks that share its batches, in turns."""
     watch = CpuWatch(partial(tree_cpu_s, os.getpid()))
     cpu_s: dict[int, list[float]] = {1: [], _SHARING: []}
-    for each in range(rounds):
+    for number in range(rounds):
         for count, values in cpu_s.items():
-            values.append(_epoch_cpu_s(dataset, count, f"{os.getpid()}-{each}"))
+            values.append(_epoch_cpu_s(dataset, count, f"{os.getpid()}-{number}"))
     return SharedReport(
         benchmark="where --shared",
         machine=machine_facts(),

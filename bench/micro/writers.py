@@ -1,10 +1,12 @@
-"""Who turns loose files into shards, each at what its guide says is best: the candidates of the sharding benchmark.
+"""Who turns loose files into shards, each at what its guide says is best: the candidates of the
+sharding benchmark.
 
-Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same work; the tar
-programs take them as they are. The others are handed each frame's files; what only Fuelrail does on top (tables read
-and joined, metadata and geometry written, images looked at, digests of samples and shards, an index, durable files)
-stays in its time. *Floors* read and write the files and take their digests, and nothing else; each thread has a part
-of the frames, and memory that it uses again.
+Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same
+work; the tar programs take them as they are. The others are handed each frame's files; what only
+Fuelrail does on top (tables read and joined, metadata and geometry written, images looked at,
+digests of samples and shards, an index, durable files) stays in its time. *Floors* read and write
+the files and take their digests, and nothing else; each thread has a part of the frames, and memory
+that it uses again.
 """
 
 from __future__ import annotations
@@ -107,7 +109,9 @@ def with_gnu_tar(files: Files, out: Path) -> None:
 
 
 def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
-    """Write one tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than coreutils')."""
+    """Write one tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than
+    coreutils').
+    """
     with _fresh(out) as folder:
         _gnu_tar(files, folder / "all.tar")
         with (folder / "all.tar").open("rb") as tar:
@@ -173,7 +177,9 @@ def lit_sample(frame: tuple[str, list[Path]]) -> dict[str, Any]:
 
 
 def with_litdata(files: Files, num_workers: int, out: Path) -> None:
-    """Write with ``litdata.optimize`` and its own workers; its cache is beside the output, on the same file system."""
+    """Write with ``litdata.optimize`` and its own workers; its cache is beside the output, on
+    the same file system.
+    """
     lit = importlib.import_module("litdata")
     with _fresh(out) as folder:
         cache = {"DATA_OPTIMIZER_CACHE_FOLDER": "cache", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data"}
@@ -200,9 +206,11 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
 
 
 def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
-    """Write the files of these frames to ``out``; ``digests``: ``sha256`` of all, ``xxh3`` of each frame, or both."""
+    """Write the files of these frames to ``out``; ``digests``: ``sha256`` of all, ``xxh3`` of
+    each frame, or both.
+    """
     memory = memoryview(bytearray(_BUFFER_BYTES))
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with out.open("wb") as file:
         writer = BlockWriter(file)
         for _, paths in files:
@@ -221,10 +229,10 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
             if "xxh3" in digests:
                 xxhash.xxh3_64_intdigest(span)
             if "sha256" in digests:
-                whole.update(span)
+                digest.update(span)
             writer.write([span])
         writer.flush()
-    whole.hexdigest()
+    digest.hexdigest()
 
 
 def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
@@ -253,17 +261,19 @@ def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None
 def in_parts(
     write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path
 ) -> None:
-    """Run several writers, each in a forked process with its part of the frames and a folder of its own."""
+    """Run several writers, each in a forked process with its part of the frames and a folder of
+    its own.
+    """
     context = multiprocessing.get_context("fork")
     with _fresh(out) as folder:
         workers = []
         for number in range(num_writers):
             part = folder / str(number)
             part.mkdir()
-            own = files[
+            part_files = files[
                 len(files) * number // num_writers : len(files) * (number + 1) // num_writers
             ]
-            workers.append(context.Process(target=write, args=(own, part)))
+            workers.append(context.Process(target=write, args=(part_files, part)))
             workers[-1].start()
         for worker in workers:
             worker.join()
@@ -275,14 +285,14 @@ def candidates(
     root: Path, files: Files, work: Path, num_cpus: int
 ) -> tuple[dict[str, Callable[[], object]], list[str]]:
     """Return all that are installed, GNU tar first; and the names of those that are not."""
-    made: dict[str, Callable[[], object]] = {}
+    works: dict[str, Callable[[], object]] = {}
     missing: list[str] = []
     if shutil.which("tar"):
-        made["GNU tar"] = partial(with_gnu_tar, files, work / "tar")
-        made["GNU tar, then SHA-256"] = partial(with_gnu_tar_and_digest, files, work / "tar")
+        works["GNU tar"] = partial(with_gnu_tar, files, work / "tar")
+        works["GNU tar, then SHA-256"] = partial(with_gnu_tar_and_digest, files, work / "tar")
     else:
         missing.append("GNU tar")
-    made["tarfile"] = partial(with_tarfile, files, work / "tarfile")
+    works["tarfile"] = partial(with_tarfile, files, work / "tarfile")
     for name, module, write in (
         ("webdataset.ShardWriter", "webdataset", write_webdataset),
         ("streaming.MDSWriter", "streaming", write_mds),
@@ -290,22 +300,22 @@ def candidates(
         if importlib.util.find_spec(module) is None:
             missing.append(name)
             continue
-        made[name] = partial(alone, write, files, work / module)
+        works[name] = partial(alone, write, files, work / module)
         if num_cpus > 1:
-            made[f"{name}, {num_cpus} processes"] = partial(
+            works[f"{name}, {num_cpus} processes"] = partial(
                 in_parts, write, files, num_cpus, work / module
             )
     if importlib.util.find_spec("litdata"):
-        made[f"litdata.optimize, {num_cpus} workers"] = partial(
+        works[f"litdata.optimize, {num_cpus} workers"] = partial(
             with_litdata, files, num_cpus, work / "litdata"
         )
     else:
         missing.append("litdata.optimize")
     for num_workers in sorted({1, num_cpus}):
-        made[fuelrail_with(num_workers)] = partial(
+        works[fuelrail_with(num_workers)] = partial(
             with_fuelrail, root, num_workers, work / "fuelrail"
         )
-    made[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
+    works[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
     for title, digests in FLOORS.items():
-        made[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
-    return made, missing
+        works[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
+    return works, missing

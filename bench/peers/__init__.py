@@ -1,1 +1,3 @@
-"""Other loaders at the same work: each writes the samples in its own format, and hands out the same images."""
+"""Other loaders at the same work: each writes the samples in its own format, and hands out the
+same images.
+"""

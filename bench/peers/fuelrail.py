@@ -1,4 +1,7 @@
-"""Fuelrail's own DataLoader, as any training script makes it. Its batches hold matrices and boxes besides."""
+"""Fuelrail's own DataLoader, as any training script makes it.
+
+Its batches hold matrices and boxes besides.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from fuelrail.pipeline.transforms.image import ImageAugment
 
 
 class Fuelrail:
-    """``turbo`` and ``pillow`` decode the dataset itself, ``restart`` its copy with restart markers."""
+    """``turbo`` and ``pillow`` decode the dataset itself, ``restart`` its copy with restart
+    markers.
+    """
 
     def write(self, _samples: Iterable[Sample], _folder: Path, _work: Work, /) -> None:
         """Do nothing: the others are written from this dataset."""
@@ -28,7 +33,7 @@ class Fuelrail:
         # A sample is numbered by its key: the copy with restart markers has an order of its own.
         numbers = {
             key: number
-            for number, key in enumerate(sorted(index.row(at).key for at in range(len(index))))
+            for number, key in enumerate(sorted(index.row(row).key for row in range(len(index))))
         }
         loader = DataLoader(
             dataset,

@@ -35,7 +35,9 @@ class Grain:
             writer.close()
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Return batches of a MapDataset: seeded shuffle, each decoded by one of as many threads as there are CPUs."""
+        """Return batches of a MapDataset: seeded shuffle, each decoded by one of as many threads
+        as there are CPUs.
+        """
         grain = import_module("grain.python")
         prepare_worker()
         decoding = recipe.removeprefix("thr-")

@@ -32,7 +32,9 @@ class Mds:
                 )
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Return the batches of its dataset with its default shuffle; decode in ``__getitem__``, as its examples do."""
+        """Return the batches of its dataset with its default shuffle; decode in ``__getitem__``,
+        as its examples do.
+        """
         import_module("streaming.base.util").clean_stale_shared_memory()
         dataset = _dataset_class()(folder, work, recipe)
         loader = torch.utils.data.DataLoader(
@@ -56,8 +58,8 @@ def _dataset_class() -> Any:
             self._work = work
             self._recipe = recipe
 
-        def __getitem__(self, at: int) -> tuple[int, NDArray[np.uint8]]:
-            stored = super().__getitem__(at)
+        def __getitem__(self, index: int) -> tuple[int, NDArray[np.uint8]]:
+            stored = super().__getitem__(index)
             images = [stored[camera] for camera in self._work.cameras]
             return int(stored["number"]), new_sample(images, self._recipe, self._work)
 

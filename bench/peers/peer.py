@@ -1,4 +1,6 @@
-"""The interface of a peer: it writes a folder in its own format, and yields batches of images from it."""
+"""The interface of a peer: it writes a folder in its own format, and yields batches of images
+from it.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,13 @@ _NUMBER = struct.Struct("<q")
 
 
 class Work(Settings, frozen=True):
-    """The work of every loader: uint8 RGB planes [batch_size, cameras, 3, height, width] of every sample.
+    """The work of every loader: uint8 RGB planes [batch_size, cameras, 3, height, width] of every
+    sample.
 
-    Each picture is shrunk so that it fills ``width`` (or ``height``, if that needs less shrinking), centred across and
-    cut at the top, as BEVDet and its family evaluate. ``num_workers`` is the number of CPUs to keep busy: worker
-    processes or decoding threads, whichever the loader has. ``num_samples``, ``cameras`` and ``source_wh``, the size of
-    all images, are the data's.
+    Each picture is shrunk so that it fills ``width`` (or ``height``, if that needs less shrinking),
+    centred across and cut at the top, as BEVDet and its family evaluate. ``num_workers`` is the
+    number of CPUs to keep busy: worker processes or decoding threads, whichever the loader has.
+    ``num_samples``, ``cameras`` and ``source_wh``, the size of all images, are the data's.
     """
 
     height: Count
@@ -56,19 +59,25 @@ class Work(Settings, frozen=True):
 
     @property
     def samples_per_shard(self) -> int:
-        """Samples of a shard, in formats that have shards; few, so that each worker has several of a small dataset."""
+        """Samples of a shard, in formats that have shards; few, so that each worker has several
+        of a small dataset.
+        """
         return max(1, min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)))
 
 
 class Sample(NamedTuple):
-    """A sample as all formats store it: its number in the dataset, which stands for its key, and its encoded images."""
+    """A sample as all formats store it: its number in the dataset, which stands for its key, and
+    its encoded images.
+    """
 
     number: int
     images: tuple[bytes, ...]
 
 
 class Batch(NamedTuple):
-    """The numbers of some samples and their images [B, N, 3, H, W], uint8; valid until the next batch is taken."""
+    """The numbers of some samples and their images [B, N, 3, H, W], uint8; valid until the next
+    batch is taken.
+    """
 
     numbers: list[int]
     images: NDArray[np.uint8]
@@ -85,7 +94,9 @@ class Peer(Protocol):
 
 
 def pack_number(number: int) -> bytes:
-    """Return a sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
+    """Return a sample's number as the member of a format that stores bytes: 8 bytes,
+    little-endian.
+    """
     return _NUMBER.pack(number)
 
 
@@ -99,7 +110,8 @@ OURS = "fuelrail"
 
 
 class Entry(NamedTuple):
-    """One peer: its module, what must be importable, how to get it, distributions to tell versions of, and recipes.
+    """One peer: its module, what must be importable, how to get it, distributions to tell versions
+    of, and recipes.
 
     ``data``: what its folder is written by, if that is not the peer itself.
     """
@@ -176,30 +188,36 @@ class Contestant(NamedTuple):
 
 
 def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
-    """Return all contestants, or those named by peer or as ``PEER:RECIPE``, and ours. Raise ConfigError."""
+    """Return all contestants, or those named by peer or as ``PEER:RECIPE``, and ours.
+
+    Raise ConfigError.
+    """
     every = [Contestant(peer, recipe) for peer, entry in PEERS.items() for recipe in entry.recipes]
     if not only:
         return every
     for name in only:
         if name not in PEERS and name not in {contestant.name for contestant in every}:
-            known = "; ".join(
+            choices = "; ".join(
                 f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items()
             )
             raise ConfigError(
-                f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {known}"
+                f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {choices}"
             )
     ours_named = any(name.partition(":")[0] == OURS for name in only)
-    wanted = set(only) if ours_named else {*only, OURS}
+    names = set(only) if ours_named else {*only, OURS}
     return [
-        contestant for contestant in every if contestant.peer in wanted or contestant.name in wanted
+        contestant for contestant in every if contestant.peer in names or contestant.name in names
     ]
 
 
 def is_there(name: str) -> str | None:
-    """Return why a peer is not available, without large imports; None if it seems to be installed."""
+    """Return why a peer is not available, without large imports; None if it seems to be
+    installed.
+    """
     entry = PEERS[name]
     for module in entry.needs:
-        # Submodules would import their parents; the process that runs the peer finds out about those.
+        # Submodules would import their parents; the process that runs the peer finds out about
+        # those.
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             return f"'{module}' is not installed: {entry.install}"
     return None
@@ -210,16 +228,17 @@ def load_peer(name: str) -> Peer:
     entry = PEERS[name]
     for module in entry.needs:
         try:
-            found = importlib.util.find_spec(module) is not None
-            if found:
+            is_installed = importlib.util.find_spec(module) is not None
+            if is_installed:
                 importlib.import_module(module)
-        # A library without its shared libraries fails in its own way, and not always with ImportError.
+        # A library without its shared libraries fails in its own way, and not always with
+        # ImportError.
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{name}: '{module}' cannot be imported ({reason}): {entry.install}"
             ) from error
-        if not found:
+        if not is_installed:
             raise ConfigError(f"{name}: '{module}' is not installed: {entry.install}")
     peer: Peer = importlib.import_module(f"fuelrail.bench.peers.{entry.module}").PEER
     return peer
@@ -251,7 +270,9 @@ def new_sample(images: Sequence[Buffer], recipe: str, work: Work) -> NDArray[np.
 
 
 def prepare_worker() -> None:
-    """Let OpenCV start no threads of its own: the workers are the parallelism, and a fork would not take them along."""
+    """Let OpenCV start no threads of its own: the workers are the parallelism, and a fork would
+    not take them along.
+    """
     cv2.setNumThreads(0)
 
 
@@ -259,7 +280,9 @@ def prepare_worker() -> None:
 def seen_box(
     source_wh: tuple[int, int], out_wh: tuple[int, int]
 ) -> tuple[float, float, float, float]:
-    """Return the part of the source that the output shows: left, upper, right, lower, in source pixels."""
+    """Return the part of the source that the output shows: left, upper, right, lower, in source
+    pixels.
+    """
     (width, height), (out_width, out_height) = source_wh, out_wh
     scale = max(out_width / width, out_height / height)
     # The resized picture has whole pixels, and the crop begins at one.
@@ -271,10 +294,12 @@ def seen_box(
 
 
 def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
-    """Return the largest factor that libjpeg-turbo may shrink by without going below the final size."""
+    """Return the largest factor that libjpeg-turbo may shrink by without going below the final
+    size.
+    """
     left, upper, right, lower = seen_box(source_wh, out_wh)
-    least = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
-    return max(factor for factor in _REDUCED if factor == 1 or factor <= least)
+    scale = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
+    return max(factor for factor in _REDUCED if factor == 1 or factor <= scale)
 
 
 def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
@@ -315,13 +340,15 @@ def _sj_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
 def _resize(
     picture: Any, source_wh: tuple[int, int], planes: NDArray[np.uint8], method: int, *, bgr: bool
 ) -> None:
-    """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the planes."""
+    """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the
+    planes.
+    """
     height, width = picture.shape[:2]
     left, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
     x = width / source_wh[0]
     y = height / source_wh[1]
-    seen = picture[round(upper * y) : round(lower * y), round(left * x) : round(right * x)]
-    small = cv2.resize(seen, (planes.shape[2], planes.shape[1]), interpolation=method)
+    region = picture[round(upper * y) : round(lower * y), round(left * x) : round(right * x)]
+    small = cv2.resize(region, (planes.shape[2], planes.shape[1]), interpolation=method)
     red, green, blue = planes
     cv2.split(small, [blue, green, red] if bgr else [red, green, blue])
 

@@ -29,8 +29,8 @@ _NUM_BATCHES_CHECKED = 6
 
 _NUM_IMAGES_CHECKED = 36
 
-# What may be missing from an epoch: what is in flight of each worker, and what a shuffle buffer that continues over the
-# epoch's end holds back.
+# What may be missing from an epoch: what is in flight of each worker, and what a shuffle buffer
+# that continues over the epoch's end holds back.
 _MAX_MISSING_BATCHES = 2
 
 _MAX_MISSING_SHARE = 0.25
@@ -41,9 +41,10 @@ Action = Literal["write", "check", "time"]
 class Task(Settings, frozen=True):
     """A task for ``peer`` with ``recipe`` in ``folder``.
 
-    ``dataset`` is the Fuelrail dataset that the samples are from; ``cpus`` are those that the process and its children
-    may use. ``whole_epoch``: a check counts the samples of an epoch, not only those of some batches. "time" takes
-    batches until it is killed, and writes to the file ``arrivals`` when it asked for the first and when each came.
+    ``dataset`` is the Fuelrail dataset that the samples are from; ``cpus`` are those that the
+    process and its children may use. ``whole_epoch``: a check counts the samples of an epoch, not
+    only those of some batches. "time" takes batches until it is killed, and writes to the file
+    ``arrivals`` when it asked for the first and when each came.
     """
 
     action: Action
@@ -71,9 +72,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Check of the batches that a loader delivers, some or a whole epoch.
 
-    ``psnr_db`` holds its images against the definition (decode at full size, shrink by area, crop): the lowest and the
-    mean of some samples' images. ``num_missing`` samples did not come, ``num_repeated`` came twice; ``fault`` says what
-    is wrong with the rest, None if nothing is.
+    ``psnr_db`` holds its images against the definition (decode at full size, shrink by area, crop):
+    the lowest and the mean of some samples' images. ``num_missing`` samples did not come,
+    ``num_repeated`` came twice; ``fault`` says what is wrong with the rest, None if nothing is.
     """
 
     num_images: int
@@ -100,7 +101,7 @@ def _check(peer: Peer, task: Task) -> Check:
     prepare_worker()  # before any reference is made: a peer may fork its workers from this process
     work = task.work
     dataset = open_dataset(task.dataset)
-    seen: dict[int, int] = {}
+    times_seen: dict[int, int] = {}
     errors: list[float] = []
     batches = peer.batches(Path(task.folder), work, task.recipe)
     num_batches = work.num_samples // work.batch_size if task.whole_epoch else _NUM_BATCHES_CHECKED
@@ -109,18 +110,23 @@ def _check(peer: Peer, task: Task) -> Check:
         expected = (work.batch_size, *work.sample_shape)
         if images.shape != expected or images.dtype != np.uint8 or len(numbers) != work.batch_size:
             return _faulty(
-                f"batches are {images.dtype} {images.shape} with {len(numbers)} keys, not uint8 {expected}"
+                f"batches are {images.dtype} {images.shape} with {len(numbers)} keys, not "
+                f"uint8 {expected}"
             )
         unknown = [number for number in numbers if not 0 <= number < work.num_samples]
         if unknown:
             return _faulty(f"it hands out samples that there are not: {unknown[:3]}")
         if len(errors) < _NUM_IMAGES_CHECKED:
             (sample,) = read_samples(dataset, numbers[:1])
-            wanted = np.stack([reference(image, work) for image in sample.images])
-            errors += np.square(images[0].astype(np.float32) - wanted).mean(axis=(1, 2, 3)).tolist()
+            expected_images = np.stack([reference(image, work) for image in sample.images])
+            errors += (
+                np.square(images[0].astype(np.float32) - expected_images)
+                .mean(axis=(1, 2, 3))
+                .tolist()
+            )
         for number in numbers:
-            seen[number] = seen.get(number, 0) + 1
-    missing = work.num_samples - len(seen) if task.whole_epoch else 0
+            times_seen[number] = times_seen.get(number, 0) + 1
+    missing = work.num_samples - len(times_seen) if task.whole_epoch else 0
     fault = None
     if (
         missing
@@ -134,7 +140,7 @@ def _check(peer: Peer, task: Task) -> Check:
         lowest_psnr_db=min(psnr),
         mean_psnr_db=float(np.mean(psnr)),
         num_missing=missing,
-        num_repeated=sum(count - 1 for count in seen.values()),
+        num_repeated=sum(count - 1 for count in times_seen.values()),
         fault=fault,
     )
 
@@ -156,7 +162,9 @@ def _psnr_db(mean_square_error: float) -> float:
 
 
 def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
-    """Decode an image by the definition: at full size, all of it shrunk by area, cropped; [3, H, W]."""
+    """Decode an image by the definition: at full size, all of it shrunk by area, cropped; [3, H,
+    W].
+    """
     picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
     height, width = picture.shape[:2]
     scale = max(work.width / width, work.height / height)
@@ -181,7 +189,9 @@ def _time(peer: Peer, task: Task) -> NoReturn:
 
 
 def main(path: str) -> None:
-    """Do the task and leave at once: worker processes and threads end with this one, in whatever they are doing."""
+    """Do the task and leave at once: worker processes and threads end with this one, in whatever
+    they are doing.
+    """
     end_with(
         os.getppid(), signal.SIGKILL
     )  # however the comparison ends, nothing of it continues to run
@@ -203,16 +213,18 @@ def main(path: str) -> None:
 
 
 def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iterator[Sample]:
-    """Yield all samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
+    """Yield all samples by number, or those of some numbers.
+
+    A sample's number is its place among the sorted keys.
 
     Raises ConfigError for a sample that lacks an image: the other loaders have no mask for it.
     """
     reader = SampleReader(dataset, extra=False)
-    keys = sorted((dataset.index.row(at).key, at) for at in range(len(dataset.index)))
+    keys = sorted((dataset.index.row(row).key, row) for row in range(len(dataset.index)))
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     for number in range(len(keys)) if numbers is None else numbers:
-        key, at = keys[number]
-        images = reader.sample(at).images
+        key, row = keys[number]
+        images = reader.sample(row).images
         missing = [camera for camera in cameras if camera not in images]
         if missing:
             raise ConfigError(
@@ -224,22 +236,25 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
 def describe_work(
     dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int
 ) -> Work:
-    """Return the work that a dataset's samples make; raise ConfigError for one that cannot be compared."""
+    """Return the work that a dataset's samples make; raise ConfigError for one that cannot be
+    compared.
+    """
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(
-            f"dataset '{dataset.location}' has the splits {', '.join(dataset.manifest.splits)}; compare needs one: "
-            "choose it with --split"
+            f"dataset '{dataset.location}' has the splits "
+            f"{', '.join(dataset.manifest.splits)}; compare needs one: choose it with --split"
         )
     if not dataset.manifest.cameras:
         raise ConfigError(
             f"dataset '{dataset.location}' has no cameras: there is nothing to decode"
         )
-    least = 2 * num_workers * batch_size
-    if num_samples < least:
+    fewest = 2 * num_workers * batch_size
+    if num_samples < fewest:
         raise ConfigError(
-            f"dataset '{dataset.location}' has {num_samples} samples, too few to warm up: {num_workers} workers with "
-            f"batches of {batch_size} need {least}; use a smaller --batch-size or a larger dataset"
+            f"dataset '{dataset.location}' has {num_samples} samples, too few to warm up: "
+            f"{num_workers} workers with batches of {batch_size} need {fewest}; use a "
+            "smaller --batch-size or a larger dataset"
         )
     (first,) = read_samples(dataset, [0])
     try:

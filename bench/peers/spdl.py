@@ -1,4 +1,6 @@
-"""SPDL's pipeline of threads over tar shards, with decoding by hand, or (`spdl-io`) with its own by FFmpeg."""
+"""SPDL's pipeline of threads over tar shards, with decoding by hand, or (`spdl-io`) with its own
+by FFmpeg.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ RawSample = tuple[bytes, list[memoryview]]
 class Spdl:
     """SPDL: its tar iterator on mapped files, its pipeline; one task makes one batch.
 
-    With the recipe ``ffmpeg`` FFmpeg decodes at full size, scales bilinearly (antialiased) and crops.
+    With the recipe ``ffmpeg`` FFmpeg decodes at full size, scales bilinearly (antialiased) and
+    crops.
     """
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
@@ -76,7 +79,9 @@ def _decode_by_ffmpeg(encoded: list[memoryview], work: Work, planes: NDArray[np.
 
 
 def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:
-    """Yield full batches of samples without end: shards in a new order each epoch, samples through a shuffle buffer."""
+    """Yield full batches of samples without end: shards in a new order each epoch, samples
+    through a shuffle buffer.
+    """
     rng = random.Random(work.seed)
     shards = sorted(folder.glob("*.tar"))
     while True:
@@ -96,8 +101,8 @@ def _buffered(samples: Iterable[RawSample], rng: random.Random) -> Iterator[RawS
     for sample in samples:
         waiting.append(sample)
         if len(waiting) > _SHUFFLE_BUFFER:
-            at = rng.randrange(len(waiting))
-            waiting[at], waiting[-1] = waiting[-1], waiting[at]
+            index = rng.randrange(len(waiting))
+            waiting[index], waiting[-1] = waiting[-1], waiting[index]
             yield waiting.pop()
     rng.shuffle(waiting)
     yield from waiting

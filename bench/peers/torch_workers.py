@@ -19,7 +19,9 @@ def start_worker(_worker: int) -> None:
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
-    """Return the arguments of torch's DataLoader: workers that outlive the epoch, two batches ahead."""
+    """Return the arguments of torch's DataLoader: workers that outlive the epoch, two batches
+    ahead.
+    """
     return {
         "num_workers": num_workers,
         "prefetch_factor": 2,

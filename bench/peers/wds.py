@@ -1,4 +1,6 @@
-"""The webdataset library over tar shards, in torch's DataLoader; its recommended form: batches made in the workers."""
+"""The webdataset library over tar shards, in torch's DataLoader; its recommended form: batches
+made in the workers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Webdataset:
                 )
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Return batches of shards that are shuffled and divided among workers, samples through a shuffle buffer."""
+        """Return batches of shards that are shuffled and divided among workers, samples through
+        a shuffle buffer.
+        """
         import webdataset
 
         dataset = (

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.scenario import Recompute, Scenario
 
 USABLE = 0.9
-"""Share of a device's memory; the rest is for the collective library, the allocator's gaps and scratch memory."""
+"""Share of a device's memory; the rest is for the collective library, the allocator's gaps and
+scratch memory.
+"""
 TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
@@ -61,7 +63,8 @@ _WORDS = {
 
 
 class Taught(msgspec.Struct, frozen=True, kw_only=True):
-    """A teacher in numbers: its parameters; FLOP and moved bytes of its forward pass of a micro-batch; bytes in memory.
+    """A teacher in numbers: its parameters; FLOP and moved bytes of its forward pass of a
+    micro-batch; bytes in memory.
 
     ``weights_bytes`` lie on a rank all the time, ``pass_bytes`` besides while it predicts.
     """
@@ -75,7 +78,9 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(NamedTuple):
-    """A strategy that fits: its stages, with recomputation and without, the busiest rank's work, and a step's time."""
+    """A strategy that fits: its stages, with recomputation and without, the busiest rank's work,
+    and a step's time.
+    """
 
     settings: ParallelSettings
     degrees: Degrees
@@ -94,8 +99,8 @@ class Fit(NamedTuple):
 def is_bound(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> bool:
     """Return whether a plan says no time but a bound: the least that a step takes.
 
-    So it is for families of models of which no steps of this device were published or measured, and for an offload,
-    whose copies between device and host are not modelled.
+    So it is for families of models of which no steps of this device were published or measured, and
+    for an offload, whose copies between device and host are not modelled.
     """
     if asked.accelerator is not None:
         return False
@@ -107,50 +112,56 @@ def is_bound(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettin
 
 
 def efficiency(
-    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None = None
+    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None = None
 ) -> Efficiency:
-    """Return the efficiencies of a scenario: its own, else those of its row; the best for a bound."""
-    used = asked.efficiency or efficiency_of(
-        cluster.device.name, asked.precision, asked.software, asked.family
+    """Return the efficiencies of a scenario: its own, else those of its row; the best for a
+    bound.
+    """
+    used = scenario.efficiency or efficiency_of(
+        cluster.device.name, scenario.precision, scenario.software, scenario.family
     )
-    return best_of(used) if is_bound(asked, cluster, settings or ParallelSettings()) else used
+    return best_of(used) if is_bound(scenario, cluster, settings or ParallelSettings()) else used
 
 
-def virtual_of(asked: Scenario, settings: ParallelSettings) -> int:
+def virtual_of(scenario: Scenario, settings: ParallelSettings) -> int:
     """Return the number of stages of a rank."""
-    return (asked.virtual_stages or 2) if settings.pipeline_schedule == "Interleaved1F1B" else 1
+    return (scenario.virtual_stages or 2) if settings.pipeline_schedule == "Interleaved1F1B" else 1
 
 
-def model_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> ModelSettings | str:
+def model_of(
+    scenario: Scenario, settings: ParallelSettings, degrees: Degrees
+) -> ModelSettings | str:
     """Return the model as a rank of a context- or expert-parallel group runs it.
 
-    It has an equal number of layers a stage, and its part of the experts, each of which takes tokens
-    of all ranks of the group.
+    It has an equal number of layers a stage, and its part of the experts, each of which takes
+    tokens of all ranks of the group.
 
-    A shape whose layers the stages do not divide is planned as if each stage had as many as the largest.
+    A shape whose layers the stages do not divide is planned as if each stage had as many as the
+    largest.
     """
-    model = asked.settings
+    model = scenario.settings
     if isinstance(model, GptSettings):
-        at_once = degrees.pp * virtual_of(asked, settings)
+        at_once = degrees.pp * virtual_of(scenario, settings)
         depth = (
             -(-model.depth // at_once) * at_once
-            if isinstance(asked.model, TransformerShape)
+            if isinstance(scenario.model, TransformerShape)
             else model.depth
         )
-        context = model.context // (asked.context_parallel or 1)
-        experts = model.experts // (asked.expert_parallel or 1)
+        context = model.context // (scenario.context_parallel or 1)
+        experts = model.experts // (scenario.expert_parallel or 1)
         return msgspec.structs.replace(model, depth=depth, context=context, experts=experts)
     return model
 
 
-def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
+def candidates(scenario: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
     """Yield strategies from the simplest on; one that a scenario names is the only one.
 
-    The order: copies, sharded optimiser state, gradients too, parameters too (within a node, with copies across nodes,
-    then over all devices), activations computed again, layers divided within a node, stages.
+    The order: copies, sharded optimiser state, gradients too, parameters too (within a node, with
+    copies across nodes, then over all devices), activations computed again, layers divided within a
+    node, stages.
     """
-    if asked.parallel != "auto":
-        yield asked.parallel
+    if scenario.parallel != "auto":
+        yield scenario.parallel
         return
     yield ParallelSettings(strategy="ddp")
     if cluster.num_devices == 1:
@@ -172,7 +183,9 @@ def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSe
 
 
 def hybrid(cluster: ClusterSettings, recompute: Recompute = "none") -> Iterator[ParallelSettings]:
-    """Yield the settings of a model sharded within each node and copied across nodes, where there are several."""
+    """Yield the settings of a model sharded within each node and copied across nodes, where
+    there are several.
+    """
     if cluster.nodes > 1 and cluster.devices_per_node > 1:
         mesh = f"dp_replicate={cluster.nodes},dp_shard={cluster.devices_per_node}"
         yield ParallelSettings(mesh=mesh, recompute=recompute)
@@ -189,9 +202,9 @@ def composed(
 
 def named(settings: ParallelSettings) -> str:
     """Return a strategy in words."""
-    again = "" if settings.recompute == "none" else f", {settings.recompute} recomputation"
+    recompute_text = "" if settings.recompute == "none" else f", {settings.recompute} recomputation"
     moved = ", offload" if settings.offload else ""
-    return (settings.mesh or settings.strategy) + again + moved
+    return (settings.mesh or settings.strategy) + recompute_text + moved
 
 
 class TooLargeError(ConfigError):
@@ -203,49 +216,55 @@ class IndivisibleError(ConfigError):
 
 
 def fit(
-    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False
+    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False
 ) -> Fit:
     """Shape every stage and time a step.
 
-    Raises ConfigError where the strategy does not divide the model, IndivisibleError where it does not divide the
-    batch, and TooLargeError where it does not fit, unless it ``fits`` as it is known to.
+    Raises ConfigError where the strategy does not divide the model, IndivisibleError where it does
+    not divide the batch, and TooLargeError where it does not fit, unless it ``fits`` as it is known
+    to.
     """
     degrees = degrees_of(settings, cluster.num_devices)
-    settings, inputs = inputs_of(asked, settings, degrees)
+    settings, inputs = inputs_of(scenario, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
     if not fits:
-        check_state(asked, settings, degrees, usable)
+        check_state(scenario, settings, degrees, usable)
     shaped = partial(
         stages,
-        model_of(asked, settings, degrees),
+        model_of(scenario, settings, degrees),
         degrees=degrees,
         inputs=inputs,
-        precision=asked.run_precision,
-        virtual=virtual_of(asked, settings),
+        precision=scenario.run_precision,
+        virtual=virtual_of(scenario, settings),
     )
-    beside = partial(beside_teacher, asked, degrees, inputs)
-    found = beside(shaped(settings))
-    if peak(found) > usable and not fits:
-        worst = max(found, key=lambda shape: shape.peak_bytes)
-        where = f" on stage {worst.stage}" if len(found) > 1 else ""
+    beside = partial(beside_teacher, scenario, degrees, inputs)
+    shapes = beside(shaped(settings))
+    if peak(shapes) > usable and not fits:
+        worst = max(shapes, key=lambda shape: shape.peak_bytes)
+        where = f" on stage {worst.stage}" if len(shapes) > 1 else ""
         raise TooLargeError(
-            f"needs {gib(worst.peak_bytes)}{where} (the largest parts: {largest_parts(worst.memory)}), and "
-            f"{gib(usable)} of a device are usable"
+            f"needs {gib(worst.peak_bytes)}{where} (the largest parts: "
+            f"{largest_parts(worst.memory)}), and {gib(usable)} of a device are usable"
         )
-    once = found
+    single_pass = shapes
     if settings.recompute != "none":
-        once = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
+        single_pass = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
     work = work_of(
-        asked, settings=settings, degrees=degrees, inputs=inputs, stages=found, once=once
+        scenario,
+        settings=settings,
+        degrees=degrees,
+        inputs=inputs,
+        stages=shapes,
+        single_pass=single_pass,
     )
-    used = efficiency(asked, cluster, settings)
-    time = step_time(work, cluster, asked.precision, used)
+    used = efficiency(scenario, cluster, settings)
+    time = step_time(work, cluster, scenario.precision, used)
     return Fit(
         settings=settings,
         degrees=degrees,
         inputs=inputs,
-        stages=found,
-        once=once,
+        stages=shapes,
+        once=single_pass,
         work=work,
         time=time,
     )
@@ -267,47 +286,50 @@ def gib(size: float) -> str:
 
 
 def inputs_of(
-    asked: Scenario, settings: ParallelSettings, degrees: Degrees
+    scenario: Scenario, settings: ParallelSettings, degrees: Degrees
 ) -> tuple[ParallelSettings, Inputs]:
     """Divide the global batch. Raises ConfigError, or IndivisibleError, where that is not even."""
-    shares = asked.context_parallel or 1
+    shares = scenario.context_parallel or 1
     if degrees.data % shares:
         raise ConfigError(
-            f"context_parallel is {shares}, which does not divide the {degrees.data} data-parallel ranks; use a divisor"
+            f"context_parallel is {shares}, which does not divide the {degrees.data} "
+            "data-parallel ranks; use a divisor"
         )
-    experts = asked.expert_parallel or 1
+    experts = scenario.expert_parallel or 1
     sharing = degrees.dp_shard if degrees.dp_shard > 1 else degrees.data
     if sharing % experts:
         raise ConfigError(
-            f"expert_parallel is {experts}, which does not divide the {sharing} ranks that share the model's data; use "
-            "a divisor"
+            f"expert_parallel is {experts}, which does not divide the {sharing} ranks that "
+            "share the model's data; use a divisor"
         )
-    at_once = degrees.data // shares * asked.micro_batch
-    if asked.global_batch % at_once:
+    at_once = degrees.data // shares * scenario.micro_batch
+    if scenario.global_batch % at_once:
         kind = (
-            IndivisibleError if asked.global_batch > at_once else ConfigError
+            IndivisibleError if scenario.global_batch > at_once else ConfigError
         )  # of which a smaller mesh has enough
         raise kind(
-            f"{degrees.data} data-parallel ranks with micro-batches of {asked.micro_batch} do not divide the global "
-            f"batch of {asked.global_batch}; use a multiple of {at_once}"
+            f"{degrees.data} data-parallel ranks with micro-batches of "
+            f"{scenario.micro_batch} do not divide the global batch of "
+            f"{scenario.global_batch}; use a multiple of {at_once}"
         )
     inputs = Inputs(
-        micro_batch=asked.micro_batch,
-        micro_batches=asked.global_batch // at_once,
-        cameras=asked.cameras or 1,
-        height=asked.height or 1,
-        width=asked.width or 1,
-        low=asked.low,
-        gradient_bytes=asked.gradient_bytes,
-        tied_parameters=asked.tied_parameters,
-        expert_parallel=asked.expert_parallel or 1,
-        stores_8_bits=asked.precision == "fp8" and asked.software == "nvidia",
+        micro_batch=scenario.micro_batch,
+        micro_batches=scenario.global_batch // at_once,
+        cameras=scenario.cameras or 1,
+        height=scenario.height or 1,
+        width=scenario.width or 1,
+        low=scenario.low,
+        gradient_bytes=scenario.gradient_bytes,
+        tied_parameters=scenario.tied_parameters,
+        expert_parallel=scenario.expert_parallel or 1,
+        stores_8_bits=scenario.precision == "fp8" and scenario.software == "nvidia",
     )
     if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
         raise ConfigError(
-            f"parallel.micro_batches is {settings.micro_batches}, and a global batch of {asked.global_batch} is "
-            f"{inputs.micro_batches} micro-batches of {asked.micro_batch} on {degrees.data} data-parallel ranks; leave "
-            "it out, or change global_batch or micro_batch"
+            f"parallel.micro_batches is {settings.micro_batches}, and a global batch of "
+            f"{scenario.global_batch} is {inputs.micro_batches} micro-batches of "
+            f"{scenario.micro_batch} on {degrees.data} data-parallel ranks; leave it out, "
+            "or change global_batch or micro_batch"
         )
     if degrees.pp > 1 and settings.micro_batches is None:
         settings = msgspec.structs.replace(settings, micro_batches=inputs.micro_batches)
@@ -315,21 +337,23 @@ def inputs_of(
 
 
 def check_state(
-    asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float
+    scenario: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float
 ) -> None:
-    """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
+    """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time
+    for nothing.
+    """
     if settings.offload:
         return
     parts = state_of(
-        asked.settings,
+        scenario.settings,
         settings,
         degrees,
-        asked.run_precision,
-        low=asked.low,
-        gradient_bytes=asked.gradient_bytes,
-        tied_parameters=asked.tied_parameters,
+        scenario.run_precision,
+        low=scenario.low,
+        gradient_bytes=scenario.gradient_bytes,
+        tied_parameters=scenario.tied_parameters,
     )
-    state = sum(parts) / (asked.expert_parallel or 1)
+    state = sum(parts) / (scenario.expert_parallel or 1)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
         words = (
@@ -342,65 +366,70 @@ def check_state(
         )
 
 
-def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
+def taught(scenario: Scenario, inputs: Inputs, devices: int) -> Taught | None:
     """Return what a teacher beside the student costs, whose weights are divided over all devices.
 
-    Its forward pass is a third of the FLOP and of the moved activations of its own training, keeps nothing, and has one
-    block's activations and two blocks' gathered weights in memory at once.
+    Its forward pass is a third of the FLOP and of the moved activations of its own training, keeps
+    nothing, and has one block's activations and two blocks' gathered weights in memory at once.
     """
-    if asked.teacher is None:
+    if scenario.teacher is None:
         return None
-    model = asked.sized(asked.teacher)
+    model = scenario.sized(scenario.teacher)
     alone = stages(
         model,
         settings=ParallelSettings(),
         degrees=Degrees(),
         inputs=msgspec.structs.replace(inputs, micro_batches=1),
-        precision=asked.run_precision,
+        precision=scenario.run_precision,
     )[0]
-    whole = FP32 * alone.parameters
+    weight_bytes = FP32 * alone.parameters
     blocks = num_blocks(model)
     gathers = [
         Collective(
-            kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole
+            kind="all_gather",
+            axis="dp_teacher",
+            ranks=devices,
+            count=blocks + 1,
+            bytes=weight_bytes,
         )
     ]
     return Taught(
         parameters=alone.parameters,
         flop=alone.flop // 3,
         moved_bytes=alone.kept_bytes // 3,
-        weights_bytes=whole // devices,
+        weights_bytes=weight_bytes // devices,
         gathered=gathers if devices > 1 else [],
-        pass_bytes=alone.kept_bytes // blocks + (2 * whole // blocks if devices > 1 else 0),
+        pass_bytes=alone.kept_bytes // blocks + (2 * weight_bytes // blocks if devices > 1 else 0),
     )
 
 
 def beside_teacher(
-    asked: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]
+    scenario: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]
 ) -> list[Shape]:
-    """Add a teacher that predicts beside the student: before its forward pass, in memory that this needs next.
+    """Add a teacher that predicts beside the student: before its forward pass, in memory that this
+    needs next.
 
     Raises ConfigError in a pipeline, where it would predict on all ranks of a pipeline.
     """
-    found = taught(asked, inputs, degrees.pp * degrees.data * degrees.tp)
-    if found is None or asked.teacher_from != "model":
+    teacher = taught(scenario, inputs, degrees.pp * degrees.data * degrees.tp)
+    if teacher is None or scenario.teacher_from != "model":
         return stages
     if degrees.pp > 1:
         raise ConfigError(
-            f"teacher '{asked.teacher}' would predict the whole batch on each of pp={degrees.pp} ranks; use pp=1, or "
-            "teacher_from: layer"
+            f"teacher '{scenario.teacher}' would predict the whole batch on each of "
+            f"pp={degrees.pp} ranks; use pp=1, or teacher_from: layer"
         )
-    gathered = summed(found.gathered, inputs.micro_batches)
+    gathered = summed(teacher.gathered, inputs.micro_batches)
     result = []
     for shape in stages:
-        beyond = max(0, found.pass_bytes - shape.kept_bytes)
-        memory = {**shape.memory, TEACHER_WEIGHTS: found.weights_bytes, "teacher's pass": beyond}
+        beyond = max(0, teacher.pass_bytes - shape.kept_bytes)
+        memory = {**shape.memory, TEACHER_WEIGHTS: teacher.weights_bytes, "teacher's pass": beyond}
         result.append(
             msgspec.structs.replace(
                 shape,
                 memory=memory,
                 peak_bytes=sum(memory.values()),
-                flop=shape.flop + found.flop,
+                flop=shape.flop + teacher.flop,
                 collectives=[*shape.collectives, *gathered],
             )
         )
@@ -409,9 +438,9 @@ def beside_teacher(
 
 def buckets(gradient_bytes: int, bucket_mib: float | None) -> tuple[int, float]:
     """Return the number of DDP's buckets, and the share of the last, which hides behind nothing."""
-    first, other = _BUCKET_BYTES if bucket_mib is None else [max(1, round(bucket_mib * 2**20))] * 2
-    more = max(0, -(-(gradient_bytes - first) // other))
-    return 1 + more, 1 - (first + (more - 1) * other) / gradient_bytes if more else 1.0
+    first, size = _BUCKET_BYTES if bucket_mib is None else [max(1, round(bucket_mib * 2**20))] * 2
+    more = max(0, -(-(gradient_bytes - first) // size))
+    return 1 + more, 1 - (first + (more - 1) * size) / gradient_bytes if more else 1.0
 
 
 def peak(stages: list[Shape]) -> int:
@@ -420,68 +449,70 @@ def peak(stages: list[Shape]) -> int:
 
 
 def work_of(
-    asked: Scenario,
+    scenario: Scenario,
     settings: ParallelSettings,
     degrees: Degrees,
     inputs: Inputs,
     stages: list[Shape],
-    once: list[Shape],
+    single_pass: list[Shape],
 ) -> StepWork:
     """Count the work of the stage that computes most, and of a teacher beside it."""
-    beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
+    beside = taught(scenario, inputs, 1) if scenario.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
     shape = stages[busiest]
-    plain = once[busiest]
+    plain = single_pass[busiest]
     count = inputs.micro_batches
-    tensor, messages = _sent(one for one in shape.collectives if one.axis == "tp")
+    tensor, messages = _sent(item for item in shape.collectives if item.axis == "tp")
     state = shape.parameters * FP32 * _STATE_PASSES
     if settings.shards_optimiser:
         state //= degrees.data
-    own = 0 if beside is None else beside.flop
-    blocks = blocks_of(asked.settings)
-    each = asked.low and degrees.dp_shard > 1 and degrees.pp == 1
+    teacher_flop = 0 if beside is None else beside.flop
+    blocks = blocks_of(scenario.settings)
+    reduces_each = scenario.low and degrees.dp_shard > 1 and degrees.pp == 1
     sent = list(
         traffic_of(
             settings,
             degrees=degrees,
             shape=shape,
-            flop=plain.flop - own,
-            teacher_flop=own,
+            flop=plain.flop - teacher_flop,
+            teacher_flop=teacher_flop,
             blocks=blocks,
-            each=each,
+            reduces_each=reduces_each,
         )
     )
-    again = (shape.flop - own) / (
-        plain.flop - own
+    recompute_ratio = (shape.flop - teacher_flop) / (
+        plain.flop - teacher_flop
     )  # what is computed again moves its activations again
-    # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those of the others.
-    shares = asked.context_parallel or 1
-    attention = shape.attention * shares * asked.attention_share
+    # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those
+    # of the others.
+    shares = scenario.context_parallel or 1
+    attention = shape.attention * shares * scenario.attention_share
     flop = shape.flop + attention - shape.attention
     if shares > 1:
         sent.append(
             ring_of(
-                asked,
+                scenario,
                 degrees=degrees,
                 inputs=inputs,
                 hidden=attention / flop,
                 blocks=blocks / degrees.pp,
             )
         )
-    if (asked.expert_parallel or 1) > 1:
-        sent.append(exchange_of(asked, degrees, inputs, blocks / degrees.pp))
-    virtual = virtual_of(asked, settings)
+    if (scenario.expert_parallel or 1) > 1:
+        sent.append(exchange_of(scenario, degrees, inputs, blocks / degrees.pp))
+    virtual = virtual_of(scenario, settings)
     device_s = None
-    if asked.accelerator is not None:
-        profile = load_profile(asked.accelerator)
-        images = inputs.micro_batch * (asked.cameras or 1)
+    if scenario.accelerator is not None:
+        profile = load_profile(scenario.accelerator)
+        images = inputs.micro_batch * (scenario.cameras or 1)
         device_s = (profile.step_ms(inputs.micro_batch, images) - profile.optimiser_ms) / 1e3
     return StepWork(
         device_s=device_s,
         flop=flop,
         attention_flop=attention,
         convolution_flop=shape.convolution,
-        activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
+        activation_bytes=plain.kept_bytes * recompute_ratio
+        + (0 if beside is None else beside.moved_bytes),
         tensor_bytes=tensor / count,
         tensor_count=messages / count,
         tensor_reach=degrees.tp,
@@ -490,16 +521,19 @@ def work_of(
         pipeline_reach=degrees.pp * degrees.data * degrees.tp,
         micro_batches=count,
         bubble=bubble(degrees.pp, count, virtual),
-        traffic=tuple(one for one in sent if one.times and one.count),
+        traffic=tuple(item for item in sent if item.times and item.count),
         step_state_bytes=state,
         # A compiled block has fewer, and grouped products of a mixture do not launch each expert.
-        operators=0.0 if settings.compile != "none" or asked.family == MIXTURE else shape.operators,
-        is_fused=asked.attention != "unfused",
+        operators=0.0
+        if settings.compile != "none" or scenario.family == MIXTURE
+        else shape.operators,
+        is_fused=scenario.attention != "unfused",
     )
 
 
 def exchange_of(asked: Scenario, degrees: Degrees, inputs: Inputs, blocks: float) -> Traffic:
-    """Return what expert-parallel ranks send each other in a micro-batch, which hides behind nothing.
+    """Return what expert-parallel ranks send each other in a micro-batch, which hides behind
+    nothing.
 
     Tokens go to their experts and back, in the forward and in the backward pass (arXiv 2006.16668).
     """
@@ -518,20 +552,21 @@ def exchange_of(asked: Scenario, degrees: Degrees, inputs: Inputs, blocks: float
 
 
 def ring_of(
-    asked: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float
+    scenario: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float
 ) -> Traffic:
-    """Return what context-parallel ranks pass on in a micro-batch, behind their attention (arXiv 2310.01889).
+    """Return what context-parallel ranks pass on in a micro-batch, behind their attention (arXiv
+    2310.01889).
 
     Keys and values go round in the forward pass, and with their gradients in the backward pass.
     """
-    model = asked.settings
-    shares = asked.context_parallel or 1
+    model = scenario.settings
+    shares = scenario.context_parallel or 1
     assert isinstance(model, GptSettings), "only tokens are shared"
     channels = model.channels_of_head * (model.kv_heads or model.heads) / degrees.tp
-    each = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
+    pass_bytes = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
     turns = 3 * (shares - 1) * blocks
     return Traffic(
-        bytes=turns * each,
+        bytes=turns * pass_bytes,
         count=turns,
         times=inputs.micro_batches,
         reach=degrees.tp * shares,
@@ -549,15 +584,17 @@ def traffic_of(
     teacher_flop: int,
     blocks: int,
     *,
-    each: bool = False,
+    reduces_each: bool = False,
 ) -> Iterator[Traffic]:
-    """Yield the traffic of gradients and weights, and the share of a micro-batch's computing behind which it hides.
+    """Yield the traffic of gradients and weights, and the share of a micro-batch's computing behind
+    which it hides.
 
-    ``flop`` are those of the student without recomputation; a forward pass is a third of them. Copies reduce behind
-    the last backward pass, as their buckets fill; a sharded optimiser sends what it changed behind nothing. Shards
-    gather a block's weights while the block before it computes, and reduce its gradients while the next one does: of
-    each pass one block's hide behind nothing. A pipeline reduces when it is done; with ``each``, shards reduce after
-    each micro-batch.
+    ``flop`` are those of the student without recomputation; a forward pass is a third of them.
+    Copies reduce behind the last backward pass, as their buckets fill; a sharded optimiser sends
+    what it changed behind nothing. Shards gather a block's weights while the block before it
+    computes, and reduce its gradients while the next one does: of each pass one block's hide behind
+    nothing. A pipeline reduces when it is done; with ``each``, shards reduce after each
+    micro-batch.
     """
     taught = teacher_flop / shape.flop
     forward = flop / 3 / shape.flop
@@ -566,13 +603,13 @@ def traffic_of(
     together = degrees.pp == 1
     one_block = 1 / (blocks / degrees.pp + 1)  # what is in no block is gathered as one, too
     for axis in sorted(
-        {one.axis for one in shape.collectives if one.axis.startswith("dp_") and one.ranks > 1}
+        {item.axis for item in shape.collectives if item.axis.startswith("dp_") and item.ranks > 1}
     ):
-        mine = [one for one in shape.collectives if one.axis == axis]
+        mine = [item for item in shape.collectives if item.axis == axis]
         group = partial(Traffic, **_place(axis, degrees))
-        ahead, ahead_number = _sent(one for one in shape.forward if one.axis == axis)
-        gathers, gathers_number = _sent(one for one in mine if is_gather_of_weights(one))
-        others, others_number = _sent(one for one in mine if not is_gather_of_weights(one))
+        ahead, ahead_number = _sent(item for item in shape.forward if item.axis == axis)
+        gathers, gathers_number = _sent(item for item in mine if is_gather_of_weights(item))
+        reduced, others_number = _sent(item for item in mine if not is_gather_of_weights(item))
         if axis == "dp_teacher":
             last = count / gathers_number
             yield group(
@@ -580,8 +617,8 @@ def traffic_of(
             )
         elif not degrees.composed:
             number, last = buckets(shape.parameters * FP32, settings.bucket_mib)
-            changed, changed_number = _sent(one for one in mine if one.kind == "broadcast")
-            yield group(bytes=others - changed, count=number, hidden=backward, last=last)
+            changed, changed_number = _sent(item for item in mine if item.kind == "broadcast")
+            yield group(bytes=reduced - changed, count=number, hidden=backward, last=last)
             yield group(bytes=changed, count=changed_number, last=1.0)
         else:
             behind = (gathers - ahead) / count
@@ -593,9 +630,9 @@ def traffic_of(
                 hidden=forward,
                 last=one_block,
             )
-            if each:
+            if reduces_each:
                 yield group(
-                    bytes=behind + others / count,
+                    bytes=behind + reduced / count,
                     count=messages + others_number / count,
                     times=count,
                     hidden=backward,
@@ -610,7 +647,7 @@ def traffic_of(
                 last=one_block,
             )
             yield group(
-                bytes=others + together * behind,
+                bytes=reduced + together * behind,
                 count=others_number + together * messages,
                 hidden=together * backward,
                 last=one_block if together else 1.0,
@@ -619,14 +656,16 @@ def traffic_of(
 
 def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
     """Return bytes that a rank sends in collectives, and their number."""
-    found = list(collectives)
-    return sum(sent_bytes(one.kind, one.ranks, one.bytes) for one in found), sum(
-        one.count for one in found
+    listed = list(collectives)
+    return sum(sent_bytes(item.kind, item.ranks, item.bytes) for item in listed), sum(
+        item.count for item in listed
     )
 
 
 def _place(axis: str, degrees: Degrees) -> dict[str, int]:
-    """Return where the ranks of a group of a data-parallel axis are; all share a teacher's weights."""
+    """Return where the ranks of a group of a data-parallel axis are; all share a teacher's
+    weights.
+    """
     if axis == "dp_teacher":
         return {"reach": degrees.pp * degrees.data * degrees.tp}
     stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)

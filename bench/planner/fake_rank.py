@@ -1,15 +1,16 @@
 """One rank of a cluster, run without the others: the trainer's own strategies on fake tensors.
 
-A fake process group stands for the other ranks, the model is divided on the meta device, and fake tensors run a forward
-and a backward pass: torch's memory tracker says what lies in memory after each operator, its FLOP counter what is
-computed, and a dispatch mode what is sent. No weight is ever allocated.
+A fake process group stands for the other ranks, the model is divided on the meta device, and fake
+tensors run a forward and a backward pass: torch's memory tracker says what lies in memory after
+each operator, its FLOP counter what is computed, and a dispatch mode what is sent. No weight is
+ever allocated.
 
-The micro-batch is a large prime, which says of each size whether and how it grows with the samples: FLOP, hidden
-tensors and each block of memory either are multiples of it or do not grow. So memory after each operator is a line over
-the micro-batch, and one run is enough for all of them.
+The micro-batch is a large prime, which says of each size whether and how it grows with the samples:
+FLOP, hidden tensors and each block of memory either are multiples of it or do not grow. So memory
+after each operator is a line over the micro-batch, and one run is enough for all of them.
 
-The fake store, the trackers and DTensor's caches are private parts of torch: :func:`private_parts` finds them or says
-so.
+The fake store, the trackers and DTensor's caches are private parts of torch: :func:`private_parts`
+finds them or says so.
 """
 
 from __future__ import annotations
@@ -51,19 +52,22 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
     from fuelrail.bench.trainer.strategies.step import Parallel
 
-ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
+# a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
+ROWS = 16777259
 _GROWS = torch.device("meta")  # on which the tracker sees nothing else
 
 Bytes = dict[str, tuple[int, int]]
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and images of a sample.
+    """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and
+    images of a sample.
 
-    ``low``: weights and activations are in 16 bits, and shards reduce their gradients after each micro-batch. Then
-    ``gradient_bytes`` are those of a gradient as it is kept and reduced, and ``tied_parameters`` the number of those of
-    the model that are two layers' at once. ``expert_parallel`` ranks share the experts, of which each holds its part;
-    ``stores_8_bits``: products keep their inputs in 8 bits.
+    ``low``: weights and activations are in 16 bits, and shards reduce their gradients after each
+    micro-batch. Then ``gradient_bytes`` are those of a gradient as it is kept and reduced, and
+    ``tied_parameters`` the number of those of the model that are two layers' at once.
+    ``expert_parallel`` ranks share the experts, of which each holds its part; ``stores_8_bits``:
+    products keep their inputs in 8 bits.
     """
 
     micro_batch: int
@@ -79,14 +83,16 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRun(NamedTuple):
-    """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
+    """A rank's forward and backward pass.
 
-    ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of convolutions),
-    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the number of those that the host
-    launches in a micro-batch. ``forward`` and ``backward`` are the bytes in memory
-    after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``:
-    collectives of a forward pass, of a backward pass, and of what the last micro-batch of a step adds to them, at
-    ``ROWS`` samples.
+    Pairs are bytes that do not depend on the micro-batch, and those of a sample.
+
+    ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of
+    convolutions), ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the
+    number of those that the host launches in a micro-batch. ``forward`` and ``backward`` are the
+    bytes in memory after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the
+    forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and of what the
+    last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
 
     parameters: int
@@ -128,20 +134,22 @@ def launches(func: Any) -> bool:
 
 def _bytes_by_kind(tracker: Any) -> Bytes:
     """Return the bytes in memory now, as pairs."""
-    found: Bytes = {}
+    bytes_by_kind: Bytes = {}
     for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
         for kind, size in sizes.items():
             name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
             if name != "Total" and size:
-                fixed, grows = found.get(name, (0, 0))
-                found[name] = (
+                fixed, grows = bytes_by_kind.get(name, (0, 0))
+                bytes_by_kind[name] = (
                     (fixed, grows + size // ROWS) if device == _GROWS else (fixed + size, grows)
                 )
-    return found
+    return bytes_by_kind
 
 
 def _watch_growth(tracker: Any) -> None:
-    """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
+    """Let the tracker count what grows with the rows as another device's, and look for no peaks:
+    it takes long.
+    """
     update = tracker._update_snap  # noqa: SLF001
 
     def noted(kind: Any, block: Any, **old: Any) -> None:
@@ -149,12 +157,14 @@ def _watch_growth(tracker: Any) -> None:
             block.device = _GROWS
         update(kind, block, **old)
 
-    tracker._update_snap = noted
+    tracker._update_snap = noted  # noqa: SLF001
     tracker._update_peak_stats = lambda _: None  # noqa: SLF001
 
 
 class PrivateParts(NamedTuple):
-    """What of torch is private: the fake store, two memory trackers, how DTensors find placements, their caches."""
+    """What of torch is private: the fake store, two memory trackers, how DTensors find
+    placements, their caches.
+    """
 
     fake_store: Any
     tracker: Any
@@ -183,8 +193,9 @@ def private_parts() -> PrivateParts:
         attrgetter("_propagate_tensor_meta_non_cached")(ShardingPropagator)
     except (ImportError, AttributeError) as error:
         raise FuelrailError(
-            f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
-            "2.13: install that, in an environment of its own where training needs another"
+            f"torch {torch.__version__} has moved a part that the planner runs ({error}); "
+            "it was tested with torch 2.13: install that, in an environment of its own "
+            "where training needs another"
         ) from error
     forget = (
         forget_native,
@@ -210,47 +221,53 @@ def run_rank(
     rank: int,
     precision: Precision,
 ) -> RankRun:
-    """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step, the second one.
+    """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step,
+    the second one.
 
-    A text names the function that makes a model, as for :func:`~fuelrail.bench.trainer.models.build.maker`: its method
-    ``example(samples)`` returns a batch of tensors with that many samples, which ``forward`` makes a loss of, or a dict
-    of losses. The process must have no process group of its own. Raises ConfigError for images that are too small for
-    the model, and FuelrailError as :func:`private_parts`.
+    A text names the function that makes a model, as for
+    :func:`~fuelrail.bench.trainer.models.build.maker`: its method ``example(samples)`` returns a
+    batch of tensors with that many samples, which ``forward`` makes a loss of, or a dict of losses.
+    The process must have no process group of its own. Raises ConfigError for images that are too
+    small for the model, and FuelrailError as :func:`private_parts`.
     """
     inputs = msgspec.structs.replace(inputs, micro_batch=ROWS)
     with _fake_group(rank, degrees.pp * degrees.data * degrees.tp):
-        whole = not degrees.composed
+        is_whole = not degrees.composed
         mesh = make_mesh(degrees, "cpu")
         with torch.device("meta"):
-            made: Any = _own(model) if isinstance(model, str) else build_model(model)
-            example = made.example(ROWS) if isinstance(model, str) else _example(model, inputs)
+            module: Any = _make_own_model(model) if isinstance(model, str) else build_model(model)
+            example = module.example(ROWS) if isinstance(model, str) else _example(model, inputs)
         if inputs.low:
-            made.to(torch.bfloat16)
+            module.to(torch.bfloat16)
             if degrees.tp > 1:  # such trainers compute the loss on a part of the vocabulary
-                size = made.head.vocabulary
+                size = module.head.vocabulary
                 with torch.device("meta"):
-                    made.head.vocabulary = torch.nn.Linear(
+                    module.head.vocabulary = torch.nn.Linear(
                         size.in_features,
                         size.out_features // degrees.tp,
                         bias=False,
                         dtype=torch.bfloat16,
                     )
-                made.plan = {**made.plan, "head.vocabulary": VOCABULARY_PART}
+                module.plan = {**module.plan, "head.vocabulary": VOCABULARY_PART}
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
         hidden = (
-            _hidden(made, example=example, stage=stage, degrees=degrees, settings=model)
+            _hidden(module, example=example, stage=stage, degrees=degrees, settings=model)
             if degrees.pp > 1
             else None
         )
         exact: Precision = "fp32" if precision == "fp16" else precision
         parts = settings.micro_batches or ROWS
-        asked = msgspec.structs.replace(settings, precision=exact, alone=whole, micro_batches=parts)
-        parallel = parallelise(made, asked, mesh=mesh)
+        rank_settings = msgspec.structs.replace(
+            settings, precision=exact, alone=is_whole, micro_batches=parts
+        )
+        parallel = parallelise(module, rank_settings, mesh=mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             part = parallel.models[0]
             part.to_empty(device="cpu")
-            given = tree_map(lambda one: torch.empty(one.shape, dtype=one.dtype), example)
-            given = (given,) if isinstance(model, str) else given
+            rank_inputs = tree_map(
+                lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), example
+            )
+            rank_inputs = (rank_inputs,) if isinstance(model, str) else rank_inputs
             received = None
             if hidden is not None:
                 low = inputs.low or (
@@ -259,9 +276,9 @@ def run_rank(
                 received = torch.empty(
                     hidden.shape, dtype=DTYPES[precision] if low else torch.float32
                 )
-            passes = _Passes(parallel, given, received, "fp32" if inputs.low else precision)
+            passes = _Passes(parallel, rank_inputs, received, "fp32" if inputs.low else precision)
             passes.reduces_each = inputs.low and degrees.dp_replicate == 1
-            return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and whole)
+            return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and is_whole)
 
 
 @contextmanager
@@ -274,7 +291,9 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
     find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
 
     def unseen(*args: Any) -> Any:
-        """Let DTensors find placements, by operators at global sizes, where neither tracker nor counter looks."""
+        """Let DTensors find placements, by operators at global sizes, where neither tracker nor
+        counter looks.
+        """
         with _disable_current_modes():
             return find(*args)
 
@@ -287,20 +306,21 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
         parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
         dist.destroy_process_group()
         sys.excepthook = hook
-        # They know meshes by their ranks, and would bring this one's groups to the next of the same ranks.
+        # They know meshes by their ranks, and would bring this one's groups to the next of the same
+        # ranks.
         for forget in parts.forget:
             forget()
 
 
-def _own(name: str) -> Any:
-    made = make_own(name)
-    if not hasattr(made, "example"):
+def _make_own_model(name: str) -> Any:
+    module = make_own(name)
+    if not hasattr(module, "example"):
         raise ConfigError(
-            f"model '{name}' has no method example(samples), which returns a batch of that many samples: tensors of "
-            "the shapes and types that its forward takes, such as torch.zeros(samples, 6, 3, 256, 704); add it to "
-            f"{type(made).__name__}"
+            f"model '{name}' has no method example(samples), which returns a batch of that "
+            "many samples: tensors of the shapes and types that its forward takes, such as "
+            f"torch.zeros(samples, 6, 3, 256, 704); add it to {type(module).__name__}"
         )
-    return made
+    return module
 
 
 def example_of(name: str) -> list[tuple[int, ...]]:
@@ -309,7 +329,7 @@ def example_of(name: str) -> list[tuple[int, ...]]:
     Raises ConfigError for a model without one, and StageError for an error of its own.
     """
     with torch.device("meta"):
-        made = _own(name)
+        made = _make_own_model(name)
         try:
             batch = made.example(1)
         except Exception as error:
@@ -340,7 +360,9 @@ def _hidden(
     degrees: Degrees,
     settings: ModelSettings | str,
 ) -> Tensor:
-    """Return the hidden states that a stage receives, or the first one sends, on the meta device."""
+    """Return the hidden states that a stage receives, or the first one sends, on the meta
+    device.
+    """
     with torch.no_grad():
         hidden: Tensor = model.stem(*example)
         for block in list(model.blocks)[: len(model.blocks) * stage // degrees.pp]:
@@ -358,30 +380,32 @@ class _Passes:
     def __init__(
         self,
         parallel: Parallel,
-        given: tuple[Any, ...],
+        pass_inputs: tuple[Any, ...],
         received: Tensor | None,
         precision: Precision,
     ) -> None:
         self._parallel = parallel
-        self._given = given
+        self._inputs = pass_inputs
         self._received = received
         self._precision = precision
         self._part = parallel.models[0]
         self._pipeline = received is not None
 
     def run(self, count: int, *, copied: bool) -> RankRun:
-        """Make ``count`` passes, of which the last reduces the gradients: of ``copied`` models by DDP."""
+        """Make ``count`` passes, of which the last reduces the gradients: of ``copied`` models
+        by DDP.
+        """
         part = self._part
         parts = private_parts()
         sharded = isinstance(part, FSDPModule)
         tracker = parts.sharded_tracker(part) if sharded else parts.tracker()
         _watch_growth(tracker)
         if sharded:
-            tracker.track_inputs(self._given)
+            tracker.track_inputs(self._inputs)
         else:
-            tracker.track_external(part, *tree_leaves(self._given))
+            tracker.track_external(part, *tree_leaves(self._inputs))
         learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        for frozen in (one for one in part.parameters() if not one.requires_grad):
+        for frozen in (item for item in part.parameters() if not item.requires_grad):
             # The tracker asks for gradients' hooks of every parameter, which these do not have.
             hook: Any = lambda _: SimpleNamespace(remove=int)  # noqa: E731
             frozen.register_hook = frozen.register_post_accumulate_grad_hook = hook  # type: ignore[method-assign]
@@ -401,30 +425,30 @@ class _Passes:
                     parameter.register_post_accumulate_grad_hook(
                         partial(_into_bucket, bucket=bucket)
                     )  # type: ignore[no-untyped-call]
-                forward, backward, kept, counters = self._pass(tracker, last=last)
+                forward, backward, activation_bytes, counters = self._pass(tracker, last=last)
                 operators = forward.operators + backward.operators
                 passes.append([counter.collectives() for counter in counters])
         sent = passes[0]  # which alone gathers all of a stage's weights
         if count > 1:
             first, second = (summed(list(chain.from_iterable(ways))) for ways in passes)
             beyond = summed([*second, *summed(first, -1)])
-            sent[2] = [one for one in beyond if one.count > 0]
+            sent[2] = [item for item in beyond if item.count > 0]
         kinds = sorted({kind for noted in (*forward.noted, *backward.noted) for kind in noted})
         return RankRun(
             parameters=sum(_local(parameter).numel() for parameter in learnt),
             tensors=len(learnt),
             flop=(
-                sum(one.flop for one in counters) // ROWS,
-                sum(one.attention for one in counters) // ROWS,
-                sum(one.convolution for one in counters) // ROWS,
+                sum(item.flop for item in counters) // ROWS,
+                sum(item.attention for item in counters) // ROWS,
+                sum(item.convolution for item in counters) // ROWS,
             ),
             operators=operators,
             hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
-            input_bytes=sum(one.nbytes for one in tree_leaves(self._given)) // ROWS,
+            input_bytes=sum(item.nbytes for item in tree_leaves(self._inputs)) // ROWS,
             kinds=kinds,
             forward=_as_array(forward.noted, kinds),
             backward=_as_array(backward.noted, kinds),
-            kept=kept,
+            kept=activation_bytes,
             sent=sent,
         )
 
@@ -444,7 +468,7 @@ class _Passes:
         counters = [Counter(mesh) for _ in range(3)]
         with forward, counters[0], autocast(torch.device("cpu"), self._precision):
             result = self._result()
-        kept = _bytes_by_kind(tracker).get("Activation", (0, 0))
+        activation_bytes = _bytes_by_kind(tracker).get("Activation", (0, 0))
         with backward, counters[1]:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with counters[2]:
@@ -452,13 +476,13 @@ class _Passes:
                 PipelineStage.perform_reduce_grad(
                     cast("PipelineStage", SimpleNamespace(submod=part)), 1
                 )
-        return forward, backward, kept, counters
+        return forward, backward, activation_bytes, counters
 
     def _result(self) -> Tensor:
-        named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
+        named = {f"input_{number}": tensor for number, tensor in enumerate(self._inputs)}
         result: Any
         if self._received is None:
-            result = self._part(*self._given)
+            result = self._part(*self._inputs)
         elif getattr(self._part, "stem", None) is not None:
             result = self._part(**named)
         else:
@@ -467,12 +491,14 @@ class _Passes:
 
 
 def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:
-    return np.array([[one.get(kind, (0, 0)) for kind in kinds] for one in noted], dtype=np.float64)
+    return np.array(
+        [[sizes.get(kind, (0, 0)) for kind in kinds] for sizes in noted], dtype=np.float64
+    )
 
 
-def is_gather_of_weights(one: Collective) -> bool:
+def is_gather_of_weights(collective: Collective) -> bool:
     """Return whether a collective gathers what the ranks of a sharded model hold."""
-    return one.kind == "all_gather" and one.axis.startswith("dp_")
+    return collective.kind == "all_gather" and collective.axis.startswith("dp_")
 
 
 def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:

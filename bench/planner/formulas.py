@@ -16,14 +16,17 @@ def zero_state_bytes(
     grad_bytes: float = 2,
     optimiser_bytes: float = 12,
 ) -> float:
-    """Return bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv 1910.02054, figure 1)."""
-    divided = [1 if stage < least else ranks for least in (3, 2, 1)]
+    """Return bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv
+    1910.02054, figure 1).
+    """
+    divided = [1 if stage < first_stage else ranks for first_stage in (3, 2, 1)]
     sizes = (param_bytes, grad_bytes, optimiser_bytes)
     return parameters * sum(size / by for size, by in zip(sizes, divided, strict=True))
 
 
 def sent_bytes(kind: str, ranks: int, size: float) -> float:
-    """Return the bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests, doc/PERFORMANCE.md).
+    """Return the bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests,
+    doc/PERFORMANCE.md).
 
     ``kind`` is all_reduce, all_gather, reduce_scatter, or broadcast, whose root sends everything.
     """
@@ -32,19 +35,25 @@ def sent_bytes(kind: str, ranks: int, size: float) -> float:
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Return the idle time of a pipeline over its ideal time, (p - 1) / (v m) (arXiv 2104.04473, section 2.2)."""
+    """Return the idle time of a pipeline over its ideal time, (p - 1) / (v m) (arXiv 2104.04473,
+    section 2.2).
+    """
     return (pp - 1) / (virtual_stages * micro_batches)
 
 
 def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
-    """Return the number of micro-batches whose activations a stage holds at once, in GPipe and 1F1B."""
+    """Return the number of micro-batches whose activations a stage holds at once, in GPipe and
+    1F1B.
+    """
     return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
 
 
 def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return the number of virtual stages' micro-batches whose activations a rank of interleaved 1F1B holds at once.
+    """Return the number of virtual stages' micro-batches whose activations a rank of interleaved
+    1F1B holds at once.
 
-    On the first one they are L (1 + (p - 1) / (p v)) layers' worth (arXiv 2205.05198, section 4.2.3).
+    On the first one they are L (1 + (p - 1) / (p v)) layers' worth (arXiv 2205.05198, section
+    4.2.3).
     """
     ahead = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp + 1
     return min(virtual_stages * micro_batches, ahead)
@@ -62,21 +71,25 @@ def schedule_order(schedule: str, pp: int, stage: int, micro_batches: int) -> li
 
 
 def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:
-    """Count the passes of one way, F or B, in a stage's order of work, and those of them that gather weights.
+    """Count the passes of one way, F or B, in a stage's order of work, and those of them that
+    gather weights.
 
-    Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
+    Weights are gathered by what follows their release: a forward pass releases them, a backward
+    pass does not.
     """
-    places = [at for at, work in enumerate(order) if work[0] == way]
-    return len(places), sum(at == 0 or order[at - 1][0] == "F" for at in places)
+    places = [index for index, work in enumerate(order) if work[0] == way]
+    return len(places), sum(index == 0 or order[index - 1][0] == "F" for index in places)
 
 
 def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
-    """Return the seconds of training between two checkpoints, of ``save_s`` each, that lose the least time.
+    """Return the seconds of training between two checkpoints, of ``save_s`` each, that lose the
+    least time.
 
-    ``failures_per_day``: of the whole job, more than 0. J. T. Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps", Future Generation Computer Systems 22 (2006) 303-312, equation 37: for a cost C and a
-    mean time M between failures sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C where C < 2 M, else M. Its first
-    term is Young's (1974). Saves do not overlap, so the interval is at least C.
+    ``failures_per_day``: of the whole job, more than 0. J. T. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006)
+    303-312, equation 37: for a cost C and a mean time M between failures sqrt(2 C M) (1 + sqrt(C /
+    2M) / 3 + (C / 2M) / 9) - C where C < 2 M, else M. Its first term is Young's (1974). Saves do
+    not overlap, so the interval is at least C.
     """
     mean_s = _S_PER_DAY / failures_per_day
     ratio = save_s / (2 * mean_s)

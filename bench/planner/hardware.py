@@ -1,4 +1,6 @@
-"""A cluster as its file says it: devices, links, host, storage and price, each number with its source."""
+"""A cluster as its file says it: devices, links, host, storage and price, each number with its
+source.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import msgspec
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
-# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an installed package.
+# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an
+# installed package.
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -32,7 +35,9 @@ class Sourced(Settings, frozen=True):
 
 
 class Device(Settings, frozen=True, kw_only=True):
-    """One accelerator: memory in GiB, its rate in GB/s (1e9 bytes), dense peaks in TFLOP/s by compute type."""
+    """One accelerator: memory in GiB, its rate in GB/s (1e9 bytes), dense peaks in TFLOP/s by
+    compute type.
+    """
 
     name: str
     memory_gib: Sourced
@@ -41,11 +46,13 @@ class Device(Settings, frozen=True, kw_only=True):
 
 
 class Link(Settings, frozen=True, kw_only=True):
-    """What joins devices: GB/s (1e9 bytes) per device in one direction; ``latency_us`` a collective, besides its bytes.
+    """What joins devices: GB/s (1e9 bytes) per device in one direction; ``latency_us`` a
+    collective, besides its bytes.
 
-    Inside a node the rate is nccl-tests' bus bandwidth. Between nodes it is one device's share of its node's ports: a
-    group with several devices in each node has a ring through each port, and so a multiple of it (NVIDIA/nccl-tests
-    issue 119: four ports of 25 GB/s are a bus bandwidth of 100 GB/s).
+    Inside a node the rate is nccl-tests' bus bandwidth. Between nodes it is one device's share of
+    its node's ports: a group with several devices in each node has a ring through each port, and so
+    a multiple of it (NVIDIA/nccl-tests issue 119: four ports of 25 GB/s are a bus bandwidth of 100
+    GB/s).
     """
 
     name: str
@@ -84,13 +91,17 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         return self.host.cpus.value * self.host.images_per_cpu_s.value
 
     def link(self, reach: int) -> Link:
-        """Return the slowest link that a group passes whose ranks lie within ``reach`` successive ranks."""
+        """Return the slowest link that a group passes whose ranks lie within ``reach``
+        successive ranks.
+        """
         return (
             self.inside if reach <= self.devices_per_node or self.between is None else self.between
         )
 
     def bytes_per_s(self, reach: int, stride: int = 1) -> float:
-        """Return the bus bandwidth of a group: every ``stride``-th of ``reach`` successive ranks."""
+        """Return the bus bandwidth of a group: every ``stride``-th of ``reach`` successive
+        ranks.
+        """
         link = self.link(reach)
         if link is self.inside:
             return link.gb_per_s.value * 1e9
@@ -98,25 +109,32 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         return min(ports * link.gb_per_s.value, self.inside.gb_per_s.value) * 1e9
 
     def peak_flops(self, kind: ComputeType) -> float:
-        """Return the device's dense peak in FLOP/s. Raises ConfigError where the file does not say it."""
+        """Return the device's dense peak in FLOP/s.
+
+        Raises ConfigError where the file does not say it.
+        """
         peaks = self.device.peak_tflops
         if kind not in peaks:
             raise ConfigError(
-                f"cluster '{self.name}' has no peak_tflops for {kind}; it has: {', '.join(sorted(peaks))}; "
-                "add it with its source, or choose one of these"
+                f"cluster '{self.name}' has no peak_tflops for {kind}; it has: "
+                f"{', '.join(sorted(peaks))}; add it with its source, or choose one of these"
             )
         return peaks[kind].value * 1e12
 
 
 def load_cluster(name_or_path: str) -> ClusterSettings:
-    """Load a cluster file, or one of ``configs/clusters`` by name. Raises ConfigError for what cannot be."""
+    """Load a cluster file, or one of ``configs/clusters`` by name.
+
+    Raises ConfigError for what cannot be.
+    """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         path = CLUSTERS / f"{name_or_path}.yaml"
         if not path.is_file():
-            known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
+            names = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
             raise ConfigError(
-                f"cluster '{name_or_path}' is not known; known: {known}; or give the path of a .yaml"
+                f"cluster '{name_or_path}' is not known; known: {names}; or give the path "
+                "of a .yaml"
             )
     cluster = load_yaml(path, ClusterSettings)
     _check(cluster, path)
@@ -139,8 +157,8 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
     for name, (number, largest) in limits.items():
         if number.value > largest:
             raise ConfigError(
-                f"{path}: {name} is {number.value:g}, and at most {largest:g} is possible; check the unit (GB/s and "
-                "TFLOP/s, not bit/s or GFLOP/s)"
+                f"{path}: {name} is {number.value:g}, and at most {largest:g} is possible; "
+                "check the unit (GB/s and TFLOP/s, not bit/s or GFLOP/s)"
             )
     if not device.peak_tflops:
         raise ConfigError(

@@ -52,8 +52,8 @@ Large = Annotated[int, msgspec.Meta(gt=0, le=2**50)]
 class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", tag="transformer"):
     """A decoder by its sizes, as of `GptSettings`; a sample is ``sequence`` tokens of the scenario.
 
-    A token attends to ``window`` tokens before it (default: to all), but for ``global_layers`` of the layers. ``tied``
-    embeddings are the weights of the last layer, too; a pipeline has both.
+    A token attends to ``window`` tokens before it (default: to all), but for ``global_layers`` of
+    the layers. ``tied`` embeddings are the weights of the last layer, too; a pipeline has both.
     """
 
     layers: Layers
@@ -87,7 +87,9 @@ class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", ta
         )
 
     def attention_share(self, context: int) -> float:
-        """Return the share of pairs of tokens that attend to each other within the windows, of all that could."""
+        """Return the share of pairs of tokens that attend to each other within the windows, of
+        all that could.
+        """
         if self.window is None or self.window >= context:
             return 1.0
         local = self.window * (2 * context - self.window) / context**2
@@ -98,8 +100,9 @@ class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", ta
 class Facts(Settings, frozen=True, kw_only=True):
     """Facts that a scenario may give and an option may replace; None: not given.
 
-    ``cameras``, ``height`` and ``width`` are of a sample's images, and needed by every model but GPT's.
-    ``sample_bytes`` are those stored of a sample. ``teacher`` is a model that the student is distilled from.
+    ``cameras``, ``height`` and ``width`` are of a sample's images, and needed by every model but
+    GPT's. ``sample_bytes`` are those stored of a sample. ``teacher`` is a model that the student is
+    distilled from.
     """
 
     max_global_batch: Annotated[
@@ -118,23 +121,26 @@ class Facts(Settings, frozen=True, kw_only=True):
     weights: Annotated[
         Literal["fp32", "bf16"] | None,
         flag(
-            "fp32 (default): as Fuelrail's trainer, and whole gradients between micro-batches; bf16: weights and "
-            "activations in bf16, fp32 copies in the optimiser, which copies of the model share, shards reduced after "
-            "each micro-batch, the vocabulary's loss divided: as Megatron and others with torch's FSDP train"
+            "fp32 (default): as Fuelrail's trainer, and whole gradients between "
+            "micro-batches; bf16: weights and activations in bf16, fp32 copies in the "
+            "optimiser, which copies of the model share, shards reduced after each "
+            "micro-batch, the vocabulary's loss divided: as Megatron and others with "
+            "torch's FSDP train"
         ),
     ] = None
     gradients: Annotated[
         Literal["fp32", "bf16"] | None,
         flag(
-            "type in which gradients are kept and reduced, with weights bf16: fp32 (default), or bf16 as in NeMo and "
-            "Megatron Bridge"
+            "type in which gradients are kept and reduced, with weights bf16: fp32 "
+            "(default), or bf16 as in NeMo and Megatron Bridge"
         ),
     ] = None
     software: Annotated[
         Software | None,
         flag(
-            "whose kernels compute in 8 bits: torch (torchao, as torchtitan trains) or nvidia (Transformer Engine, as "
-            "NeMo and Megatron Bridge train); without it the range is that of both"
+            "whose kernels compute in 8 bits: torch (torchao, as torchtitan trains) or "
+            "nvidia (Transformer Engine, as NeMo and Megatron Bridge train); without it the "
+            "range is that of both"
         ),
     ] = None
     context_parallel: Annotated[
@@ -143,7 +149,8 @@ class Facts(Settings, frozen=True, kw_only=True):
     attention: Annotated[
         Literal["fused", "unfused"] | None,
         flag(
-            "fused (default): one kernel, as FlashAttention; unfused: its scores pass through memory"
+            "fused (default): one kernel, as FlashAttention; unfused: its scores pass "
+            "through memory"
         ),
     ] = None
     expert_parallel: Annotated[
@@ -155,18 +162,22 @@ class Facts(Settings, frozen=True, kw_only=True):
     accelerator: Annotated[
         str | None,
         flag(
-            "measured times of the network on a device: a name of configs/accelerators, or a .yaml file"
+            "measured times of the network on a device: a name of configs/accelerators, or "
+            "a .yaml file"
         ),
     ] = None
 
 
 class Scenario(Facts, frozen=True, kw_only=True):
-    """What is to be trained, on what. ``parallel`` auto: the simplest strategy that fits is looked for.
+    """What is to be trained, on what.
 
-    ``model`` is a name, a shape, or MODULE:FUNCTION, which makes an own module. A teacher predicts beside the student,
-    or its logits are read with the samples from a layer: whole in float16 (``layer``), or of tokens as ``annotate
-    --store`` makes them (``topk:64``, ``sampled:50``). ``efficiency`` replaces that of the device's generation;
-    ``measured_step_s`` is what a step took, for --measure.
+    ``parallel`` auto: the simplest strategy that fits is looked for.
+
+    ``model`` is a name, a shape, or MODULE:FUNCTION, which makes an own module. A teacher predicts
+    beside the student, or its logits are read with the samples from a layer: whole in float16
+    (``layer``), or of tokens as ``annotate --store`` makes them (``topk:64``, ``sampled:50``).
+    ``efficiency`` replaces that of the device's generation; ``measured_step_s`` is what a step
+    took, for --measure.
     """
 
     name: str
@@ -194,9 +205,11 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
     @property
     def family(self) -> str:
-        """What models have in common whose steps say how far a plan of this one may be from its step.
+        """What models have in common whose steps say how far a plan of this one may be from its
+        step.
 
-        That is a kind of network that published steps are of; any other model is a family of its own.
+        That is a kind of network that published steps are of; any other model is a family of its
+        own.
         """
         size = self.settings
         if isinstance(size, GptSettings):
@@ -236,7 +249,9 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
     @property
     def run_precision(self) -> Precision:
-        """The type in which torch runs it: 8 bits are of some products alone, and tf32 is a way to compute fp32."""
+        """The type in which torch runs it: 8 bits are of some products alone, and tf32 is a way
+        to compute fp32.
+        """
         return (
             "bf16"
             if self.precision == "fp8"
@@ -247,14 +262,16 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
     def sized(self, name: ModelName) -> ModelSettings:
         """Return the size of a model, with the scenario's number of tokens."""
-        found = MODELS[name]
-        if isinstance(found, GptSettings) and self.sequence is not None:
-            return msgspec.structs.replace(found, context=self.sequence)
-        return found
+        settings = MODELS[name]
+        if isinstance(settings, GptSettings) and self.sequence is not None:
+            return msgspec.structs.replace(settings, context=self.sequence)
+        return settings
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a teacher's logits of a sample in a layer; beside the student, of those that there would be."""
+        """Bytes of a teacher's logits of a sample in a layer; beside the student, of those that
+        there would be.
+        """
         if self.teacher is None:
             return 0
         shape = predictions(self.sized(self.teacher), self.cameras or 1)[0]
@@ -286,12 +303,16 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
 
 class PlanOptions(Facts, frozen=True, kw_only=True):
-    """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
+    """Options of `fuelrail.plan`, and flags of ``fuelrail plan``.
+
+    What a scenario says, they replace.
+    """
 
     model: Annotated[
         str | None,
         flag(
-            "model to train: one of ours, or MODULE:FUNCTION, which makes a module with example(samples)"
+            "model to train: one of ours, or MODULE:FUNCTION, which makes a module with "
+            "example(samples)"
         ),
     ] = None
     cluster: Annotated[
@@ -314,8 +335,8 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     teacher_from: Annotated[
         TeacherFrom | None,
         flag(
-            "model: it predicts beside the student (default); layer: its logits are read, as float16; topk:K or "
-            "sampled:K: K tokens a position are read"
+            "model: it predicts beside the student (default); layer: its logits are read, "
+            "as float16; topk:K or sampled:K: K tokens a position are read"
         ),
     ] = None
     data: Annotated[
@@ -334,8 +355,8 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     measure: Annotated[
         tuple[str, ...],
         flag(
-            "a measured step on this cluster: report.json of `fuelrail bench train`, or a scenario.yaml with "
-            "measured_step_s; efficiencies are fitted to two or three of them",
+            "a measured step on this cluster: report.json of `fuelrail bench train`, or a "
+            "scenario.yaml with measured_step_s; efficiencies are fitted to two or three of them",
             metavar="FILE",
         ),
     ] = ()
@@ -347,126 +368,145 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
-def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
-    """Return the scenario with what the options replace. Raises ConfigError for what neither of them says."""
-    given = _given(options, Scenario.__struct_fields__)
+def with_options(scenario: Scenario | None, options: PlanOptions) -> Scenario:
+    """Return the scenario with what the options replace.
+
+    Raises ConfigError for what neither of them says.
+    """
+    facts = _stated(options, Scenario.__struct_fields__)
     # The precision is the scenario's: automatic strategies and teachers have it too.
-    how = _given(options, set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__))
-    if asked is None:
-        missing = [name for name in ("model", "cluster", "global_batch") if name not in given]
+    how = _stated(
+        options, set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__)
+    )
+    if scenario is None:
+        missing = [name for name in ("model", "cluster", "global_batch") if name not in facts]
         if missing:
             raise ConfigError(
-                f"a plan needs {', '.join(missing)}: name a scenario (`fuelrail presets` lists them), or give "
+                (
+                    f"a plan needs {', '.join(missing)}: name a scenario (`fuelrail presets` "
+                    "lists them), or give "
+                )
                 + " ".join(f"--{name.replace('_', '-')}" for name in missing)
             )
-        asked = Scenario(name=f"{given['model']} on {given['cluster']}", **given)
+        scenario = Scenario(name=f"{facts['model']} on {facts['cluster']}", **facts)
     else:
-        asked = msgspec.structs.replace(asked, **given)
+        scenario = msgspec.structs.replace(scenario, **facts)
     if how.get("strategy") == "auto":
         if len(how) > 1:
             raise ConfigError(
-                f"strategy auto looks for the rest itself, and {', '.join(name for name in how if name != 'strategy')} "
-                "is given too; leave it out, or name a strategy"
+                "strategy auto looks for the rest itself, and "
+                f"{', '.join(name for name in how if name != 'strategy')} is given too; "
+                "leave it out, or name a strategy"
             )
-        return msgspec.structs.replace(asked, parallel="auto")
+        return msgspec.structs.replace(scenario, parallel="auto")
     if not how:
-        return asked
-    if asked.parallel == "auto":
+        return scenario
+    if scenario.parallel == "auto":
         if not {"strategy", "mesh"} & how.keys():
             raise ConfigError(
-                f"{', '.join(how)} is given without a strategy; add --strategy or --mesh, or leave it out: strategy "
-                "auto tries it"
+                f"{', '.join(how)} is given without a strategy; add --strategy or --mesh, "
+                "or leave it out: strategy auto tries it"
             )
-        return msgspec.structs.replace(asked, parallel=ParallelSettings(**how))
-    return msgspec.structs.replace(asked, parallel=msgspec.structs.replace(asked.parallel, **how))
+        return msgspec.structs.replace(scenario, parallel=ParallelSettings(**how))
+    return msgspec.structs.replace(
+        scenario, parallel=msgspec.structs.replace(scenario.parallel, **how)
+    )
 
 
-def _given(options: PlanOptions, names: Iterable[str]) -> dict[str, Any]:
+def _stated(options: PlanOptions, names: Iterable[str]) -> dict[str, Any]:
     """Return the options that are given, of those named."""
-    found = {name: getattr(options, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def check(asked: Scenario) -> None:
-    """Raise ConfigError where the scenario does not say what the model reads, or has a teacher of other predictions."""
-    if isinstance(asked.model, str) and not asked.is_own and asked.model not in MODELS:
+def check(scenario: Scenario) -> None:
+    """Raise ConfigError where the scenario does not say what the model reads, or has a teacher
+    of other predictions.
+    """
+    if isinstance(scenario.model, str) and not scenario.is_own and scenario.model not in MODELS:
         raise ConfigError(
-            f"model '{asked.model}' is not known; known: {', '.join(MODELS)}; or give a shape ({{kind: transformer, "
+            f"model '{scenario.model}' is not known; known: {', '.join(MODELS)}; or give a "
+            f"shape ({{kind: transformer, "
             "...}) in a scenario, or MODULE:FUNCTION for a module of your own"
         )
-    if not isinstance(asked.settings, GptSettings):
+    if not isinstance(scenario.settings, GptSettings):
         wrong = {
-            "weights": asked.low,
-            "context_parallel": (asked.context_parallel or 1) > 1,
-            "expert_parallel": (asked.expert_parallel or 1) > 1,
+            "weights": scenario.low,
+            "context_parallel": (scenario.context_parallel or 1) > 1,
+            "expert_parallel": (scenario.expert_parallel or 1) > 1,
         }
-        wrong["teacher"] = asked.is_own and asked.teacher is not None
+        wrong["teacher"] = scenario.is_own and scenario.teacher is not None
         for name in [name for name, value in wrong.items() if value]:
             raise ConfigError(
-                f"{name} is planned of decoders, and model '{asked.named}' is none; leave it out"
+                f"{name} is planned of decoders, and model '{scenario.named}' is none; leave it out"
             )
-    if asked.gradients is not None and not asked.low:
+    if scenario.gradients is not None and not scenario.low:
         raise ConfigError(
-            f"gradients '{asked.gradients}' is given without weights: bf16; Fuelrail's own trainer keeps gradients as "
-            "it keeps weights: leave it out, or add weights: bf16"
+            f"gradients '{scenario.gradients}' is given without weights: bf16; Fuelrail's "
+            "own trainer keeps gradients as it keeps weights: leave it out, or add weights: bf16"
         )
-    if asked.software is not None and asked.precision != "fp8":
+    if scenario.software is not None and scenario.precision != "fp8":
         raise ConfigError(
-            f"software '{asked.software}' is given with precision {asked.precision}; it says whose kernels compute in "
-            "8 bits: leave it out, or use precision: fp8"
+            f"software '{scenario.software}' is given with precision {scenario.precision}; "
+            "it says whose kernels compute in 8 bits: leave it out, or use precision: fp8"
         )
-    _check_experts(asked)
-    if asked.is_own:
+    _check_experts(scenario)
+    if scenario.is_own:
         return
-    if asked.teacher is not None:
-        if not isinstance(asked.model, str):
+    if scenario.teacher is not None:
+        if not isinstance(scenario.model, str):
             raise ConfigError(
-                f"scenario '{asked.name}': a teacher needs a model by name; leave it out"
+                f"scenario '{scenario.name}': a teacher needs a model by name; leave it out"
             )
-        own, its = (
-            predictions(size, asked.cameras or 1)
-            for size in map(asked.sized, (asked.model, asked.teacher))
+        student_predictions, its = (
+            predictions(size, scenario.cameras or 1)
+            for size in map(scenario.sized, (scenario.model, scenario.teacher))
         )
-        if own != its:
+        if student_predictions != its:
             raise ConfigError(
-                f"scenario '{asked.name}': teacher '{asked.teacher}' predicts {list(its[0])} ({its[1]}), model "
-                f"'{asked.model}' {list(own[0])} ({own[1]}); use a teacher of the same predictions"
+                f"scenario '{scenario.name}': teacher '{scenario.teacher}' predicts "
+                f"{list(its[0])} ({its[1]}), model '{scenario.model}' "
+                f"{list(student_predictions[0])} ({student_predictions[1]}); use a teacher "
+                "of the same predictions"
             )
-        if logits_store(asked.teacher_from) is not None and not isinstance(
-            asked.sized(asked.teacher), GptSettings
+        if logits_store(scenario.teacher_from) is not None and not isinstance(
+            scenario.sized(scenario.teacher), GptSettings
         ):
             raise ConfigError(
-                f"scenario '{asked.name}': teacher_from '{asked.teacher_from}' is of a teacher of tokens, and "
-                f"'{asked.teacher}' says {its[1]}; use 'layer'"
+                f"scenario '{scenario.name}': teacher_from '{scenario.teacher_from}' is of "
+                f"a teacher of tokens, and '{scenario.teacher}' says {its[1]}; use 'layer'"
             )
-    elif asked.teacher_from != "model":
+    elif scenario.teacher_from != "model":
         raise ConfigError(
-            f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL"
+            f"scenario '{scenario.name}': teacher_from is given without a teacher; add "
+            "teacher: MODEL"
         )
-    if asked.max_global_batch is not None and asked.max_global_batch < asked.global_batch:
+    if scenario.max_global_batch is not None and scenario.max_global_batch < scenario.global_batch:
         raise ConfigError(
-            f"scenario '{asked.name}': global_batch is {asked.global_batch}, and max_global_batch, the largest that "
-            f"trains as well, {asked.max_global_batch}; use a smaller global_batch, or a larger limit"
+            f"scenario '{scenario.name}': global_batch is {scenario.global_batch}, and "
+            "max_global_batch, the largest that trains as well, "
+            f"{scenario.max_global_batch}; use a smaller global_batch, or a larger limit"
         )
-    reads, others = (
+    reads, foreign = (
         ("images", ("sequence",))
-        if asked.reads_images
+        if scenario.reads_images
         else ("tokens", ("cameras", "height", "width"))
     )
-    given = [name for name in others if getattr(asked, name) is not None]
-    if given:
+    stated = [name for name in foreign if getattr(scenario, name) is not None]
+    if stated:
         raise ConfigError(
-            f"scenario '{asked.name}': model '{asked.named}' reads {reads}, and {', '.join(given)} is given; leave it "
-            "out, or choose another model"
+            f"scenario '{scenario.name}': model '{scenario.named}' reads {reads}, and "
+            f"{', '.join(stated)} is given; leave it out, or choose another model"
         )
-    if not asked.reads_images:
+    if not scenario.reads_images:
         return
-    missing = [name for name in ("cameras", "height", "width") if getattr(asked, name) is None]
+    missing = [name for name in ("cameras", "height", "width") if getattr(scenario, name) is None]
     if missing:
         raise ConfigError(
-            f"scenario '{asked.name}': model '{asked.model}' reads images, and {', '.join(missing)} of a sample "
-            f"{'is' if len(missing) == 1 else 'are'} not given; add {'it' if len(missing) == 1 else 'them'}, such as "
-            "cameras: 6, height: 256, width: 704"
+            f"scenario '{scenario.name}': model '{scenario.model}' reads images, and "
+            f"{', '.join(missing)} of a sample {'is' if len(missing) == 1 else 'are'} not "
+            f"given; add {'it' if len(missing) == 1 else 'them'}, such as cameras: 6, "
+            "height: 256, width: 704"
         )
 
 
@@ -477,18 +517,21 @@ def _check_experts(asked: Scenario) -> None:
     experts = size.experts if isinstance(size, GptSettings) else 1
     if ranks > 1 and experts % ranks:
         raise ConfigError(
-            f"expert_parallel is {ranks}, which does not divide the {experts} experts of model '{asked.named}'; use a "
-            "divisor"
+            f"expert_parallel is {ranks}, which does not divide the {experts} experts of "
+            f"model '{asked.named}'; use a divisor"
         )
     if isinstance(asked.model, TransformerShape) and asked.model.active_experts > experts:
         raise ConfigError(
-            f"active_experts is {asked.model.active_experts}, and the model has {experts}; use at most that"
+            f"active_experts is {asked.model.active_experts}, and the model has {experts}; "
+            "use at most that"
         )
 
 
-def questions(asked: Scenario) -> list[str]:
-    """Return what only the user can know and has not said; each with the assumption made instead."""
-    size = asked.settings
+def questions(scenario: Scenario) -> list[str]:
+    """Return what only the user can know and has not said; each with the assumption made
+    instead.
+    """
+    size = scenario.settings
     missing = {
         "max_global_batch": "the largest global batch that trains as well: weak scaling is shown without a limit",
         "sample_bytes": "stored bytes of a sample (or --data): storage is taken to keep up",
@@ -497,4 +540,4 @@ def questions(asked: Scenario) -> list[str]:
     }
     if isinstance(size, GptSettings):
         missing["sequence"] = f"tokens of a sample: the model's {size.context} are taken"
-    return [f"{name}, {text}" for name, text in missing.items() if getattr(asked, name) is None]
+    return [f"{name}, {text}" for name, text in missing.items() if getattr(scenario, name) is None]

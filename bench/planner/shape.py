@@ -1,15 +1,16 @@
 """What one rank of a cluster holds, computes and sends: arithmetic from runs on fake tensors.
 
-A run says memory after each operator as a line over the micro-batch, so its peak is the largest of many lines. Three
-parts are arithmetic, as torch cannot run them so: what copies send (DDP's buckets are views, so they take no memory
-besides their gradients), the order of a pipeline's micro-batches, of which a stage runs one, and the optimiser's
-moments, for torch counts DTensors in full in a step under fake tensors.
+A run says memory after each operator as a line over the micro-batch, so its peak is the largest of
+many lines. Three parts are arithmetic, as torch cannot run them so: what copies send (DDP's buckets
+are views, so they take no memory besides their gradients), the order of a pipeline's micro-batches,
+of which a stage runs one, and the optimiser's moments, for torch counts DTensors in full in a step
+under fake tensors.
 
-Many plans share a run, for what ranks share is divided by their number, and models of equal blocks are run with 2 and 3
-blocks a stage: the peaks of the forward pass and of the first and the last operators of the backward pass (as many as
-the smaller run has in each half) are linear in blocks, as FLOP, parameters, collectives and what a pass keeps are. All
-of them are linear in the experts of a mixture, too, of which many are run with 4 and 8. Padding of small shards is not
-in it.
+Many plans share a run, for what ranks share is divided by their number, and models of equal blocks
+are run with 2 and 3 blocks a stage: the peaks of the forward pass and of the first and the last
+operators of the backward pass (as many as the smaller run has in each half) are linear in blocks,
+as FLOP, parameters, collectives and what a pass keeps are. All of them are linear in the experts of
+a mixture, too, of which many are run with 4 and 8. Padding of small shards is not in it.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ Value = Callable[[RankRun], float]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: ``parameters`` of its own; bytes at the peak of a step, by kind and in all; FLOP of a micro-batch.
+    """One rank: ``parameters`` of its own; bytes at the peak of a step, by kind and in all; FLOP of
+    a micro-batch.
 
-    ``kept_bytes`` are the activations that a micro-batch keeps from its forward pass to its backward pass, of which
-    ``in_flight`` lie in memory at once, of interleaved stages a fraction; ``hidden_bytes`` go to the next stage.
-    ``attention`` and ``convolution`` are FLOP among the others. ``operators`` are those that the host launches for a
-    micro-batch. ``collectives`` are those of a step of
-    ``micro_batches``, ``forward`` those of them that forward passes wait for.
+    ``kept_bytes`` are the activations that a micro-batch keeps from its forward pass to its
+    backward pass, of which ``in_flight`` lie in memory at once, of interleaved stages a fraction;
+    ``hidden_bytes`` go to the next stage. ``attention`` and ``convolution`` are FLOP among the
+    others. ``operators`` are those that the host launches for a micro-batch. ``collectives`` are
+    those of a step of ``micro_batches``, ``forward`` those of them that forward passes wait for.
     """
 
     rank: int
@@ -78,7 +80,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blocks_of(model: ModelSettings | str) -> int:
-    """Return the number of blocks, or of the parts of an own model that its attribute ``wrap`` or ``blocks`` names."""
+    """Return the number of blocks, or of the parts of an own model that its attribute ``wrap``
+    or ``blocks`` names.
+    """
     return num_parameters(model).blocks if isinstance(model, str) else num_blocks(model)
 
 
@@ -91,7 +95,10 @@ def shape_of(
     rank: int = 0,
     precision: Precision = "fp32",
 ) -> Shape:
-    """Run one rank of the whole model. Raises ConfigError for degrees that do not divide, and as :func:`run_rank`."""
+    """Run one rank of the whole model.
+
+    Raises ConfigError for degrees that do not divide, and as :func:`run_rank`.
+    """
     _check(settings, degrees, model, inputs)
     ranks = _Ranks(
         [
@@ -122,12 +129,13 @@ def stages(
 ) -> list[Shape]:
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
-    ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies beside its gradients.
-    ``virtual`` is the number of stages of a rank in an interleaved schedule.
+    ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies
+    beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
     _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
     blocks = blocks_of(model) / degrees.pp
-    # Of stages of equal blocks the inner ones are alike; of many blocks each stage is run with two numbers of them.
+    # Of stages of equal blocks the inner ones are alike; of many blocks each stage is run with two
+    # numbers of them.
     equal = isinstance(model, (GptSettings, VitSettings)) and (
         degrees.pp > 3 or blocks > _BLOCKS[-1]
     )
@@ -147,7 +155,7 @@ def stages(
         }
     if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
         sizes = _with_fewer_experts(sizes, model)
-    found = []
+    shapes = []
     for stage in range(degrees.pp):
         like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
         rank = like * small.data * small.tp
@@ -175,7 +183,8 @@ def stages(
         experts = 0.0
         if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
             experts = expert_parameters(model) * blocks
-        # The halves of a backward pass are those of the run with as many experts and the fewest blocks.
+        # The halves of a backward pass are those of the run with as many experts and the fewest
+        # blocks.
         counts = [getattr(size, "experts", 1) for size in sizes]
         halves = [len(runs[counts.index(count)].backward) // 2 for count in counts]
         ranks = _Ranks(
@@ -189,12 +198,14 @@ def stages(
         rank = stage * degrees.data * degrees.tp
         shape = ranks.shape(settings, degrees, inputs, stage, rank, virtual)
         flop = shape.flop + inputs.micro_batch * again
-        found.append(msgspec.structs.replace(shape, flop=flop))
-    return found
+        shapes.append(msgspec.structs.replace(shape, flop=flop))
+    return shapes
 
 
 def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
-    """Return the weight of each number's value in the value of ``count``, on the line through them."""
+    """Return the weight of each number's value in the value of ``count``, on the line through
+    them.
+    """
     if len(numbers) == 1:
         return {numbers[0]: 1.0}
     few, many = numbers
@@ -205,7 +216,9 @@ def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
 def _with_fewer_experts(
     sizes: dict[ModelSettings | str, float], model: GptSettings
 ) -> dict[ModelSettings | str, float]:
-    """Return models of few experts, each of which takes as many tokens as before, with their weights."""
+    """Return models of few experts, each of which takes as many tokens as before, with their
+    weights.
+    """
     result: dict[ModelSettings | str, float] = {}
     for size, share in sizes.items():
         assert isinstance(size, GptSettings), "made of the model"
@@ -233,9 +246,9 @@ def _spared(
 ) -> int:
     """Return bytes of a sample's activations that our model keeps and Megatron's does not.
 
-    Its tensor parallel keeps its part of two tensors a block in place of the whole (arXiv 2205.05198, section 4.2.2).
-    Where whole copies of a stage are trained, its gate is one operator, which keeps its inputs alone, and products in 8
-    bits keep their inputs in 8 bits.
+    Its tensor parallel keeps its part of two tensors a block in place of the whole (arXiv
+    2205.05198, section 4.2.2). Where whole copies of a stage are trained, its gate is one operator,
+    which keeps its inputs alone, and products in 8 bits keep their inputs in 8 bits.
     """
     if not isinstance(model, GptSettings) or settings.recompute == "full":
         return 0
@@ -252,10 +265,11 @@ def _spared(
 def _second_products(
     model: ModelSettings | str, degrees: Degrees, blocks: float
 ) -> tuple[int, int]:
-    """Return bytes of a sample that selective recomputation does not keep beside ours, and the FLOP that it takes.
+    """Return bytes of a sample that selective recomputation does not keep beside ours, and the FLOP
+    that it takes.
 
-    Torchtitan computes every second product of a block again: keys, attention's output, and of a gated perceptron the
-    second matrix, else the last one. Ours keeps all.
+    Torchtitan computes every second product of a block again: keys, attention's output, and of a
+    gated perceptron the second matrix, else the last one. Ours keeps all.
     """
     if not isinstance(model, GptSettings):
         return 0, 0
@@ -278,24 +292,25 @@ def _check(
     if isinstance(model, str):
         if degrees.pp * degrees.tp > 1:
             raise ConfigError(
-                f"the mesh is {degrees}, and the planner divides neither layers nor stages of an own model; use "
-                "ddp, zero1, zero2, fsdp2 or hsdp"
+                f"the mesh is {degrees}, and the planner divides neither layers nor stages "
+                "of an own model; use ddp, zero1, zero2, fsdp2 or hsdp"
             )
         return
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
         raise ConfigError(
-            f"pipeline_schedule {settings.pipeline_schedule} is not planned, for its activations and bubble are not "
-            f"modelled: use one of {', '.join(_PLANNED_SCHEDULES)}"
+            f"pipeline_schedule {settings.pipeline_schedule} is not planned, for its "
+            f"activations and bubble are not modelled: use one of {', '.join(_PLANNED_SCHEDULES)}"
         )
     if virtual > 1 and settings.pipeline_schedule == "Interleaved1F1B":
         blocks = num_blocks(model)
         stages_each = virtual * degrees.pp
         if blocks % stages_each or inputs.micro_batches % degrees.pp:
             raise ConfigError(
-                f"{virtual} virtual stages of pp={degrees.pp} need a multiple of {stages_each} layers and of "
-                f"{degrees.pp} micro-batches, and there are {blocks} and {inputs.micro_batches}"
+                f"{virtual} virtual stages of pp={degrees.pp} need a multiple of "
+                f"{stages_each} layers and of {degrees.pp} micro-batches, and there are "
+                f"{blocks} and {inputs.micro_batches}"
             )
         settings = msgspec.structs.replace(settings, pipeline_schedule="1F1B")
     check_fits(settings, degrees=degrees, model=model, batch_size=batch, image=image)
@@ -317,7 +332,7 @@ def _run(
         pipeline_schedule="GPipe" if settings.pipeline_schedule == "GPipe" else "1F1B",
         micro_batches=degrees.pp if degrees.pp > 1 else None,
     )
-    few = msgspec.structs.replace(
+    small_inputs = msgspec.structs.replace(
         inputs,
         micro_batch=ROWS,
         micro_batches=min(passes, inputs.micro_batches),
@@ -327,12 +342,13 @@ def _run(
         stores_8_bits=False,
     )
     return run_rank(
-        model, settings=how, degrees=degrees, inputs=few, rank=rank, precision=precision
+        model, settings=how, degrees=degrees, inputs=small_inputs, rank=rank, precision=precision
     )
 
 
 class _Ranks:
-    """Ranks that are like that of ``runs``, which had the degrees ``small``: one run, or of 2 and 3 blocks.
+    """Ranks that are like that of ``runs``, which had the degrees ``small``: one run, or of 2 and 3
+    blocks.
 
     A figure is the sum of the runs' figures with these ``weights``. ``halves`` is the number of
     operators of each run that are the first part of its backward pass; the last part has one more.
@@ -370,13 +386,13 @@ class _Ranks:
         count = inputs.micro_batches
         rows = inputs.micro_batch
         is_offloaded = settings.offload and degrees.dp_shard > 1
-        own = self._at(lambda run: run.parameters)
+        parameters = self._extrapolate(lambda run: run.parameters)
         tied = inputs.tied_parameters / degrees.tp / self._small.dp_shard if degrees.pp == 1 else 0
-        untied = 1 - tied / own
-        own = round(own * untied)
-        divided = own * self._small.dp_shard // degrees.dp_shard
+        untied = 1 - tied / parameters
+        parameters = round(parameters * untied)
+        divided = parameters * self._small.dp_shard // degrees.dp_shard
         # Each expert-parallel rank shares its experts with fewer ranks than the rest of the model.
-        local = self._experts / degrees.tp / self._small.dp_shard / own
+        local = self._experts / degrees.tp / self._small.dp_shard / parameters
         wider = 1 + local * (inputs.expert_parallel - 1)
         moments = FP32 * MOMENTS[settings.optimiser] * divided
         if inputs.low:  # an fp32 copy of the weights, to update them
@@ -386,11 +402,13 @@ class _Ranks:
             moments //= degrees.data
         if settings.shards_optimiser or copied or degrees.dp_shard > 1:
             moments = round(moments * wider)
-        kept = self._at(lambda run: run.kept[0] + rows * run.kept[1]) - rows * self._spared
+        kept_bytes = (
+            self._extrapolate(lambda run: run.kept[0] + rows * run.kept[1]) - rows * self._spared
+        )
         flying: float = in_flight(schedule, degrees.pp, stage, count)
         if schedule == "Interleaved1F1B" and degrees.pp > 1:
             flying = chunks_in_flight(degrees.pp, stage, count, virtual) / virtual
-        beyond = round(kept * (flying - 1))
+        beyond = round(kept_bytes * (flying - 1))
         memory = {
             **self._peak(rows, degrees, has_own_gradients=not copied),
             "moments": moments,
@@ -412,18 +430,18 @@ class _Ranks:
             degrees.pp > 1
         ):  # a stage has the whole batch's inputs, also where it reads the targets alone
             memory["inputs of other micro-batches"] = (
-                rows * (count - 1) * self._at(lambda run: run.input_bytes)
+                rows * (count - 1) * self._extrapolate(lambda run: run.input_bytes)
             )
         order = schedule_order(schedule, degrees.pp, stage, count) if degrees.pp > 1 else None
         sent = [self._sent(way, order, degrees, inputs) for way in range(3)]
         if degrees.data > 1 and not degrees.composed:
-            sent[2] = self._copied(settings, degrees, own)
+            sent[2] = self._copied(settings, degrees, parameters)
         elif degrees.dp_shard > 1 and degrees.dp_replicate > self._small.dp_replicate == 1:
             times = sum(
-                one.count for way in sent for one in way if (one.kind, one.axis) == _REDUCED
+                item.count for way in sent for item in way if (item.kind, item.axis) == _REDUCED
             )
-            whole = FP32 * own * self._small.dp_shard // degrees.dp_shard
-            sent[2].append(_replicated("all_reduce", degrees, times, whole))
+            weight_bytes = FP32 * parameters * self._small.dp_shard // degrees.dp_shard
+            sent[2].append(_replicated("all_reduce", degrees, times, weight_bytes))
         if inputs.low and inputs.gradient_bytes != FP32:
             sent = [_in_16_bits(way) for way in sent]
         return Shape(
@@ -432,19 +450,19 @@ class _Ranks:
             parameters=divided,
             memory=memory,
             peak_bytes=sum(memory.values()),
-            kept_bytes=kept,
+            kept_bytes=kept_bytes,
             in_flight=flying,
-            flop=rows * self._at(lambda run: run.flop[0]),
-            attention=rows * self._at(lambda run: run.flop[1]),
-            convolution=rows * self._at(lambda run: run.flop[2]),
-            operators=self._at(lambda run: run.operators),
-            hidden_bytes=rows * self._at(lambda run: run.hidden_bytes),
+            flop=rows * self._extrapolate(lambda run: run.flop[0]),
+            attention=rows * self._extrapolate(lambda run: run.flop[1]),
+            convolution=rows * self._extrapolate(lambda run: run.flop[2]),
+            operators=self._extrapolate(lambda run: run.operators),
+            hidden_bytes=rows * self._extrapolate(lambda run: run.hidden_bytes),
             micro_batches=count,
-            collectives=summed([one for way in sent for one in way]),
+            collectives=summed([item for way in sent for item in way]),
             forward=sent[0],
         )
 
-    def _at(self, value: Value) -> int:
+    def _extrapolate(self, value: Value) -> int:
         """Extrapolate a figure that is linear in blocks and experts."""
         return self._line([value(run) for run in self._runs])
 
@@ -454,9 +472,11 @@ class _Ranks:
     def _peak(
         self, rows: int, degrees: Degrees, *, has_own_gradients: bool = True
     ) -> dict[str, int]:
-        """Return bytes by kind at the peak of a pass, without ``has_own_gradients`` but for gradients.
+        """Return bytes by kind at the peak of a pass, without ``has_own_gradients`` but for
+        gradients.
 
-        Then what does not grow with the samples of the kinds that are temporary or buckets is of gradients, too.
+        Then what does not grow with the samples of the kinds that are temporary or buckets is of
+        gradients, too.
         """
         phases: list[dict[str, int]] = []
         for phase in range(3):
@@ -483,49 +503,59 @@ class _Ranks:
     def _sent(
         self, way: int, order: Sequence[str] | None, degrees: Degrees, inputs: Inputs
     ) -> list[Collective]:
-        """Return the collectives of all forward passes, all backward passes, or the end of a step."""
+        """Return the collectives of all forward passes, all backward passes, or the end of a
+        step.
+        """
         every = gathering = (
             1 if way == 2 else inputs.micro_batches
         )  # without stages each pass gathers
         if order is not None and way < 2:
             every, gathering = passes_of(order, "FB"[way])
-        found = []
-        for one in self._runs[0].sent[way]:
-            of_data = one.axis.startswith("dp_")
-            each = (
+        collectives = []
+        for item in self._runs[0].sent[way]:
+            of_data = item.axis.startswith("dp_")
+            reductions = (
                 1 if order is not None else every
             )  # without stages a pass reduces only where each one does
-            times = (gathering if is_gather_of_weights(one) else each) if of_data else every
-            like = (one.kind, one.axis)
+            times = (gathering if is_gather_of_weights(item) else reductions) if of_data else every
+            like = (item.kind, item.axis)
             alike = [
-                next(each for each in run.sent[way] if (each.kind, each.axis) == like)
+                next(
+                    reductions
+                    for reductions in run.sent[way]
+                    if (reductions.kind, reductions.axis) == like
+                )
                 for run in self._runs
             ]
-            sizes = [each.bytes for each in alike]
+            sizes = [reductions.bytes for reductions in alike]
             if not of_data:
                 sizes = [size % ROWS + size // ROWS * inputs.micro_batch for size in sizes]
             ranks = {"dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate}.get(
-                one.axis, one.ranks
+                item.axis, item.ranks
             )
-            count = times * self._line([each.count for each in alike])
-            found.append(
+            count = times * self._line([reductions.count for reductions in alike])
+            collectives.append(
                 Collective(
-                    kind=one.kind,
-                    axis=one.axis,
+                    kind=item.kind,
+                    axis=item.axis,
                     ranks=ranks,
                     count=count,
                     bytes=times * self._line(sizes),
                 )
             )
-        return found
+        return collectives
 
-    def _copied(self, settings: ParallelSettings, degrees: Degrees, own: int) -> list[Collective]:
-        """Return the collectives of copies: gradients, and a sharded optimiser's changes, tensor by tensor."""
-        found = [_replicated("all_reduce", degrees, 1, FP32 * own)]
+    def _copied(
+        self, settings: ParallelSettings, degrees: Degrees, parameters: int
+    ) -> list[Collective]:
+        """Return the collectives of copies: gradients, and a sharded optimiser's changes, tensor
+        by tensor.
+        """
+        collectives = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
         if settings.shards_optimiser:
-            tensors = self._at(lambda run: run.tensors)
-            found.append(_replicated("broadcast", degrees, tensors, FP32 * own))
-        return found
+            tensors = self._extrapolate(lambda run: run.tensors)
+            collectives.append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
+        return collectives
 
 
 def _without_gradients(noted: NDArray[np.float64], kinds: Sequence[str]) -> NDArray[np.float64]:
@@ -540,7 +570,9 @@ def _without_gradients(noted: NDArray[np.float64], kinds: Sequence[str]) -> NDAr
 
 
 def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives of which those that reduce over data-parallel ranks send half of the bytes."""
+    """Return collectives of which those that reduce over data-parallel ranks send half of the
+    bytes.
+    """
     return [
         msgspec.structs.replace(one, bytes=one.bytes // 2)
         if one.axis.startswith("dp_") and "reduce" in one.kind

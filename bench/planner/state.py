@@ -1,4 +1,6 @@
-"""Weights, gradients and optimiser state of a strategy: their bytes on a rank, and whether they fit in its memory."""
+"""Weights, gradients and optimiser state of a strategy: their bytes on a rank, and whether they
+fit in its memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MOMENTS = {"adamw": 2, "sgd": 1}
 
 
 class Counted(NamedTuple):
-    """Numbers of a model: its parameters, those that are trained, those of its largest block, and its blocks."""
+    """Numbers of a model: its parameters, those that are trained, those of its largest block,
+    and its blocks.
+    """
 
     whole: int
     trained: int
@@ -37,11 +41,13 @@ class Counted(NamedTuple):
 def num_parameters(model: ModelSettings | str) -> Counted:
     """Count the parameters of a model on the meta device; a text is ``MODULE:FUNCTION``."""
     with torch.device("meta"):
-        made: Any = make_own(model) if isinstance(model, str) else build_model(model)
-    units = units_of(made, ())
-    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in (made, *units))
-    trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
-    return Counted(whole, trained, max(blocks, default=0), len(units))
+        module: Any = make_own(model) if isinstance(model, str) else build_model(model)
+    units = units_of(module, ())
+    total, *blocks = (
+        sum(parameter.numel() for parameter in part.parameters()) for part in (module, *units)
+    )
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return Counted(total, trained, max(blocks, default=0), len(units))
 
 
 def make_own(name: str) -> Any:
@@ -58,14 +64,16 @@ def make_own(name: str) -> Any:
         raise stage_error(f"model '{name}' cannot be made", error) from error
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(
-            f"model '{name}' returned {type(made).__name__}, and a torch.nn.Module is needed; name a function without "
-            "arguments that makes one"
+            f"model '{name}' returned {type(made).__name__}, and a torch.nn.Module is "
+            "needed; name a function without arguments that makes one"
         )
     return made
 
 
 def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
-    """Return the stage of ZeRO that a strategy is, 0 for none, and the number of ranks that share."""
+    """Return the stage of ZeRO that a strategy is, 0 for none, and the number of ranks that
+    share.
+    """
     if settings.shards_optimiser:
         return 1, degrees.data
     if degrees.dp_shard == 1:
@@ -93,11 +101,13 @@ def state_of(
 ) -> State:
     """Return weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
-    Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``: weights in 16 bits, and
-    gradients of ``gradient_bytes``; ``tied_parameters`` are those that two layers share.
+    Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``:
+    weights in 16 bits, and gradients of ``gradient_bytes``; ``tied_parameters`` are those that two
+    layers share.
     """
     stage, ranks = zero_stage(settings, degrees)
-    # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the optimiser updates.
+    # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the
+    # optimiser updates.
     weights = DTYPES[precision].itemsize + FP32 / ranks if stage == 2 else FP32
     moments = FP32 * MOMENTS[settings.optimiser]
     if low:  # 16-bit weights, of which the optimiser has a copy in fp32
@@ -133,7 +143,8 @@ def state_bytes(
 def least_bytes(
     model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
 ) -> int:
-    """Return the least bytes that a rank has at once, with shards also the largest block in full with its gradient.
+    """Return the least bytes that a rank has at once, with shards also the largest block in full
+    with its gradient.
 
     Activations come on top.
     """
@@ -154,13 +165,14 @@ def check_memory(
 ) -> None:
     """Check that the state of a model fits in the ``available`` bytes of a rank.
 
-    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
-    which an offload moves nothing. Raises ConfigError, which says what would fit.
+    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else
+    it is the host's, to which an offload moves nothing. Raises ConfigError, which says what would
+    fit.
     """
     model: ModelSettings | str = MODELS.get(name, name)
     settings = settings if alone else msgspec.structs.replace(settings, offload=False)
-    needed = least_bytes(model, settings, degrees, precision)
-    if needed <= available:
+    least = least_bytes(model, settings, degrees, precision)
+    if least <= available:
         return
 
     def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
@@ -171,13 +183,14 @@ def check_memory(
     more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
     would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
     would += [
-        f"model {other}"
-        for other, size in MODELS.items()
+        f"model {model_name}"
+        for model_name, size in MODELS.items()
         if type(size) is type(model) and fits(size)
     ][-1:]
     raise ConfigError(
-        f"model '{name}' needs at least {needed / GIB:.1f} GiB on each rank for weights, gradients and "
-        f"{settings.optimiser}, and {available / GIB:.1f} GiB are available ({degrees}); "
+        f"model '{name}' needs at least {least / GIB:.1f} GiB on each rank for weights, "
+        f"gradients and {settings.optimiser}, and {available / GIB:.1f} GiB are available "
+        f"({degrees}); "
         + (
             f"it would fit with {' or '.join(would)}"
             if would

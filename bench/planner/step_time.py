@@ -1,15 +1,17 @@
 """Step time from counted work, a cluster and four efficiencies.
 
-A micro-batch computes matrix products, attention and convolutions, each at a share of the device's peak, moves its
-activations through the device's memory a number of times, and waits for the messages of its layers, each of which takes
-the link's latency and its bytes; these times add up. No pass takes less than the host needs to launch its operators. A
-pipeline lasts for m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind the computing of
-their own pass, as far as that does not wait for them; the rest is exposed. The optimiser moves its state through memory
-once.
+A micro-batch computes matrix products, attention and convolutions, each at a share of the device's
+peak, moves its activations through the device's memory a number of times, and waits for the
+messages of its layers, each of which takes the link's latency and its bytes; these times add up. No
+pass takes less than the host needs to launch its operators. A pipeline lasts for m + (p - 1) / v
+micro-batches. Collectives of gradients and weights hide behind the computing of their own pass, as
+far as that does not wait for them; the rest is exposed. The optimiser moves its state through
+memory once.
 
-The efficiencies belong to a generation of devices, and in 8 bits to a software: they are fits to published steps, and
-`fit` moves them to steps that a user measured. How far a step may be from its prediction belongs to a family of models
-on a generation: it is known where steps of that family were published by more than one source.
+The efficiencies belong to a generation of devices, and in 8 bits to a software: they are fits to
+published steps, and `fit` moves them to steps that a user measured. How far a step may be from its
+prediction belongs to a family of models on a generation: it is known where steps of that family
+were published by more than one source.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ Software = Literal["torch", "nvidia"]
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the peak in matrix products, attention and convolutions; ``passes``: how often an activation moves.
+    """Shares of the peak in matrix products, attention and convolutions; ``passes``: how often an
+    activation moves.
 
     ``unfused`` is the share in attention whose scores pass through memory, as before FlashAttention
     (arXiv 2205.14135). ``launch_us`` are the microseconds in which the host launches an operator.
-    ``spread`` is the standard deviation of log(predicted / measured) of steps that others published, of which none of
-    the same publication was fitted.
+    ``spread`` is the standard deviation of log(predicted / measured) of steps that others
+    published, of which none of the same publication was fitted.
     """
 
     products: float = 0.65
@@ -71,14 +74,14 @@ EFFICIENCIES: dict[str, Efficiency] = {
     NVIDIA_8_BITS: Efficiency(
         products=0.722, attention=0.979, convolution=0.3, passes=16.3, unfused=0.15, spread=0.12
     ),
-    # No share of a tensor core's peak: fp32 arithmetic reaches far more of its own. Its convolutions are a fit to
-    # ResNet-50 on V100; no step of anything else was published.
+    # No share of a tensor core's peak: fp32 arithmetic reaches far more of its own. Its
+    # convolutions are a fit to ResNet-50 on V100; no step of anything else was published.
     WITHOUT_TENSOR_CORES: Efficiency(
         products=0.7, attention=0.4, convolution=0.637, passes=3.3, unfused=0.2, spread=0.3
     ),
 }
-# Spreads by row and family of models, where two sources or more published steps: they are of a source that was left
-# out. A plan of anything else has no range: it is a bound.
+# Spreads by row and family of models, where two sources or more published steps: they are of a
+# source that was left out. A plan of anything else has no range: it is a bound.
 SPREADS: dict[tuple[str, str], float] = {
     **{
         (row, DECODER): EFFICIENCIES[row].spread
@@ -86,7 +89,8 @@ SPREADS: dict[tuple[str, str], float] = {
     },
     ("A100", CONVOLUTION): 0.25,  # of two sources, each fitted without the other
 }
-# What the best tuned software reaches, at the least: ResNet-50 of a benchmark trains twice as fast as those above.
+# What the best tuned software reaches, at the least: ResNet-50 of a benchmark trains twice as fast
+# as those above.
 _BEST = Efficiency(products=0.8, attention=0.8, convolution=0.5, passes=3.0, unfused=0.3)
 
 
@@ -108,7 +112,8 @@ def row_of(device: str, kind: ComputeType, software: Software | None = None) -> 
 def efficiency_of(
     device: str, kind: ComputeType, software: Software | None = None, family: str = DECODER
 ) -> Efficiency:
-    """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with a wide spread.
+    """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with
+    a wide spread.
 
     The spread is that of the family, where it is known.
     """
@@ -130,14 +135,18 @@ _DEVIATIONS = 1.28  # of a normal distribution: 4 of 5 are nearer to its mean, 9
 
 
 def spread_factor(deviation: float) -> float:
-    """Return the factor within which 4 of 5 steps are of their prediction, and 9 of 10 are not faster."""
+    """Return the factor within which 4 of 5 steps are of their prediction, and 9 of 10 are not
+    faster.
+    """
     return math.exp(_DEVIATIONS * deviation)
 
 
 def best_of(used: Efficiency) -> Efficiency:
-    """Return efficiencies that no software is known to exceed, for the least time of a model of another kind.
+    """Return efficiencies that no software is known to exceed, for the least time of a model of
+    another kind.
 
-    They are those that 9 of 10 published steps do not exceed, or the best known ones where these are better.
+    They are those that 9 of 10 published steps do not exceed, or the best known ones where these
+    are better.
     """
     factor = spread_factor(used.spread)
     names = ("products", "attention", "convolution", "unfused")
@@ -148,10 +157,12 @@ def best_of(used: Efficiency) -> Efficiency:
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Collectives of gradients or weights, ``times`` a step: the bytes that are sent each time, in ``count`` of them.
+    """Collectives of gradients or weights, ``times`` a step: the bytes that are sent each time, in
+    ``count`` of them.
 
-    The group lies in ``reach`` successive ranks, every ``stride``-th of them. It hides behind a share of the computing
-    of a micro-batch, ``hidden``, but for the share ``last`` of itself: no computing is left that does not need it.
+    The group lies in ``reach`` successive ranks, every ``stride``-th of them. It hides behind a
+    share of the computing of a micro-batch, ``hidden``, but for the share ``last`` of itself: no
+    computing is left that does not need it.
     """
 
     bytes: float
@@ -164,12 +175,14 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
+    """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those
+    that it sends.
 
-    ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of successive ranks
-    in which their group lies. ``flop`` has those of attention and convolutions in it. ``device_s``: measured seconds of
-    all computing of a micro-batch, instead of what FLOP and bytes would take. ``operators``: number of them that the
-    host launches. ``is_fused``: attention is one kernel.
+    ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of
+    successive ranks in which their group lies. ``flop`` has those of attention and convolutions in
+    it. ``device_s``: measured seconds of all computing of a micro-batch, instead of what FLOP and
+    bytes would take. ``operators``: number of them that the host launches. ``is_fused``: attention
+    is one kernel.
     """
 
     flop: float
@@ -192,7 +205,10 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a step in seconds; ``total`` is their sum. ``launch``: for which the device waits for the host."""
+    """Parts of a step in seconds; ``total`` is their sum.
+
+    ``launch``: for which the device waits for the host.
+    """
 
     compute: float
     memory: float
@@ -218,15 +234,15 @@ def step_time(
     memory_rate = cluster.device.memory_gb_per_s.value * 1e9
     count = work.micro_batches
     products = work.flop - work.attention_flop - work.convolution_flop
-    each = products / efficiency.products + work.convolution_flop / efficiency.convolution
-    each /= cluster.peak_flops(kind)
+    pass_s = products / efficiency.products + work.convolution_flop / efficiency.convolution
+    pass_s /= cluster.peak_flops(kind)
     if work.attention_flop:
-        each += (
+        pass_s += (
             work.attention_flop
             / (efficiency.attention if work.is_fused else efficiency.unfused)
             / cluster.peak_flops("bf16" if kind == "fp8" else kind)
         )
-    compute = count * (each if work.device_s is None else work.device_s)
+    compute = count * (pass_s if work.device_s is None else work.device_s)
     memory = launch = 0.0
     if work.device_s is None:
         memory = count * efficiency.passes * work.activation_bytes / memory_rate
@@ -237,11 +253,11 @@ def step_time(
     reach = work.pipeline_reach
     pipeline = count * seconds(work.pipeline_bytes, work.pipeline_count, reach, reach)
     data = exposed = 0.0
-    for one in work.traffic:
-        taken = seconds(one.bytes, one.count, one.reach, one.stride)
-        behind = one.hidden * (compute + memory + launch) / count
-        data += one.times * taken
-        exposed += one.times * max(taken * one.last, taken - behind * (1 - one.last))
+    for flow in work.traffic:
+        flow_s = seconds(flow.bytes, flow.count, flow.reach, flow.stride)
+        behind = flow.hidden * (compute + memory + launch) / count
+        data += flow.times * flow_s
+        exposed += flow.times * max(flow_s * flow.last, flow_s - behind * (1 - flow.last))
     return StepTime(
         compute=compute,
         memory=memory,
@@ -279,7 +295,9 @@ _NOISE = 0.05  # of a step that was measured well, against a model that describe
 
 
 class Fitted(NamedTuple):
-    """Efficiencies; which of them the steps determined; errors of the steps, and covariance of the logarithms."""
+    """Efficiencies; which of them the steps determined; errors of the steps, and covariance of
+    the logarithms.
+    """
 
     efficiency: Efficiency
     determined: list[str]
@@ -287,7 +305,9 @@ class Fitted(NamedTuple):
     covariance: NDArray[np.float64]
 
     def deviation(self, slopes: NDArray[np.float64]) -> float:
-        """Return the standard deviation of a step's logarithm that changes so with those of the numbers."""
+        """Return the standard deviation of a step's logarithm that changes so with those of the
+        numbers.
+        """
         return math.hypot(self.efficiency.spread, math.sqrt(slopes @ self.covariance @ slopes))
 
 
@@ -298,44 +318,48 @@ def slopes(
     work: StepWork,
     cluster: ClusterSettings,
     kind: ComputeType,
-    at: Efficiency,
+    efficiency: Efficiency,
     names: Sequence[str] = NUMBERS,
 ) -> NDArray[np.float64]:
     """Return the change of a step's logarithm with that of each of the numbers."""
-    found = []
+    changes = []
     for name in names:
-        few, many = (_moved(at, {name: sign * 0.01}) for sign in (-1, 1))
+        lower, higher = (_moved(efficiency, {name: sign * 0.01}) for sign in (-1, 1))
         ratio = (
-            step_time(work, cluster, kind, many).total / step_time(work, cluster, kind, few).total
+            step_time(work, cluster, kind, higher).total
+            / step_time(work, cluster, kind, lower).total
         )
-        found.append(math.log(ratio) / 0.02)
-    return np.array(found)
+        changes.append(math.log(ratio) / 0.02)
+    return np.array(changes)
 
 
 def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS) -> Fitted:
-    """Fit these numbers to measured steps, in seconds: as near to them and as near to ``start`` as their spreads say.
+    """Fit these numbers to measured steps, in seconds: as near to them and as near to ``start`` as
+    their spreads say.
 
-    So a number that the steps do not determine stays what it was (maximum a posteriori of logarithms, by Gauss and
-    Newton). Needs a case.
+    So a number that the steps do not determine stays what it was (maximum a posteriori of
+    logarithms, by Gauss and Newton). Needs a case.
     """
     moved = np.zeros(len(names))
-    at = start
+    efficiency = start
     prior = np.array([_PRIOR[name] for name in names])
     weights = np.diag(prior**-2)
     for _ in range(30):
-        errors = np.array([math.log(step_time(*case[:3], at).total / case[3]) for case in cases])
-        table = np.array([slopes(*case[:3], at, names) for case in cases])
+        errors = np.array(
+            [math.log(step_time(*case[:3], efficiency).total / case[3]) for case in cases]
+        )
+        table = np.array([slopes(*case[:3], efficiency, names) for case in cases])
         normal = table.T @ table / _NOISE**2 + weights
         step = np.linalg.solve(normal, table.T @ errors / _NOISE**2 + weights @ moved)
         moved = moved - np.clip(step, -0.5, 0.5)
-        at = _moved(start, dict(zip(names, moved, strict=True)))
+        efficiency = _moved(start, dict(zip(names, moved, strict=True)))
     covariance = np.linalg.inv(normal)
-    known = np.sqrt(np.diag(covariance)) < prior / 2
+    is_known = np.sqrt(np.diag(covariance)) < prior / 2
     # The cases' own spread, with two more of the spread before.
     spread = math.sqrt((float(errors @ errors) + 2 * start.spread**2) / (len(cases) + 2))
-    at = msgspec.structs.replace(at, spread=spread)
-    determined = [name for name, yes in zip(names, known, strict=True) if yes]
-    return Fitted(at, determined, [math.exp(one) - 1 for one in errors], covariance)
+    efficiency = msgspec.structs.replace(efficiency, spread=spread)
+    determined = [name for name, yes in zip(names, is_known, strict=True) if yes]
+    return Fitted(efficiency, determined, [math.exp(error) - 1 for error in errors], covariance)
 
 
 def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:

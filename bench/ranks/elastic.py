@@ -1,7 +1,9 @@
-"""The launcher's own process: ranks on this host under torch elastic, as ``torchrun --standalone`` starts them.
+"""The launcher's own process: ranks on this host under torch elastic, as ``torchrun --standalone``
+starts them.
 
-It differs from torchrun in two things: it writes down which rank ended how (torchrun only prints that), and nothing
-outlives it: it ends when the process that started it is gone, and its ranks end when it is.
+It differs from torchrun in two things: it writes down which rank ended how (torchrun only prints
+that), and nothing outlives it: it ends when the process that started it is gone, and its ranks end
+when it is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _MONITOR_INTERVAL_S = 0.1
 
 
 def end_with(parent: int, signum: signal.Signals) -> None:
-    """Have this process signalled when ``parent``, the process that started it, ends. On Linux; elsewhere nothing."""
+    """Have this process signalled when ``parent``, the process that started it, ends.
+
+    On Linux; elsewhere nothing.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
@@ -33,7 +38,8 @@ def end_with(parent: int, signum: signal.Signals) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``PARENT NUM_RANKS EXITS MODULE [ARGUMENT ...]``: the module once a rank; it gets our process id last.
+    """Run ``PARENT NUM_RANKS EXITS MODULE [ARGUMENT ...]``: the module once a rank; it gets our
+    process id last.
 
     EXITS is the file that names, as JSON, the ranks that failed.
     """

@@ -21,14 +21,19 @@ _GRACE_S = 40
 
 
 class RankExit(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that failed. ``exit_code`` is minus the signal's number when a signal ended it, as in `subprocess`."""
+    """A rank that failed.
+
+    ``exit_code`` is minus the signal's number when a signal ended it, as in `subprocess`.
+    """
 
     rank: int
     exit_code: int
 
 
 class Outcome(NamedTuple):
-    """Result of the launch: the launcher's exit code, whether it was interrupted, and the ranks that failed."""
+    """Result of the launch: the launcher's exit code, whether it was interrupted, and the ranks
+    that failed.
+    """
 
     exit_code: int
     interrupted: bool
@@ -38,11 +43,12 @@ class Outcome(NamedTuple):
 def run_ranks(
     program: Sequence[str], num_ranks: int, log: Path, on_wait: Callable[[], None]
 ) -> Outcome:
-    """Run ``python -m PROGRAM PID`` as ``num_ranks`` ranks of one world; their output goes to ``log``.
+    """Run ``python -m PROGRAM PID`` as ``num_ranks`` ranks of one world; their output goes to
+    ``log``.
 
-    PID is the process that the ranks must not outlive. ``on_wait`` is called several times a second. SIGINT and
-    SIGTERM stop the ranks and are reported, not raised: what was measured until then is worth a report. To be called
-    on the main thread, which alone gets signals.
+    PID is the process that the ranks must not outlive. ``on_wait`` is called several times a
+    second. SIGINT and SIGTERM stop the ranks and are reported, not raised: what was measured until
+    then is worth a report. To be called on the main thread, which alone gets signals.
     """
     exits = log.with_name("exits.json")
     command = [
@@ -51,7 +57,8 @@ def run_ranks(
         *program,
     ]
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C in a terminal must reach this process alone, which then ends the ranks in order.
+        # A session of its own: Ctrl-C in a terminal must reach this process alone, which then ends
+        # the ranks in order.
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -77,7 +84,9 @@ def run_ranks(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its ranks; a second Ctrl-C kills it, and the kernel its ranks."""
+    """End the launcher, which ends its ranks; a second Ctrl-C kills it, and the kernel its
+    ranks.
+    """
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -91,6 +100,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _environment() -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1"}
     if sys.platform.startswith("linux"):
-        # All ranks are on this host: gloo need not find out which of its interfaces reaches the others.
+        # All ranks are on this host: gloo need not find out which of its interfaces reaches the
+        # others.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     return {**defaults, **package_environment()}

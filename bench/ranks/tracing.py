@@ -1,7 +1,8 @@
-"""A rank's timeline: the loader's stages, the trainer's phases and what torch's profiler saw, on one clock.
+"""A rank's timeline: the loader's stages, the trainer's phases and what torch's profiler saw, on
+one clock.
 
-On a GPU the trainer's phases are NVTX ranges too, for Nsight Systems. Phases are the host's: on a GPU they show when
-work was queued, and the profiler's kernels show when it ran.
+On a GPU the trainer's phases are NVTX ranges too, for Nsight Systems. Phases are the host's: on a
+GPU they show when work was queued, and the profiler's kernels show when it ran.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class RankTrace:
 
 
 class TracedAccelerator:
-    """An accelerator whose phases are taken down on the host's clock, and marked for Nsight Systems on a GPU."""
+    """An accelerator whose phases are taken down on the host's clock, and marked for Nsight
+    Systems on a GPU.
+    """
 
     def __init__(self, inner: Accelerator, trace: RankTrace) -> None:
         self._inner = inner
@@ -112,13 +115,17 @@ class TracedAccelerator:
         self._inner.all_reduce_started()
 
     def all_reduce_finished(self) -> None:
-        """Pass it on to the inner accelerator; buckets are reduced in the order of their launches."""
+        """Pass it on to the inner accelerator; buckets are reduced in the order of their
+        launches.
+        """
         self._inner.all_reduce_finished()
         self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
 
 
 def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """Return the profiler's events with times in microseconds since the Unix epoch, as ours have."""
+    """Return the profiler's events with times in microseconds since the Unix epoch, as ours
+    have.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         profiler.export_chrome_trace(str(path))

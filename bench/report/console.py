@@ -53,9 +53,9 @@ def print_report(report: object, console: Console) -> None:
     for part in document.parts:
         if not isinstance(part, Section):
             _print(part, console)
-        elif shown := [block for block in part.blocks if _is_shown(block)]:
+        elif blocks := [block for block in part.blocks if _is_shown(block)]:
             console.print(f"\n{plain(part.title)}", style="bold")
-            for block in shown:
+            for block in blocks:
                 _print(block, console)
 
 

@@ -31,9 +31,10 @@ _MAX_REPORT_BYTES = 256 << 20
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
-    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says why it is
-    partial, and ``interrupted`` whether Ctrl+C or SIGTERM ended it; ``disturbed`` by how much other processes used the
-    host meanwhile (None: too little to matter, or unknown), ``warnings`` why its figures may be wrong.
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says
+    why it is partial, and ``interrupted`` whether Ctrl+C or SIGTERM ended it; ``disturbed`` by how
+    much other processes used the host meanwhile (None: too little to matter, or unknown),
+    ``warnings`` why its figures may be wrong.
     """
 
     schema: str
@@ -49,7 +50,9 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exit_code(report: ReportHeader) -> int:
-    """Return the exit code of a command with a report; print to standard error why a partial one is partial."""
+    """Return the exit code of a command with a report; print to standard error why a partial one
+    is partial.
+    """
     if report.cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
     return 130 if report.interrupted else 0 if report.cut_off is None else 1
@@ -61,10 +64,12 @@ def created_now() -> str:
 
 
 def prepare_folder(out: Path, *, html: bool, modules: Sequence[str] = ()) -> None:
-    """Make the folder of a report and take an earlier one out of it. ``modules``: those of the extra `bench`.
+    """Make the folder of a report and take an earlier one out of it.
 
-    Raises ConfigError where that cannot be done, where a page is wanted that cannot be drawn, and where a module is not
-    installed: before a measurement that would be lost.
+    ``modules``: those of the extra `bench`.
+
+    Raises ConfigError where that cannot be done, where a page is wanted that cannot be drawn, and
+    where a module is not installed: before a measurement that would be lost.
     """
     for name in modules:
         with needs("this command", "fuelrail[bench]"):
@@ -96,12 +101,14 @@ def publish(path: Path, data: bytes) -> None:
 
 
 def merge_traces(folder: Path, out: Path) -> int:
-    """Make one file of the ranks' traces in a folder, for https://ui.perfetto.dev; returns how many there are."""
+    """Make one file of the ranks' traces in a folder, for https://ui.perfetto.dev; returns how
+    many there are.
+    """
     parts = sorted(folder.glob("trace-*.json"))
     events = [event for part in parts for event in msgspec.json.decode(part.read_bytes())]
     # Viewers take events with a time, and descriptions of tracks.
-    shown = [event for event in events if "ts" in event or event.get("ph") == "M"]
-    publish(out, msgspec.json.encode({"traceEvents": shown, "displayTimeUnit": "ms"}))
+    tracked = [event for event in events if "ts" in event or event.get("ph") == "M"]
+    publish(out, msgspec.json.encode({"traceEvents": tracked, "displayTimeUnit": "ms"}))
     return len(parts)
 
 
@@ -134,12 +141,15 @@ def read_report(path: Path) -> Any:
 
 
 def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
-    """Read a report of one kind, checked against its schema; raises ConfigError for other files and other versions."""
+    """Read a report of one kind, checked against its schema; raises ConfigError for other files
+    and other versions.
+    """
     raw = read_report(path)
-    found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
-    if found != (schema, version):
+    form = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
+    if form != (schema, version):
         raise ConfigError(
-            f"report '{path}' has schema {found[0]!r} version {found[1]!r}; known: {schema!r} version {version}"
+            f"report '{path}' has schema {form[0]!r} version {form[1]!r}; known: {schema!r} "
+            f"version {version}"
         )
     return convert(raw, kind, str(path))
 

@@ -1,4 +1,6 @@
-"""Shared parts of the harness's commands: the dataset argument, the flags of the output, a folder for the files."""
+"""Shared parts of the harness's commands: the dataset argument, the flags of the output, a
+folder for the files.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def output_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Yield the folder ``out``, which need not exist; None: a temporary folder, deleted at the end."""
+    """Yield the folder ``out``, which need not exist; None: a temporary folder, deleted at the
+    end.
+    """
     if out is not None:
         yield Path(out)
         return

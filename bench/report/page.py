@@ -1,8 +1,9 @@
-"""Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
+"""Reports as documents: one list of blocks, of which one template makes the page and another one
+the Markdown.
 
-Texts are plain and show as they are, for any content. Strong words and links are spans (:class:`Span`,
-:func:`marked`), so that no name out of a dataset becomes markup. A page is one file that loads nothing else, for a
-browser and for paper. Markdown has no figures.
+Texts are plain and show as they are, for any content. Strong words and links are spans
+(:class:`Span`, :func:`marked`), so that no name out of a dataset becomes markup. A page is one file
+that loads nothing else, for a browser and for paper. Markdown has no figures.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _FOLDER = Path(__file__).parent
 _STRONG = re.compile(r"\*\*(.+?)\*\*")
 # A command in a sentence, which shows as code; all other backticks are characters.
 _COMMAND = re.compile(r"`((?:fuelrail|pip|cat|torchrun) [^`|]+)`")
-# What is markup in Markdown (CommonMark, and tables): brackets are where a target follows, `_` is but within a word.
+# What is markup in Markdown (CommonMark, and tables): brackets are where a target follows, `_` is
+# but within a word.
 _MARKDOWN = re.compile(
     r"[\\`|~]|\*(?=\S)|(?<=\S)\*|\](?=[(\[:])|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
 )
@@ -62,7 +64,10 @@ Words = str | tuple[Span, ...]
 
 
 def marked(template: str, **values: object) -> tuple[Span, ...]:
-    """Return a text whose ``**words**`` are strong. ``{name}`` takes a value, whose own marks stay characters."""
+    """Return a text whose ``**words**`` are strong.
+
+    ``{name}`` takes a value, whose own marks stay characters.
+    """
     parts = enumerate(_STRONG.split(template))
     return tuple(
         Span(part.format_map(values), strong=bool(number % 2)) for number, part in parts if part
@@ -71,7 +76,9 @@ def marked(template: str, **values: object) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class Hero:
-    """The one figure that matters, what it is, and what it means; ``bar``: shares of a whole (label, colour, share)."""
+    """The one figure that matters, what it is, and what it means; ``bar``: shares of a whole
+    (label, colour, share).
+    """
 
     figure: str
     meaning: str
@@ -88,7 +95,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot as SVG, its caption, and a legend of labels with colours above it; empty where it was not drawn."""
+    """A plot as SVG, its caption, and a legend of labels with colours above it; empty where it
+    was not drawn.
+    """
 
     svg: str
     caption: Words
@@ -144,7 +153,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report. ``facts``: everything that its figures depend on, by name. ``doubts``: the headline's."""
+    """A whole report. ``facts``: everything that its figures depend on, by name. ``doubts``: the
+    headline's.
+    """
 
     brand: str
     title: str
@@ -159,11 +170,13 @@ def document(
     report: ReportHeader,
     brand: str,
     title: str,
-    about: Words,
+    subtitle: Words,
     parts: Iterable[Block | Section],
     packages: Mapping[str, str] | None = None,
 ) -> Document:
-    """Return the document of a report, with its warnings behind the hero; ``packages`` in place of the machine's."""
+    """Return the document of a report, with its warnings behind the hero; ``packages`` in place
+    of the machine's.
+    """
     before: list[Block | Section] = []
     after: list[Block | Section] = []
     for part in parts:
@@ -175,7 +188,7 @@ def document(
     return Document(
         brand=brand,
         title=title,
-        about=about,
+        about=subtitle,
         made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
         doubts=doubts(report.cut_off, report.disturbed),
         parts=[*before, *map(Note, report.warnings), *after],
@@ -184,7 +197,9 @@ def document(
 
 
 def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
-    """Return what the headline says before any figure: that the report is partial, or of a host that others used."""
+    """Return what the headline says before any figure: that the report is partial, or of a host
+    that others used.
+    """
     partial = (
         []
         if cut_off is None
@@ -214,9 +229,9 @@ def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
         "system": f"{machine.system}, Python {machine.python}",
         "fuelrail": f"{machine.fuelrail}, {commit}",
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
-        f"shard{'s' if dataset.num_shards != 1 else ''}; cameras {', '.join(dataset.cameras)}; fingerprint "
-        f"{dataset.fingerprint}",
+        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in "
+        f"{dataset.num_shards} shard{'s' if dataset.num_shards != 1 else ''}; cameras "
+        f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
         "options": as_text(report.options),
     }
 
@@ -230,7 +245,9 @@ def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
 
 
 def render_page(report: object) -> str:
-    """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
+    """Return the page of a report as one string; raises ConfigError where matplotlib is not
+    installed.
+    """
     plots = _of_study(report, "plots")
     return _template("page.html.j2").render(
         document=document_of(report, plots.plots(report) if plots is not None else None),
@@ -245,19 +262,23 @@ def render_markdown(report: object) -> str:
 
 def document_of(report: object, plots: Mapping[str, str] | None = None) -> Document:
     """Return a report as a document with these plots."""
-    found: Document = _of_study(report, "page").describe(report, plots or {})
-    return found
+    pages: Document = _of_study(report, "page").describe(report, plots or {})
+    return pages
 
 
 def _of_study(report: object, module: str) -> Any:
-    """Return a module beside that of the report, or None; it is imported when needed, for plots need matplotlib."""
+    """Return a module beside that of the report, or None; it is imported when needed, for plots
+    need matplotlib.
+    """
     name = f"{type(report).__module__.rpartition('.')[0]}.{module}"
     return import_module(name) if find_spec(name) is not None else None
 
 
 @cache
 def _template(name: str) -> jinja2.Template:
-    """Load a template, every value of which is escaped for its kind; what a macro made is not escaped again."""
+    """Load a template, every value of which is escaped for its kind; what a macro made is not
+    escaped again.
+    """
     write = _html if name.endswith(".html.j2") else _markdown
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
@@ -329,7 +350,9 @@ def when(created: str) -> str:
 
 
 def as_text(options: Mapping[str, Any]) -> str:
-    """Return options in a line, nested ones as ``outer.inner``, without those that are off, empty or automatic."""
+    """Return options in a line, nested ones as ``outer.inner``, without those that are off,
+    empty or automatic.
+    """
     return ", ".join(f"{name}={value}" for name, value in _flat(options, ""))
 
 

@@ -77,7 +77,9 @@ def new_figure(height_in: float) -> tuple[Figure, Axes]:
 
 
 def legend_above(axes: Axes) -> None:
-    """Put the legend above the axes, where it covers nothing, in as many lines as its texts need."""
+    """Put the legend above the axes, where it covers nothing, in as many lines as its texts
+    need.
+    """
     widths = [
         len(label) + 5 for label in axes.get_legend_handles_labels()[1]
     ]  # 5: the line, and the space after it
@@ -97,7 +99,9 @@ def legend_above(axes: Axes) -> None:
 
 
 def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
-    """Draw loader stages, each with the shares of its threads' time: (label, busy, starved, blocked)."""
+    """Draw loader stages, each with the shares of its threads' time: (label, busy, starved,
+    blocked).
+    """
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))
@@ -106,10 +110,10 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     ):
         values = np.array([row[column] for row in rows], dtype=np.float64)
         axes.barh(places, values, 0.66, left=base, color=colour, label=name, linewidth=0)
-        for place, value, left in zip(places, values, base, strict=True):
+        for place, value, offset in zip(places, values, base, strict=True):
             if value > 0.06:  # narrower bars have no room for their figure
                 ink = "white" if name == "busy" else "#333333"
-                middle = float(left + value / 2)
+                middle = float(offset + value / 2)
                 axes.text(
                     middle,
                     float(place),
@@ -152,7 +156,9 @@ def efficiency_plot(
 
 
 def to_svg(figure: Figure, title: str) -> str:
-    """Render to an ``<svg>`` for inlining: no prologue, metadata or namespace addresses; scales with the page."""
+    """Render to an ``<svg>`` for inlining: no prologue, metadata or namespace addresses; scales
+    with the page.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()

@@ -1,4 +1,5 @@
-"""``fuelrail bench WORD`` and ``fuelrail plan``: each study as a command with settings, a report, its files and text.
+"""``fuelrail bench WORD`` and ``fuelrail plan``: each study as a command with settings, a report,
+its files and text.
 
 What a study needs is imported when its command runs: torch and matplotlib take seconds.
 """
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
 class Study(NamedTuple):
     """One study as a command.
 
-    ``make`` gets the argument, the options, the folder for the report (None: none is wanted) and whether a page is
-    wanted. It writes the report and returns it; None where another process prints it.
-    ``printed``: the fields that ``--json`` prints; all of them if empty.
+    ``make`` gets the argument, the options, the folder for the report (None: none is wanted) and
+    whether a page is wanted. It writes the report and returns it; None where another process prints
+    it. ``printed``: the fields that ``--json`` prints; all of them if empty.
     """
 
     help: str
@@ -126,41 +127,55 @@ def _plan(
 STUDIES = {
     "train": Study(
         "train a model on all ranks and measure how busy the accelerators were",
-        "Trains a model, divided over the ranks as --strategy or --mesh says, and writes report.json, report.md and "
-        "report.html: occupancy, the time of each phase of the step, the loader's stages, throughput.",
+        "Trains a model, divided over the ranks as --strategy or --mesh says, and writes "
+        "report.json, report.md and report.html: occupancy, the time of each phase of the "
+        "step, the loader's stages, throughput.",
         TrainOptions,
         _train,
         printed=("cut_off", "window", "figures", "checkpoints", "warnings"),
     ),
     "loader": Study(
         "measure how fast a dataset can be loaded, stage by stage, and what limits it",
-        "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all "
-        "from the page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader.",
+        "Runs the loader at full speed, each of its stages alone, and this machine's limits "
+        "on the same bytes, all from the page cache. Reports rates, CPU time, the time to "
+        "the first batch, and the bottleneck of the loader.",
         LoaderOptions,
         _of_dataset(bench_loader),
         printed=("cut_off", "figures", "too_short", "warnings"),
     ),
     "scale": Study(
-        "measure weak and strong scaling on emulated accelerators, and simulate weak scaling to thousands of ranks",
-        "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed batch per rank (weak scaling) "
-        "and with a fixed global batch (strong scaling). A simulation draws from the runs with up to 2 ranks and is "
-        "compared with all runs. It then continues to thousands of ranks, with stragglers and with a limited storage "
-        "bandwidth.",
+        (
+            "measure weak and strong scaling on emulated accelerators, and simulate weak "
+            "scaling to thousands of ranks"
+        ),
+        "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed "
+        "batch per rank (weak scaling) and with a fixed global batch (strong scaling). A "
+        "simulation draws from the runs with up to 2 ranks and is compared with all runs. "
+        "It then continues to thousands of ranks, with stragglers and with a limited "
+        "storage bandwidth.",
         ScaleOptions,
         _of_dataset(scale),
     ),
     "diagnose": Study(
-        "find the bottleneck of a training run by switching off one part at a time, and try settings that may help",
-        "Repeats `bench train` with one part left out at a time: loading, storage, decompression, decoding, the copy, "
-        "the all-reduce. The differences name the bottleneck and the speed-up without it. Writes report.json, "
-        "report.md and report.html. Takes the arguments of `bench train`, for each run.",
+        (
+            "find the bottleneck of a training run by switching off one part at a time, and try "
+            "settings that may help"
+        ),
+        "Repeats `bench train` with one part left out at a time: loading, storage, "
+        "decompression, decoding, the copy, the all-reduce. The differences name the "
+        "bottleneck and the speed-up without it. Writes report.json, report.md and "
+        "report.html. Takes the arguments of `bench train`, for each run.",
         DiagnoseOptions,
         _of_dataset(diagnose),
     ),
     "comm": Study(
-        help="measure collectives by size and axis of the mesh, and write a cluster file for `fuelrail plan`",
-        description="Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of this host; inside torchrun "
-        "(torchrun ... --no-python fuelrail bench comm) between the ranks of its job. Bus bandwidths are nccl-tests'.",
+        help=(
+            "measure collectives by size and axis of the mesh, and write a cluster file for "
+            "`fuelrail plan`"
+        ),
+        description="Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of "
+        "this host; inside torchrun (torchrun ... --no-python fuelrail bench comm) between "
+        "the ranks of its job. Bus bandwidths are nccl-tests'.",
         options=CommOptions,
         make=lambda _, options, out, html: run_comm(options, out, html=html),
         argument=lambda _: None,
@@ -170,16 +185,17 @@ STUDIES = {
 
 _PLAN = Study(
     help="say what fits, how fast it trains, what it costs, and whether the data keeps up",
-    description="Predicts, without training: the simplest way to divide the model that fits the cluster, its step time, rate and "
-    "cost, and whether storage and decoding keep up. Flags replace what the scenario says.",
+    description="Predicts, without training: the simplest way to divide the model that fits the "
+    "cluster, its step time, rate and cost, and whether storage and decoding keep up. Flags "
+    "replace what the scenario says.",
     options=PlanOptions,
     make=_plan,
     argument=lambda parser: parser.add_argument(
         "scenario",
         metavar="SCENARIO",
         nargs="?",
-        help="model, cluster and batch: a name that `fuelrail presets` lists, or a YAML file (default: what --model, "
-        "--cluster and --global-batch say)",
+        help="model, cluster and batch: a name that `fuelrail presets` lists, or a YAML file "
+        "(default: what --model, --cluster and --global-batch say)",
     ),
     output=PlanOutput,
 )

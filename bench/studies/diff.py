@@ -1,7 +1,8 @@
-"""``fuelrail bench diff``: two reports of one kind compared, beyond the noise of both, with an exit code for CI.
+"""``fuelrail bench diff``: two reports of one kind compared, beyond the noise of both, with an exit
+code for CI.
 
-A report has the fields ``schema`` and ``version``. Reading checks both, and the presence and type of every field. The
-version is raised with any change of a field's name, type or meaning.
+A report has the fields ``schema`` and ``version``. Reading checks both, and the presence and type
+of every field. The version is raised with any change of a field's name, type or meaning.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 COMPARE_ROOM = "fuelrail.bench.studies.compare"
 FROM_CHECKOUT = (
-    "`fuelrail bench compare` and its reports are not in the installed package: clone the repository, run `pip install "
-    "-e '.[bench,peers,view]'` in it, and repeat the command there"
+    "`fuelrail bench compare` and its reports are not in the installed package: clone the "
+    "repository, run `pip install -e '.[bench,peers,view]'` in it, and repeat the command there"
 )
 _WORSE = 1
 
@@ -74,10 +75,12 @@ class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
 
 
 class Change(NamedTuple):
-    """One figure before and after; ``ratio`` is after / before, with an interval that takes both sides' noise in.
+    """One figure before and after; ``ratio`` is after / before, with an interval that takes both
+    sides' noise in.
 
-    ``higher_is_better`` says which way is which. The change is real when the interval leaves out 1. With fewer than
-    three repeats on a side there is no interval (None), and no change counts as real.
+    ``higher_is_better`` says which way is which. The change is real when the interval leaves out 1.
+    With fewer than three repeats on a side there is no interval (None), and no change counts as
+    real.
     """
 
     name: str
@@ -110,8 +113,8 @@ class Change(NamedTuple):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two reports compared.
 
-    ``worse``: names of the figures that are worse beyond noise and threshold. ``differences``: what else differs, such
-    as the machine or an option, one line each.
+    ``worse``: names of the figures that are worse beyond noise and threshold. ``differences``: what
+    else differs, such as the machine or an option, one line each.
     """
 
     changes: list[Change]
@@ -127,23 +130,24 @@ def diff(
 ) -> Comparison:
     """Compare two reports of one kind, given as reports, files or folders.
 
-    ``fuelrail.diff("A", "B", threshold=0.05)`` takes the fields of :class:`DiffOptions` as keywords. Raises ConfigError
-    for reports that cannot be compared.
+    ``fuelrail.diff("A", "B", threshold=0.05)`` takes the fields of :class:`DiffOptions` as
+    keywords. Raises ConfigError for reports that cannot be compared.
     """
     options = make_options(DiffOptions, options, changes)
     old = _load(before)
     new = _load(after)
     sides = [old.dataset, new.dataset]
     if not options.other_dataset and len({(side.fingerprint, side.split) for side in sides}) > 1:
-        shown = " and ".join(
+        sides_text = " and ".join(
             f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in sides
         )
         raise ConfigError(
-            f"the reports are of different data: {shown}; compare reports of one dataset, or run with --other-dataset"
+            f"the reports are of different data: {sides_text}; compare reports of one "
+            "dataset, or run with --other-dataset"
         )
-    found = compare(old, new)
-    worse = [change.name for change in found if change.is_worse(options.threshold)]
-    return Comparison(changes=found, worse=worse, differences=differences(old, new))
+    rows = compare(old, new)
+    worse = [change.name for change in rows if change.is_worse(options.threshold)]
+    return Comparison(changes=rows, worse=worse, differences=differences(old, new))
 
 
 def _load(report: Comparable | str | os.PathLike[str]) -> Comparable:
@@ -174,29 +178,30 @@ def load_comparable(path: Path) -> Comparable:
 def compare(before: Comparable, after: Comparable) -> list[Change]:
     """Return the changes of two reports that have figures.
 
-    Raises ConfigError where they are of different kinds, have no figures of the same thing, or one that is not above 0.
+    Raises ConfigError where they are of different kinds, have no figures of the same thing, or one
+    that is not above 0.
     """
     if before.schema != after.schema:
         raise ConfigError(
             f"reports of different kinds cannot be compared: {before.schema} and {after.schema}"
         )
     if isinstance(before, Report):
-        found = _train_changes(before, after)
+        rows = _train_changes(before, after)
     else:
         old = _figures(before)
         new = _figures(after)
-        found = [_change(name, old[name], new[name]) for name in new if name in old]
-    if not found:
+        rows = [_change(name, old[name], new[name]) for name in new if name in old]
+    if not rows:
         raise ConfigError(
             "the reports have no figures of the same thing: there is nothing to compare"
         )
-    for change in found:
+    for change in rows:
         if change.before <= 0 or change.after <= 0:
             raise ConfigError(
-                f"'{change.name}' is {change.before:g} in A and {change.after:g} in B; both must be above 0 to be "
-                "compared: measure again"
+                f"'{change.name}' is {change.before:g} in A and {change.after:g} in B; both "
+                "must be above 0 to be compared: measure again"
             )
-    return found
+    return rows
 
 
 def _train_changes(before: Report, after: Any) -> list[Change]:
@@ -206,7 +211,8 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
     old = before.figures
     new = after.figures
     times = [("mean step time [ms]", old.step_time.mean_ms, new.step_time.mean_ms, ratios, False)]
-    # The batches being the same, rates and occupancy follow the step time; else they are no comparison.
+    # The batches being the same, rates and occupancy follow the step time; else they are no
+    # comparison.
     if _work(before) == _work(after):
         rates = ratios.mean() / ratios
         for name, a, b in (
@@ -215,8 +221,8 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
         ):
             times.append((name, a, b, b / a * rates, True))
     changes = []
-    for name, a, b, of, higher_is_better in times:
-        low, high = np.quantile(of, (0.025, 0.975)).tolist()
+    for name, a, b, ratio_samples, higher_is_better in times:
+        low, high = np.quantile(ratio_samples, (0.025, 0.975)).tolist()
         changes.append(
             Change(
                 name=name,
@@ -231,7 +237,9 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
 
 
 def _figures(report: Any) -> dict[str, Interval]:
-    """Return what can be compared of a report, by name; where it is a time, the unit in the name says so."""
+    """Return what can be compared of a report, by name; where it is a time, the unit in the name
+    says so.
+    """
     if isinstance(report, ScaleReport):
         return {
             f"step of {run.num_ranks} ranks x {run.batch_size} [ms]": run.step_ms
@@ -245,14 +253,16 @@ def _figures(report: Any) -> dict[str, Interval]:
             "first batch [s]": report.figures.first_batch_s,
         }
     return {
-        f"{one.name} [images/s]": one.figures.images_per_s
-        for one in report.contestants
-        if one.figures
+        f"{contestant.name} [images/s]": contestant.figures.images_per_s
+        for contestant in report.contestants
+        if contestant.figures
     }
 
 
 def _change(name: str, old: Interval, new: Interval) -> Change:
-    """Return a change between two medians; its interval is lowest over highest and the reverse, if both have one."""
+    """Return a change between two medians; its interval is lowest over highest and the reverse,
+    if both have one.
+    """
     low = high = None
     if old.has_interval and new.has_interval:
         low = new.low / old.high
@@ -309,8 +319,9 @@ def _conditions(report: Comparable) -> dict[str, Any]:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code 0: nothing is worse; 1: "
-        "something is worse by more than --threshold, and the noise of both does not explain it; 2: no comparison."
+        "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
+        "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
+        "of both does not explain it; 2: no comparison."
     )
     parser.add_argument("before", metavar="A", type=Path, help="report.json, or its folder")
     parser.add_argument("after", metavar="B", type=Path, help="the report to judge")
@@ -320,27 +331,31 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     options = from_flags(arguments, DiffOptions)
-    found = diff(arguments.before, arguments.after, options)
+    comparison = diff(arguments.before, arguments.after, options)
     if from_flags(arguments, PrintOptions).json:
         rows = [
             change._asdict() | {"ratio": change.ratio, "is_real": change.is_real}
-            for change in found.changes
+            for change in comparison.changes
         ]
-        print_json({"changes": rows, "worse": found.worse, "differences": found.differences})
+        print_json(
+            {"changes": rows, "worse": comparison.worse, "differences": comparison.differences}
+        )
     else:
-        _print(found, options.threshold)
-    return _WORSE if found.worse else 0
+        _print(comparison, options.threshold)
+    return _WORSE if comparison.worse else 0
 
 
-def _print(found: Comparison, threshold: float) -> None:
+def _print(comparison: Comparison, threshold: float) -> None:
     console = report_console()
-    for line in found.differences:
+    for line in comparison.differences:
         if line.startswith(("dataset:", "split:")):
             console.print(f"warning: the reports are of different data: {line}")
-    print_table(console, ("figure", "A", "B", "B / A", "interval", ""), map(_row, found.changes))
-    for line in found.differences:
+    print_table(
+        console, ("figure", "A", "B", "B / A", "interval", ""), map(_row, comparison.changes)
+    )
+    for line in comparison.differences:
         console.print(f"also differs: {line}")
-    worse = ": " + ", ".join(found.worse) if found.worse else ""
+    worse = ": " + ", ".join(comparison.worse) if comparison.worse else ""
     console.print(
         f"{'' if worse else 'nothing is '}worse by more than {threshold:.1%}, beyond noise{worse}"
     )

@@ -1,1 +1,3 @@
-"""The reference trainer: a small multi-camera model, a loop that reads top to bottom, and its launcher."""
+"""The reference trainer: a small multi-camera model, a loop that reads top to bottom, and its
+launcher.
+"""

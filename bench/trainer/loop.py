@@ -1,4 +1,6 @@
-"""The training loop: one function, from top to bottom, with a clock reading between any two of its parts."""
+"""The training loop: one function, from top to bottom, with a clock reading between any two of
+its parts.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ def train(
 ) -> Iterator[StepRecord]:
     """Train on ``batches`` and yield a record after each optimiser step.
 
-    ``parallel`` is a model, divided over the ranks; without an accelerator no phase but the wait for data is timed.
-    ``batches`` is any iterable of the loader's batches, over as many epochs as there shall be; the run ends with
-    it, or after ``num_steps`` optimiser steps, of which ``first_step`` were done before. Micro-batches that no
-    longer fill a step are left out. Images that count are those of real rows (``valid``) and present cameras
-    (``cam_valid``), on one rank of those that share them. Raises FuelrailError when fp16 keeps overflowing.
+    ``parallel`` is a model, divided over the ranks; without an accelerator no phase but the wait
+    for data is timed. ``batches`` is any iterable of the loader's batches, over as many epochs as
+    there shall be; the run ends with it, or after ``num_steps`` optimiser steps, of which
+    ``first_step`` were done before. Micro-batches that no longer fill a step are left out. Images
+    that count are those of real rows (``valid``) and present cameras (``cam_valid``), on one rank
+    of those that share them. Raises FuelrailError when fp16 keeps overflowing.
     """
     source = iter(batches)
     accelerator = parallel.accelerator
@@ -64,7 +67,8 @@ def train(
             loss = parallel.forward_backward(inputs, size, accumulation=accumulation, last=last)
             losses.append(loss)
             presences.append((batch.get("valid"), batch.get("cam_valid")))
-            # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
+            # While we wait for the next batch the loader may use this one's buffer for another: no
+            # new memory.
             del batch, inputs, loss
 
         with accelerator.optimiser() if accelerator else nullcontext():
@@ -93,7 +97,9 @@ def train(
 
 
 def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    """Yield a loader's batches over epoch after epoch from where it is, without end if
+    ``num_epochs`` is None.
+    """
     first = int(loader.state_dict()["epoch"])
     for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
         loader.set_epoch(epoch)
@@ -101,7 +107,9 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
 
 
 def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of samples, or packs, and images of a batch, padding included; 0 where it does not say."""
+    """Return the numbers of samples, or packs, and images of a batch, padding included; 0 where
+    it does not say.
+    """
     img = batch.get("img")
     keys = batch.get("sample_key", ())
     if "pack_offsets" in batch:
@@ -114,7 +122,9 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def real_rows(valid: Tensor | None, cam_valid: Tensor | None) -> tuple[int, int]:
-    """Count samples [B] without padding, and their images [B, ...] without missing cameras; 0 where nothing says."""
+    """Count samples [B] without padding, and their images [B, ...] without missing cameras; 0
+    where nothing says.
+    """
     if valid is None:
         return 0, 0
     return int(valid.sum()), 0 if cam_valid is None else int((cam_valid != 0)[valid].sum())

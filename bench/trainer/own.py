@@ -1,4 +1,6 @@
-"""Train a model of the caller's own: a loop with checkpoints, evaluation, averages and logs; one function each."""
+"""Train a model of the caller's own: a loop with checkpoints, evaluation, averages and logs; one
+function each.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Scores = Mapping[str, Tensor | Sequence[Any]]
 
 
 class Log(Protocol):
-    """Takes values by name: the method ``log`` of a W&B run, or ``mlflow.log_metrics``, as they are."""
+    """Takes values by name: the method ``log`` of a W&B run, or ``mlflow.log_metrics``, as they
+    are.
+    """
 
     def __call__(self, values: dict[str, Any], /, step: int) -> object:
         """Note the values after a number of steps."""
@@ -34,10 +38,11 @@ class Log(Protocol):
 class LoopOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.train`.
 
-    ``steps`` are optimiser steps in all, those before a resume included; each takes ``accumulation`` batches.
-    Checkpoints are saved every ``save_every`` steps and after the last one, an evaluation is made every
-    ``evaluate_every`` steps and after the last one. ``average`` is the decay of an exponential moving average of the
-    parameters, such as 0.999, which is then what is evaluated.
+    ``steps`` are optimiser steps in all, those before a resume included; each takes
+    ``accumulation`` batches. Checkpoints are saved every ``save_every`` steps and after the last
+    one, an evaluation is made every ``evaluate_every`` steps and after the last one. ``average`` is
+    the decay of an exponential moving average of the parameters, such as 0.999, which is then what
+    is evaluated.
     """
 
     steps: Positive
@@ -59,7 +64,8 @@ def train(
     on_evaluate: Callable[[int, Scores], object] | None = None,
     **changes: Any,  # fields of LoopOptions
 ) -> None:
-    """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader, steps=1000)``.
+    """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader,
+    steps=1000)``.
 
     ``on_step`` gets the record of each step on this rank, and its losses by name, the means over
     all ranks; ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly
@@ -112,24 +118,26 @@ def _due(done: int, every: int | None, last: int) -> bool:
 def evaluate(
     parallel: Parallel, loader: DataLoader, score: Callable[[Any, Mapping[str, Any]], Scores]
 ) -> dict[str, Any]:
-    """Return the scores of each sample of a split, each sample once, in the loader's order; the same on all ranks.
+    """Return the scores of each sample of a split, each sample once, in the loader's order; the
+    same on all ranks.
 
-    The model is called in evaluation mode with each batch of ``loader``, which has neither ``shuffle`` nor
-    ``drop_last``; ``score(outputs, batch)`` returns by name a tensor [B, ...] or a list of B entries. Repeated samples
-    (``valid``) are left out. The result has the samples of all ranks along the first axis, and their ``sample_key``.
-    All ranks must call this. Raises ConfigError for a pipeline.
+    The model is called in evaluation mode with each batch of ``loader``, which has neither
+    ``shuffle`` nor ``drop_last``; ``score(outputs, batch)`` returns by name a tensor [B, ...] or a
+    list of B entries. Repeated samples (``valid``) are left out. The result has the samples of all
+    ranks along the first axis, and their ``sample_key``. All ranks must call this. Raises
+    ConfigError for a pipeline.
     """
-    own: list[dict[str, Any]] = []
+    scores_here: list[dict[str, Any]] = []
     with parallel.evaluating() as model:
-        for found in loader:
-            batch = to_device(found, parallel.device)
+        for batch_loaded in loader:
+            batch = to_device(batch_loaded, parallel.device)
             scores = {"sample_key": batch["sample_key"], **score(model(batch), batch)}
             rows = [row for row, real in enumerate(batch["valid"].tolist()) if real]
-            own.append({name: _rows(values, rows) for name, values in scores.items()})
-    of_ranks: list[list[dict[str, Any]]] = [own]
+            scores_here.append({name: _rows(values, rows) for name, values in scores.items()})
+    of_ranks: list[list[dict[str, Any]]] = [scores_here]
     if parallel.world > 1:
         of_ranks = [[] for _ in range(parallel.world)]
-        dist.all_gather_object(of_ranks, own if parallel.counts else [])
+        dist.all_gather_object(of_ranks, scores_here if parallel.counts else [])
     batches = [part for step in zip(*filter(None, of_ranks), strict=True) for part in step]
     return (
         {name: _joined([part[name] for part in batches]) for name in batches[0]} if batches else {}
@@ -146,7 +154,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return (
         torch.cat(list(parts))
         if isinstance(parts[0], Tensor)
-        else [one for part in parts for one in part]
+        else [entry for part in parts for entry in part]
     )
 
 

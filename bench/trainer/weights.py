@@ -1,4 +1,6 @@
-"""Weights of a divided model from and to safetensors, one tensor at a time: no rank's memory holds them all."""
+"""Weights of a divided model from and to safetensors, one tensor at a time: no rank's memory
+holds them all.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ _OF_MODEL = "model."
 class WeightsReport(Settings, frozen=True, kw_only=True):
     """The names of a model on this rank that a source has filled, and what did not fit.
 
-    ``missing``: the source does not have them, and the model keeps its own; ``unexpected``: the model, or this stage of
-    it, does not have them; ``other_shape``: they were left out, with both shapes.
+    ``missing``: the source does not have them, and the model keeps its own; ``unexpected``: the
+    model, or this stage of it, does not have them; ``other_shape``: they were left out, with both
+    shapes.
     """
 
     loaded: list[str]
@@ -61,9 +64,9 @@ def load_weights(
 ) -> WeightsReport:
     """Copy weights into a divided model, as far as names and shapes fit, and say what did not.
 
-    ``source`` is a safetensors file, a folder of them, or a state dict. ``rename`` returns the model's name of a name
-    in it, None to leave it out. Averages start again. All ranks must call this. Raises ConfigError for a place without
-    weights.
+    ``source`` is a safetensors file, a folder of them, or a state dict. ``rename`` returns the
+    model's name of a name in it, None to leave it out. Averages start again. All ranks must call
+    this. Raises ConfigError for a place without weights.
     """
     targets = {
         name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
@@ -108,8 +111,10 @@ def _tensors(
         try:
             opened: Any = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            what = f"weights '{file}' cannot be read: {error}; take the file from where it is whole"
-            raise ConfigError(what) from error
+            problem = (
+                f"weights '{file}' cannot be read: {error}; take the file from where it is whole"
+            )
+            raise ConfigError(problem) from error
         with opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, partial(opened.get_tensor, name)
@@ -124,12 +129,15 @@ def save_weights(
 ) -> None:
     """Write the whole model as one safetensors file, by the names of the undivided model.
 
-    ``average``: with the average in place of each parameter that has one. The first rank writes; the file appears once
-    it is whole. All ranks must call this. Raises ConfigError for a dtype that the format lacks.
+    ``average``: with the average in place of each parameter that has one. The first rank writes;
+    the file appears once it is whole. All ranks must call this. Raises ConfigError for a dtype that
+    the format lacks.
     """
-    own = {name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()}
-    own |= parallel.average if average else {}
-    facts = [{name: (value.dtype, tuple(value.shape)) for name, value in own.items()}]
+    rank_tensors = {
+        name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
+    }
+    rank_tensors |= parallel.average if average else {}
+    facts = [{name: (value.dtype, tuple(value.shape)) for name, value in rank_tensors.items()}]
     rank = dist.get_rank() if parallel.world > 1 else 0
     if parallel.world > 1:
         facts = facts * parallel.world
@@ -155,18 +163,18 @@ def save_weights(
         if file is not None:
             file.write(len(text).to_bytes(8, "little") + text)
         for name, holder in sorted(holders.items()):
-            value = own.get(name)
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            value = rank_tensors.get(name)
+            full_value = value.full_tensor() if isinstance(value, DTensor) else value
             if holder != 0 and rank in (0, holder):
                 dtype, shape = facts[holder][name]
                 if rank == 0:
-                    whole = torch.empty(shape, dtype=dtype, device=parallel.device)
-                    dist.recv(whole, holder)
-                elif whole is not None:
-                    dist.send(whole.contiguous(), 0)
-            if file is not None and whole is not None:
+                    full_value = torch.empty(shape, dtype=dtype, device=parallel.device)
+                    dist.recv(full_value, holder)
+                elif full_value is not None:
+                    dist.send(full_value.contiguous(), 0)
+            if file is not None and full_value is not None:
                 file.write(
-                    whole.detach()
+                    full_value.detach()
                     .cpu()
                     .contiguous()
                     .reshape(-1)

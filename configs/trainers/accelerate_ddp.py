@@ -1,8 +1,9 @@
-"""Hugging Face Accelerate: ``torchrun --nproc-per-node 2 configs/trainers/accelerate_ddp.py DATASET``.
+"""Hugging Face Accelerate: ``torchrun --nproc-per-node 2 configs/trainers/accelerate_ddp.py
+DATASET``.
 
-Model and optimiser go through `prepare`, the loader does not need to: it knows its rank, and ``device`` makes it bring
-the batches there. `register_for_checkpointing` puts its position into Accelerate's own checkpoints. Needs
-``pip install accelerate``.
+Model and optimiser go through `prepare`, the loader does not need to: it knows its rank, and
+``device`` makes it bring the batches there. `register_for_checkpointing` puts its position into
+Accelerate's own checkpoints. Needs ``pip install accelerate``.
 """
 
 from __future__ import annotations

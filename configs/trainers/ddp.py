@@ -1,7 +1,7 @@
 """Plain DistributedDataParallel: ``torchrun --nproc-per-node 2 configs/trainers/ddp.py DATASET``.
 
-The loader finds its rank by itself. Its state is the same on every rank, so one file for all of them is enough, and
-that file also restores a run on more or fewer ranks.
+The loader finds its rank by itself. Its state is the same on every rank, so one file for all of
+them is enough, and that file also restores a run on more or fewer ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO: ``torchrun --nproc-per-node 2 configs/trainers/deepspeed_zero.py DATASET``.
 
-The loader's position travels as ``client_state`` of DeepSpeed's own checkpoints. Needs ``pip install deepspeed``.
+The loader's position travels as ``client_state`` of DeepSpeed's own checkpoints. Needs ``pip
+install deepspeed``.
 """
 
 from __future__ import annotations

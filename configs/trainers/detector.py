@@ -1,9 +1,11 @@
-"""A camera detector of the BEVDet kind: ``torchrun --nproc-per-node 2 configs/trainers/detector.py DATASET``.
+"""A camera detector of the BEVDet kind: ``torchrun --nproc-per-node 2 configs/trainers/detector.py
+DATASET``.
 
-A ResNet-50 with torchvision's names (``--weights=FILE``: safetensors), the maps of all cameras sampled at points of a
-grid around the vehicle, convolutions over the grid, a heat map of box centres and a box for each cell. Fuelrail's
-`parallelise` divides it (``--strategy=ddp``), `Checkpoints` save it, `train` and `evaluate` are the loops, and
-nuscenes-devkit (``pip install nuscenes-devkit``) computes the mean average precision. ``--small`` is for a trial.
+A ResNet-50 with torchvision's names (``--weights=FILE``: safetensors), the maps of all cameras
+sampled at points of a grid around the vehicle, convolutions over the grid, a heat map of box
+centres and a box for each cell. Fuelrail's `parallelise` divides it (``--strategy=ddp``),
+`Checkpoints` save it, `train` and `evaluate` are the loops, and nuscenes-devkit (``pip install
+nuscenes-devkit``) computes the mean average precision. ``--small`` is for a trial.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class ResNet(nn.Module):
 
 
 class Detector(nn.Module):
-    """Images and their geometry to the losses of heat map and boxes; in evaluation mode to boxes of each sample."""
+    """Images and their geometry to the losses of heat map and boxes; in evaluation mode to boxes
+    of each sample.
+    """
 
     mean: Tensor
     std: Tensor
@@ -101,7 +105,8 @@ class Detector(nn.Module):
         self.coarse = nn.Conv2d(32 * width, channels, 1)
         layers: list[nn.Module] = []
         for inputs in (channels * len(HEIGHTS_M), channels, channels):
-            # A bias in front of batch norm has no gradient but rounding errors, which AdamW makes whole steps of.
+            # A bias in front of batch norm has no gradient but rounding errors, which AdamW makes
+            # whole steps of.
             layers += [
                 nn.Conv2d(inputs, channels, 3, 1, 1, bias=False),
                 nn.BatchNorm2d(channels),
@@ -112,7 +117,9 @@ class Detector(nn.Module):
         self.box = nn.Conv2d(channels, 8, 1)
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        """Return the losses by name; in evaluation mode a list of [K, 9]: x y z l w h yaw, score, class."""
+        """Return the losses by name; in evaluation mode a list of [K, 9]: x y z l w h yaw,
+        score, class.
+        """
         images = batch["img"].flatten(0, 1).float()
         middle, last = self.backbone((images - self.mean) / self.std)
         size = middle.shape[-2:]
@@ -152,7 +159,9 @@ class Detector(nn.Module):
         return value.unflatten(2, (len(HEIGHTS_M), self.grid, self.grid)).flatten(1, 2)
 
     def losses(self, heat: Tensor, box: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the focal loss of centres (arXiv 1904.07850) and the distance of boxes, both by the batch's boxes."""
+        """Return the focal loss of centres (arXiv 1904.07850) and the distance of boxes, both by
+        the batch's boxes.
+        """
         centres = self.centres(heat.device)
         wanted = torch.zeros_like(heat)
         distance = heat.new_zeros(())
@@ -266,7 +275,9 @@ def main(
     argv: Sequence[str] | None = None,
     on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
 ) -> None:
-    """Train from the newest checkpoint; print each step's losses and, at the end, the precision over all samples."""
+    """Train from the newest checkpoint; print each step's losses and, at the end, the precision
+    over all samples.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     pairs = [word.partition("=")[::2] for word in words]
     own = {name: value for name, value in pairs if name in ("--small", "--strategy", "--weights")}
@@ -294,7 +305,8 @@ def main(
     if "--weights" in own:
         report = fr.load_weights(parallel, own["--weights"], rename=lambda name: f"backbone.{name}")
         print(  # noqa: T201
-            f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, {report.other_shape}"
+            f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, "
+            f"{report.other_shape}"
         )
     same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (

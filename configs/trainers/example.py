@@ -1,7 +1,9 @@
-"""What the example trainers share: arguments, a small model, a loss, checkpoints, a line of output for each step.
+"""What the example trainers share: arguments, a small model, a loss, checkpoints, a line of output
+for each step.
 
-Each example is one file that trains on a Fuelrail dataset (`make demo` writes one to .demo/dataset), saves checkpoints
-with the loader's position in them through its framework's own means, and continues from the newest when it runs again.
+Each example is one file that trains on a Fuelrail dataset (`make demo` writes one to
+.demo/dataset), saves checkpoints with the loader's position in them through its framework's own
+means, and continues from the newest when it runs again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176))
 def arguments(
     argv: Sequence[str] | None = None, *, takes_actors: bool = False
 ) -> argparse.Namespace:
-    """The command line of every example; of one that can have its batches made elsewhere, the number of actors too."""
+    """The command line of every example; of one that can have its batches made elsewhere, the
+    number of actors too.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     parser.add_argument(
@@ -91,7 +95,9 @@ def own_device() -> torch.device:
 
 
 def join_group() -> None:
-    """Join the process group of this launch: NCCL's bound to this rank's GPU, so that it connects now, or Gloo's."""
+    """Join the process group of this launch: NCCL's bound to this rank's GPU, so that it
+    connects now, or Gloo's.
+    """
     device = own_device()
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
@@ -106,10 +112,12 @@ def forever(loader: Any) -> Iterator[Any]:
 
 
 class Checkpoints:
-    """A run's checkpoints: folders ``step-N``, which appear by one rename once all ranks have written all their files.
+    """A run's checkpoints: folders ``step-N``, which appear by one rename once all ranks have
+    written all their files.
 
-    So each that is found is whole, whenever a run was killed. They hold the random generators of each rank too. SIGTERM
-    makes all ranks save after this step, and stop. All ranks call the same methods, and see the same folder.
+    So each that is found is whole, whenever a run was killed. They hold the random generators of
+    each rank too. SIGTERM makes all ranks save after this step, and stop. All ranks call the same
+    methods, and see the same folder.
     """
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
@@ -131,7 +139,9 @@ class Checkpoints:
         signal.signal(signal.SIGTERM, note)
 
     def newest(self) -> Path | None:
-        """The checkpoint of the most steps, None if there is none; what killed saves left is removed."""
+        """The checkpoint of the most steps, None if there is none; what killed saves left is
+        removed.
+        """
         if self._rank == 0:
             for left in self._folder.glob("unfinished-*"):
                 shutil.rmtree(left)
@@ -149,7 +159,9 @@ class Checkpoints:
                 return
 
     def restore_generators(self) -> None:
-        """Before the first step: set this rank's random generators to those of the newest checkpoint."""
+        """Before the first step: set this rank's random generators to those of the newest
+        checkpoint.
+        """
         file = None if self._saved is None else self._saved / f"generators-{self._rank}.pt"
         if file is not None and file.exists():  # not on more ranks than it was saved on
             saved = torch.load(file, weights_only=True)
@@ -168,7 +180,9 @@ class Checkpoints:
 
     @contextmanager
     def saving(self, num_steps: int) -> Iterator[Path]:
-        """A folder for the files of all ranks, which is then the newest checkpoint; of the others one is kept."""
+        """A folder for the files of all ranks, which is then the newest checkpoint; of the
+        others one is kept.
+        """
         folder = self._folder / f"unfinished-{num_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -210,6 +224,9 @@ def report(step: int, loss: float | None, batch: dict[str, Any]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     result = "" if loss is None else f" loss {loss:.6f}"
     print(  # noqa: T201
-        f"rank {rank} step {step} epoch {batch['epoch']}{result} samples {' '.join(batch['sample_key'])}",
+        (
+            f"rank {rank} step {step} epoch {batch['epoch']}{result} samples "
+            f"{' '.join(batch['sample_key'])}"
+        ),
         flush=True,
     )

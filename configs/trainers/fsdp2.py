@@ -1,8 +1,8 @@
 """FSDP2 (``fully_shard``): ``torchrun --nproc-per-node 2 configs/trainers/fsdp2.py DATASET``.
 
-The mesh goes to `fully_shard` and to the loader, which reads from its axes' names that every rank gets samples of its
-own; a mesh with the axes ("dp_replicate", "dp_shard") makes it HSDP. torch.distributed.checkpoint saves the loader
-with the rest, as it is.
+The mesh goes to `fully_shard` and to the loader, which reads from its axes' names that every rank
+gets samples of its own; a mesh with the axes ("dp_replicate", "dp_shard") makes it HSDP.
+torch.distributed.checkpoint saves the loader with the rest, as it is.
 """
 
 from __future__ import annotations

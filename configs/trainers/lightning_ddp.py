@@ -1,8 +1,9 @@
 """PyTorch Lightning: ``torchrun --nproc-per-node 2 configs/trainers/lightning_ddp.py DATASET``.
 
-The loader is made in `train_dataloader`, where the process group is initialised. Lightning's checkpoints hold its
-state, and ``ckpt_path`` restores it, in the middle of an epoch too. A callback saves them, since Lightning's own writes
-a checkpoint under the name that it is found by. Needs ``pip install lightning``.
+The loader is made in `train_dataloader`, where the process group is initialised. Lightning's
+checkpoints hold its state, and ``ckpt_path`` restores it, in the middle of an epoch too. A callback
+saves them, since Lightning's own writes a checkpoint under the name that it is found by. Needs
+``pip install lightning``.
 """
 
 from __future__ import annotations

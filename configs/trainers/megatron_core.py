@@ -1,7 +1,9 @@
-"""Megatron-Core's parallel state: ``torchrun --nproc-per-node 2 configs/trainers/megatron_core.py DATASET``.
+"""Megatron-Core's parallel state: ``torchrun --nproc-per-node 2 configs/trainers/megatron_core.py
+DATASET``.
 
-Once `initialize_model_parallel` has run, the loader asks Megatron for its data-parallel rank: the ranks of a
-tensor-, pipeline- or context-parallel group get the same batches without a word. Needs ``pip install megatron-core``.
+Once `initialize_model_parallel` has run, the loader asks Megatron for its data-parallel rank: the
+ranks of a tensor-, pipeline- or context-parallel group get the same batches without a word. Needs
+``pip install megatron-core``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py DATASET``.
 
-A config of the BEVDet kind: beside the imports, Fuelrail changes its `train_dataloader` and its hooks: one
-keeps the position in the checkpoints, and there is no sampler to be seeded. `SaveHook` stands for MMEngine's own, which
-writes a checkpoint under the name that it is found by. Needs ``pip install mmengine``.
+A config of the BEVDet kind: beside the imports, Fuelrail changes its `train_dataloader` and its
+hooks: one keeps the position in the checkpoints, and there is no sampler to be seeded. `SaveHook`
+stands for MMEngine's own, which writes a checkpoint under the name that it is found by. Needs ``pip
+install mmengine``.
 """
 
 from __future__ import annotations

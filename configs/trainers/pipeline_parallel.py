@@ -1,7 +1,8 @@
-"""Pipeline parallelism: ``torchrun --nproc-per-node 2 configs/trainers/pipeline_parallel.py DATASET``.
+"""Pipeline parallelism: ``torchrun --nproc-per-node 2 configs/trainers/pipeline_parallel.py
+DATASET``.
 
-The first stage needs the images, the last one the labels of the same samples. Both take them from loaders of their
-own, which the mesh's axis "pp" tells to yield the same batches.
+The first stage needs the images, the last one the labels of the same samples. Both take them from
+loaders of their own, which the mesh's axis "pp" tells to yield the same batches.
 """
 
 from __future__ import annotations

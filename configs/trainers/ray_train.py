@@ -1,8 +1,8 @@
 """Ray Train: ``python configs/trainers/ray_train.py DATASET``.
 
-Each worker of `TorchTrainer` makes its loader, which finds its rank in the process group that Ray has set up. The
-state goes into Ray's checkpoints, from which Ray also restarts a run whose worker died. Needs
-``pip install "ray[train]"``.
+Each worker of `TorchTrainer` makes its loader, which finds its rank in the process group that Ray
+has set up. The state goes into Ray's checkpoints, from which Ray also restarts a run whose worker
+died. Needs ``pip install "ray[train]"``.
 """
 
 from __future__ import annotations

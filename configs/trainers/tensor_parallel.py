@@ -1,7 +1,9 @@
-"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py DATASET``.
+"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py
+DATASET``.
 
-The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same samples. The loader knows
-that from the mesh: along "tp" all ranks get the same batches, along "dp" each its own. ``check_ranks`` makes sure.
+The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same
+samples. The loader knows that from the mesh: along "tp" all ranks get the same batches, along "dp"
+each its own. ``check_ranks`` makes sure.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     model = build_model().to(device)
     parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    # Plain SGD keeps this short: with more than one rank along "dp" add fully_shard(model, mesh=mesh["dp"]).
+    # Plain SGD keeps this short: with more than one rank along "dp" add fully_shard(model,
+    # mesh=mesh["dp"]).
     optimiser = torch.optim.SGD(model.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "tensor_parallel")
     with DataLoader(

@@ -1,13 +1,16 @@
-"""A small vision-language-action model: ``torchrun --nproc-per-node 2 configs/trainers/vla.py DATASET``.
+"""A small vision-language-action model: ``torchrun --nproc-per-node 2 configs/trainers/vla.py
+DATASET``.
 
-Patches of all cameras and the tokens of a prompt go through one transformer; it predicts the next token, and where the
-vehicle is in the next frames of the clip, in its own frame. What trains it is Fuelrail's own: `parallelise` divides it,
-`Checkpoints` save it with the loader's position, `train` is the loop, `evaluate` gives errors over another split. A run
-that is killed continues, with another ``--strategy`` and on another number of ranks too.
+Patches of all cameras and the tokens of a prompt go through one transformer; it predicts the next
+token, and where the vehicle is in the next frames of the clip, in its own frame. What trains it is
+Fuelrail's own: `parallelise` divides it, `Checkpoints` save it with the loader's position, `train`
+is the loop, `evaluate` gives errors over another split. A run that is killed continues, with
+another ``--strategy`` and on another number of ranks too.
 
-The prompt says what is around: a word for each object, so samples differ in length. ``--balance=num_boxes`` deals the
-samples of each global batch to the ranks so that all have about as many words. Each sample counts the same in the loss,
-whatever its length, so that balance does not change it.
+The prompt says what is around: a word for each object, so samples differ in length.
+``--balance=num_boxes`` deals the samples of each global batch to the ranks so that all have about
+as many words. Each sample counts the same in the loss, whatever its length, so that balance does
+not change it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ METRES = 10.0
 
 
 class Vla(nn.Module):
-    """Images, a prompt and the future of a batch to the losses of trajectory and words; in evaluation, a trajectory."""
+    """Images, a prompt and the future of a batch to the losses of trajectory and words; in
+    evaluation, a trajectory.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,8 @@ class Vla(nn.Module):
         words = tokens.shape[1] - 1
         mask = mask_of(count, seen.shape[1], images.device)
         hides = torch.zeros(len(images), count, dtype=torch.bool, device=images.device)
-        # Each prompt without its last word, also where others are longer: what is said must not depend on the batch.
+        # Each prompt without its last word, also where others are longer: what is said must not
+        # depend on the batch.
         hides[:, seen.shape[1] : seen.shape[1] + words] = ~real[:, 1:]
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, src_key_padding_mask=hides)
@@ -109,7 +115,10 @@ def mean_of(losses: Tensor, real: Tensor) -> Tensor:
 
 
 def mask_of(count: int, images: int, device: torch.device) -> Tensor:
-    """What must not be seen, True in [T, T]: words and waypoints that come later. All see the images."""
+    """What must not be seen, True in [T, T]: words and waypoints that come later.
+
+    All see the images.
+    """
     later = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
     later[:, :images] = False
     return later
@@ -118,7 +127,8 @@ def mask_of(count: int, images: int, device: torch.device) -> Tensor:
 def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The prompt int64 [B, T], and which of its tokens are real, bool [B, T].
 
-    It is the first tokens of the channel `tokens`; without it the bytes of the clip's name, and a word for each object.
+    It is the first tokens of the channel `tokens`; without it the bytes of the clip's name, and a
+    word for each object.
     """
     if "tokens" in batch:
         tokens = batch["tokens"][:, :17].long() % VOCABULARY
@@ -141,7 +151,9 @@ def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def future_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Whether the clip has each later frame, [B, T - 1], and where the vehicle is then, in metres [B, T - 1, 2]."""
+    """Whether the clip has each later frame, [B, T - 1], and where the vehicle is then, in
+    metres [B, T - 1, 2].
+    """
     return batch["frame_valid"][:, 1:].float(), batch["ego2key"][:, 1:, :2, 3]
 
 
@@ -168,7 +180,9 @@ def main(
     argv: Sequence[str] | None = None,
     on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
 ) -> None:
-    """Train from the newest checkpoint; print each step's losses and, at the end, the error over all samples."""
+    """Train from the newest checkpoint; print each step's losses and, at the end, the error over
+    all samples.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     strategy = words.pop(0).partition("=")[2] if words[0].startswith("--strategy=") else "fsdp2"
     column = words.pop(0).partition("=")[2] if words[0].startswith("--balance=") else None

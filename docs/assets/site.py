@@ -1,8 +1,9 @@
-"""MkDocs hook: pages that are elsewhere in the repository, references from the code, and links between all of them.
+"""MkDocs hook: pages that are elsewhere in the repository, references from the code, and links
+between all of them.
 
-A page is written once, for the repository: its links are relative to its place there. Here each link is turned into one
-of the site. A file of the repository that is not a page is copied into the site, so that the site is whole without a
-network.
+A page is written once, for the repository: its links are relative to its place there. Here each
+link is turned into one of the site. A file of the repository that is not a page is copied into the
+site, so that the site is whole without a network.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def python_page() -> str:
     }
     parts = [
         "# Python\n",
-        "Every public name: `import fuelrail as fr`, then `fr.NAME`. A name is imported when it is first used.\n",
+        (
+            "Every public name: `import fuelrail as fr`, then `fr.NAME`. A name is imported "
+            "when it is first used.\n"
+        ),
     ]
     for group, names in groups.items():
         parts.append(f"## {titles[group]}\n")
@@ -191,7 +195,9 @@ def reference_of(name: str) -> Iterator[str]:
 
 
 class PlainTypes(griffe.Extension):
-    """Shows ``Annotated[int, Meta(...)]`` as ``int``: the rest is for the checks, and its words are in the text."""
+    """Shows ``Annotated[int, Meta(...)]`` as ``int``: the rest is for the checks, and its words
+    are in the text.
+    """
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Change the annotation of an attribute that was found."""

@@ -1,27 +1,32 @@
 """Decoded samples to one batch: the tensors of FORMAT's sample, stacked, after image augmentation.
 
-`fuelrail.loaders.records.Batch` has form and meaning of each entry. Computed in float64, cast last. Frames as in
-:mod:`fuelrail.pipeline.sample.schema`; `ego` is the ego frame at the sample's own time, moved by ``bda_mat`` where
-the loader augments it (:mod:`fuelrail.pipeline.transforms.ego`): boxes, points and all matrices from and to ego agree
-with each other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
+`fuelrail.loaders.records.Batch` has form and meaning of each entry. Computed in float64, cast last.
+Frames as in :mod:`fuelrail.pipeline.sample.schema`; `ego` is the ego frame at the sample's own
+time, moved by ``bda_mat`` where the loader augments it (:mod:`fuelrail.pipeline.transforms.ego`):
+boxes, points and all matrices from and to ego agree with each other. ``cam2ego`` and ``lidar2ego``
+alone stay as calibrated.
 
-Boxes are in ego and pair with ``ego2img``. With ``Transforms(box_frame="lidar")`` they are in the first lidar's frame
-at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts counter-clockwise from the lidar's +x.
-In both frames x y z is the gravity centre; mmdetection3d's boxes have the centre of the bottom, half a height below.
+Boxes are in ego and pair with ``ego2img``. With ``Transforms(box_frame="lidar")`` they are in the
+first lidar's frame at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts
+counter-clockwise from the lidar's +x. In both frames x y z is the gravity centre; mmdetection3d's
+boxes have the centre of the bottom, half a height below.
 
-With temporal windows an axis of T frames follows B in some entries: :mod:`fuelrail.loaders.batch.temporal`. Entries of
-boxes (``gt_*``, ``instance_id``) exist for labelled datasets, those of the lidar for datasets with one. ``points`` of
-several sweeps (`PointSweeps`) have ``dt_s``, the seconds since each was measured, in the place of ``ring``, or last.
+With temporal windows an axis of T frames follows B in some entries:
+:mod:`fuelrail.loaders.batch.temporal`. Entries of boxes (``gt_*``, ``instance_id``) exist for
+labelled datasets, those of the lidar for datasets with one. ``points`` of several sweeps
+(`PointSweeps`) have ``dt_s``, the seconds since each was measured, in the place of ``ring``, or
+last.
 
-With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under their first draw, which is that of a loader
-without it, and the same samples in the same order under a second one, so ``batch["img"].chunk(2)`` are the two views.
-Every entry with a B axis, and every list, has both; sweeps are accumulated once.
+With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under their first draw, which
+is that of a loader without it, and the same samples in the same order under a second one, so
+``batch["img"].chunk(2)`` are the two views. Every entry with a B axis, and every list, has both;
+sweeps are accumulated once.
 
-With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
-group lists them. All other entries keep the N cameras of the rig.
+With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N'
+cameras as their group lists them. All other entries keep the N cameras of the rig.
 
-Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`; so do packs, whose batches have as
-many rows as their packs have samples: :mod:`fuelrail.loaders.batch.packs`.
+Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`; so do packs,
+whose batches have as many rows as their packs have samples: :mod:`fuelrail.loaders.batch.packs`.
 """
 
 from __future__ import annotations
@@ -63,11 +68,12 @@ def assemble(
 ) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig: a `Batch`.
 
-    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
-    selected ones. ``unknown`` is what the dataset does not know. Without "poses" nothing leads from one time to
-    another: there is no ``ego2global``, and of windows neither ``ego2key`` nor ``cam2keyego``. Without "calibration"
-    there are no matrices and lens coefficients of cameras. Raises SchemaError where some samples are labelled and some
-    are not, and where values of a channel cannot be stacked.
+    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes,
+    ``channels`` are the selected ones. ``unknown`` is what the dataset does not know. Without
+    "poses" nothing leads from one time to another: there is no ``ego2global``, and of windows
+    neither ``ego2key`` nor ``cam2keyego``. Without "calibration" there are no matrices and lens
+    coefficients of cameras. Raises SchemaError where some samples are labelled and some are not,
+    and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
@@ -79,7 +85,7 @@ def assemble(
     undo_bda = np.array([bev.inverse for bev in bevs])
     frames_bda = frames.of_samples(bda_mat)
     frames_undo = frames.of_samples(undo_bda)
-    ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(
+    ida_mat = ida_mats([image_map for maps in frames.maps for image_map in maps]).reshape(
         *frames.axes, -1, 4, 4
     )
     ego2img = ida_mat @ geometry.ego2img() @ frames_undo[..., None, :, :]
@@ -108,11 +114,11 @@ def assemble(
         "epoch": slot.epoch,
         "step": slot.step,
     }
-    at = [entry.task.at for entry in decoded]
+    batch_rows = [entry.task.batch_row for entry in decoded]
     # Of a second view the row wraps around to that of the first.
     batch.update(
         {
-            name: torch.from_numpy(np.take(values, at, mode="wrap"))
+            name: torch.from_numpy(np.take(values, batch_rows, mode="wrap"))
             for name, values in slot.flags.items()
         }
     )
@@ -166,7 +172,8 @@ def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[to
 def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
     """Return boxes and velocities of a sample, as augmented, in the first lidar's frame.
 
-    The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the yaw.
+    The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the
+    yaw.
     """
     boxes = _boxes(sample)
     ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
@@ -175,9 +182,9 @@ def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
     heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T
     centre = boxes3d[:, :3] @ moved[:3, :3].T + moved[:3, 3]
     yaw = np.arctan2(heading[:, 1], heading[:, 0])
-    found = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
+    moved_boxes = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
     velocity = boxes.velocity.astype(np.float64) @ moved[:3, :3].T
-    return _float32(found), _float32(velocity)
+    return _float32(moved_boxes), _float32(velocity)
 
 
 def _boxes(sample: Sample) -> Boxes:

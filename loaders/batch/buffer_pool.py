@@ -34,10 +34,12 @@ def page_locked(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class ImageBuffers:
-    """Memory for the images of batches, planes of uint8, in one array or in one for each group of cameras.
+    """Memory for the images of batches, planes of uint8, in one array or in one for each group of
+    cameras.
 
-    ``on_device``: a decoder takes the memory on its own device, so there are only shapes, tensors of torch's device
-    ``meta``. ``varies``: batches differ in their number of rows; those of up to a power of two share `Buffers`.
+    ``on_device``: a decoder takes the memory on its own device, so there are only shapes, tensors
+    of torch's device ``meta``. ``varies``: batches differ in their number of rows; those of up to a
+    power of two share `Buffers`.
     """
 
     def __init__(
@@ -57,13 +59,17 @@ class ImageBuffers:
         self._pools: dict[int, Buffers] = {}
 
     def take(self, axes: tuple[int, ...]) -> Images | tuple[Images, ...]:
-        """Return memory for images with these axes before the cameras'; it is free again when all views are gone."""
+        """Return memory for images with these axes before the cameras'; it is free again when
+        all views are gone.
+        """
         rows = axes[0]
         is_grouped = self._images[0].name is not None
         if self._on_device:
             shapes = image_shapes(self._images, axes)
-            made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
-            return made if is_grouped else made[0]
+            placeholders = tuple(
+                torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes
+            )
+            return placeholders if is_grouped else placeholders[0]
         room = 1 << (rows - 1).bit_length() if self._varies else rows
         shapes = image_shapes(self._images, (room, *axes[1:]))
         sizes = [math.prod(shape) for shape in shapes]
@@ -79,7 +85,10 @@ class ImageBuffers:
 
 def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the shape of each group's images, planes of uint8."""
-    return [(*axes, len(one.cameras), 3, one.augment.height, one.augment.width) for one in images]
+    return [
+        (*axes, len(group.cameras), 3, group.augment.height, group.augment.width)
+        for group in images
+    ]
 
 
 def tasks(
@@ -89,11 +98,13 @@ def tasks(
     window: Window | None = None,
     groups: tuple[CameraImages, ...] = (),
 ) -> Iterator[Task]:
-    """Yield the samples with their places in batches; ``take`` gives a batch's buffer at its first sample's turn."""
+    """Yield the samples with their places in batches; ``take`` gives a batch's buffer at its
+    first sample's turn.
+    """
     slot: BatchSlot | None = None
     current = 0 if window is None else window.current
     for scheduled, entries, reads in requested:
-        if scheduled.at == 0:
+        if scheduled.batch_row == 0:
             flags = scheduled.flags
             slot = BatchSlot(
                 epoch=scheduled.epoch,
@@ -107,12 +118,12 @@ def tasks(
         assert slot is not None, "a batch begins with its first sample"
         if entries:
             facts = zip(scheduled.rows, scheduled.present, entries, reads, strict=True)
-            frames = tuple([FrameTask(*one) for one in facts])
+            frames = tuple([FrameTask(*frame_facts) for frame_facts in facts])
         else:  # the index is damaged there: the only read raises why
             frames = tuple([FrameTask(row, True, None, reads[0]) for row in scheduled.rows])
         yield Task(
             slot=slot,
-            at=scheduled.at,
+            batch_row=scheduled.batch_row,
             source=sources[scheduled.part],
             frames=frames,
             current=current,

@@ -1,12 +1,14 @@
 """Selected channels (``Transforms(select=...)``): from a sample's members to entries of the batch.
 
-Each selected channel adds two entries: ``{name}``, collated as its kind is, and ``{name}_valid`` [B] bool, False where
-the sample lacks it. Values are moved by the channel's law with the same draw as images, boxes and points. Dtypes are
-those of the table.
+Each selected channel adds two entries: ``{name}``, collated as its kind is, and ``{name}_valid``
+[B] bool, False where the sample lacks it. Values are moved by the channel's law with the same draw
+as images, boxes and points. Dtypes are those of the table.
 
-==================== ==================================== ====================================================
+==================== ====================================
+====================================================
 kind                 shape of ``{name}``                  where ``{name}_valid`` is False
-==================== ==================================== ====================================================
+==================== ====================================
+====================================================
 ``image``            [B, H, W] or [B, H, W, 3]            zeros. Law ``image``: H x W is the size of ``img``
 ``array``            [B, ...], the shape of the table     zeros
 ``points``           list of [P, C]                       None
@@ -18,12 +20,14 @@ kind                 shape of ``{name}``                  where ``{name}_valid``
                      ``values[offsets[b]:offsets[b + 1]]``
 ``logits_topk``,     `Logits` of [B, T, k] where T is     nothing is ``known``, or no positions
 ``logits_sampled``   fixed, else with ``offsets``
-==================== ==================================== ====================================================
+==================== ====================================
+====================================================
 
-With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T for each sample,
-``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a `Packed`. Frames that ``pad="mask"`` hides
-lack all channels. A channel with times of its own (`TimeWindow`) has an axis of these in place of T, with windows of
-images or without: ``{name}`` [B, K, ...] and ``{name}_valid`` [B, K]; of a series these are its values.
+With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T
+for each sample, ``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a
+`Packed`. Frames that ``pad="mask"`` hides lack all channels. A channel with times of its own
+(`TimeWindow`) has an axis of these in place of T, with windows of images or without: ``{name}`` [B,
+K, ...] and ``{name}_valid`` [B, K]; of a series these are its values.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ _SMALL_KINDS: Final = frozenset(
 _SMALL_LAWS: Final = frozenset(
     {"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"}
 )
-"""Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
+"""Kinds and laws whose work is in proportion to the values, and no decoding or warping of
+pixels.
+"""
 
 
 def choose(
@@ -80,24 +86,25 @@ def choose(
     layers: Sequence[Layer],
     lidar: LidarEntry | None,
 ) -> Chosen:
-    """Return what is loaded of a dataset, of a name in a mix: cameras, channels and attributes of ``options``.
+    """Return what is loaded of a dataset, of a name in a mix: cameras, channels and attributes of
+    ``options``.
 
     Raises ConfigError; ManifestError for a channel whose kind or law is unknown here.
     """
-    given = options.cameras
-    shown = None
-    if isinstance(given, dict):
-        shown = next(iter(given.values()), ())
-        if name not in given or len(given[name]) != len(shown):
+    selected = options.cameras
+    batch_names = None
+    if isinstance(selected, dict):
+        batch_names = next(iter(selected.values()), ())
+        if name not in selected or len(selected[name]) != len(batch_names):
             raise ConfigError(
-                f"cameras={given}: each dataset of the mix needs as many names as the first, and '{name}' has "
-                f"{given.get(name, 'none')}"
+                f"cameras={selected}: each dataset of the mix needs as many names as the "
+                f"first, and '{name}' has {selected.get(name, 'none')}"
             )
-        given = given[name]
+        selected = selected[name]
     cameras = choose_cameras(
-        [one.channel for one in dataset.manifest.cameras], given, dataset.location
+        [camera.channel for camera in dataset.manifest.cameras], selected, dataset.location
     )
-    cameras = cameras if shown is None else tuple(given or ())  # in the batch's order
+    cameras = cameras if batch_names is None else tuple(selected or ())  # in the batch's order
     selectable = Selectable(dataset, layers)
     names = selectable.default(cameras) if options.select is None else options.select
     channel_names, attribute_names = selectable.split(names)
@@ -107,7 +114,7 @@ def choose(
     attributes = choose_attributes(
         dataset, split=split, names=attribute_names, layers=layers, channels=channels
     )
-    return Chosen(cameras, channels, attributes, shown)
+    return Chosen(cameras, channels, attributes, batch_names)
 
 
 def choose_channels(
@@ -119,12 +126,12 @@ def choose_channels(
 ) -> tuple[Channel, ...]:
     """Return the entries of the selected channels, in the order of the table and the layers.
 
-    A layer's channels are called ``{layer}.{channel}``. ``cameras`` are loaded (None: all), and ``lidar`` is the one
-    whose sweeps become ``points``.
+    A layer's channels are called ``{layer}.{channel}``. ``cameras`` are loaded (None: all), and
+    ``lidar`` is the one whose sweeps become ``points``.
 
-    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, that lies on
-    another camera, or whose entries would have the names of others; ManifestError for a channel whose kind or law is
-    unknown here.
+    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the
+    boxes, that lies on another camera, or whose entries would have the names of others;
+    ManifestError for a channel whose kind or law is unknown here.
     """
     if not names:
         return ()
@@ -133,7 +140,7 @@ def choose_channels(
     if cameras is None:
         cameras = [camera.channel for camera in manifest.cameras]
     chosen = select((*manifest.channels, *joined), names, dataset.location)
-    taken = set(OWN_NAMES)
+    names_in_use = set(OWN_NAMES)
     for channel in chosen:
         if (
             channel not in manifest.extra_channels
@@ -141,25 +148,28 @@ def choose_channels(
             and channel.sensor != LIDAR
         ):
             raise ConfigError(
-                f"select={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
-                "batch"
+                f"select={list(names)}: '{channel.name}' is not selected by name; cameras "
+                "and boxes are in every batch"
             )
         if not lies_on(channel, cameras):
             raise ConfigError(
-                f"select={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
-                f"has the cameras {', '.join(cameras)} only; leave it out, or select its camera"
+                f"select={list(names)}: '{channel.name}' lies on the image of "
+                f"'{channel.law.camera}', and the loader has the cameras "
+                f"{', '.join(cameras)} only; leave it out, or select its camera"
             )
         if lidar is not None and channel.name == lidar.channel:
             raise ConfigError(
-                f"select={list(names)}: '{channel.name}' is in the batch as `points` already: leave one of them out"
+                f"select={list(names)}: '{channel.name}' is in the batch as `points` "
+                "already: leave one of them out"
             )
         entries = {channel.name, f"{channel.name}_valid"}
-        if clash := sorted(entries & taken):
+        if clash := sorted(entries & names_in_use):
             raise ConfigError(
-                f"select={list(names)}: channel '{channel.name}' of '{dataset.location}' needs the batch entry "
-                f"'{clash[0]}', which another entry has; leave it out, or rename it in the source"
+                f"select={list(names)}: channel '{channel.name}' of '{dataset.location}' "
+                f"needs the batch entry '{clash[0]}', which another entry has; leave it "
+                "out, or rename it in the source"
             )
-        taken |= entries
+        names_in_use |= entries
     return chosen
 
 
@@ -176,13 +186,15 @@ def choose_attributes(
     """
     if not names:
         return AttributeColumns()
-    taken = OWN_NAMES.union(*({one.name, f"{one.name}_valid"} for one in channels))
+    names_in_use = OWN_NAMES.union(
+        *({channel.name, f"{channel.name}_valid"} for channel in channels)
+    )
     for name in names:
-        if clash := sorted({name, f"{name}_valid"} & taken):
+        if clash := sorted({name, f"{name}_valid"} & names_in_use):
             raise ConfigError(
                 f"select={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out"
             )
-        taken |= {name, f"{name}_valid"}
+        names_in_use |= {name, f"{name}_valid"}
     table = JoinedAttributes(dataset, split, layers).read(names)
     return AttributeColumns.of_table(table, dataset.split(split).first_sample)
 
@@ -190,39 +202,44 @@ def choose_attributes(
 def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exception] | None]:
     """Decode and move the selected channels of all frames of a sample.
 
-    Returns the sample with its values, or, with the number of the frame and the error, one without where a value is
-    not as the table says. With ``hides``, frames that the clip does not have lack all channels.
+    Returns the sample with its values, or, with the number of the frame and the error, one without
+    where a value is not as the table says. With ``hides``, frames that the clip does not have lack
+    all channels.
     """
     source = parsed.task.source
     names = [channel.name for channel in (*source.reader.channels, *source.attributes.channels)]
     if not names:
         return parsed, None
-    known: dict[int, Mapping[str, Value | None]] = {}
+    values_by_row: dict[int, Mapping[str, Value | None]] = {}
     extra: list[Mapping[str, Value | None]] = []
     for number, frame in enumerate(parsed.task.frames):
         if hides and not frame.present:
             extra.append(dict.fromkeys(names))
             continue
-        if frame.row not in known:
+        if frame.row not in values_by_row:
             try:
-                known[frame.row] = _moved(parsed, number) | source.attributes.of(frame.row)
+                values_by_row[frame.row] = _moved(parsed, number) | source.attributes.values(
+                    frame.row
+                )
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 return parsed, (number, error)
-        extra.append(known[frame.row])
+        extra.append(values_by_row[frame.row])
     return parsed._replace(extra=tuple(extra)), None
 
 
 def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
-    """Return the values of one frame by name, moved as the sample is; None where the frame lacks one."""
+    """Return the values of one frame by name, moved as the sample is; None where the frame lacks
+    one.
+    """
     sample = parsed.samples[number]
     reader = parsed.task.source.reader
     values = decode_values(sample.extra, reader.channels, sample.key)
     if not reader.moving:
         return values
     lidar2ego = {}
-    for at, lidar in enumerate(reader.lidars):
+    for number_of_lidar, lidar in enumerate(reader.lidars):
         if any(channel.frame == f"sensor:{lidar}" for channel in reader.moving):
-            matrix = sample.geometry.lidar2keyego(at)
+            matrix = sample.geometry.lidar2keyego(number_of_lidar)
             if np.isfinite(matrix).all():
                 lidar2ego[lidar] = matrix
     motion = Motion(
@@ -240,7 +257,9 @@ def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
 
 
 class SelectedChannels(NamedTuple):
-    """The selected channels, chosen attributes last, and the cameras of the rig, which some of them move with."""
+    """The selected channels, chosen attributes last, and the cameras of the rig, which some of
+    them move with.
+    """
 
     channels: tuple[Channel, ...] = ()
     cameras: tuple[str, ...] = ()
@@ -251,15 +270,19 @@ class SelectedChannels(NamedTuple):
 
     @property
     def are_large(self) -> bool:
-        """Whether more threads decode and move them faster, and not only take the interpreter's lock in turns."""
+        """Whether more threads decode and move them faster, and not only take the interpreter's
+        lock in turns.
+        """
         num_bytes = sum(
-            one.numpy_dtype.itemsize * math.prod(side or 1 for side in one.shape)
-            for one in self.channels
-            if one.dtype
+            channel.numpy_dtype.itemsize * math.prod(side or 1 for side in channel.shape)
+            for channel in self.channels
+            if channel.dtype
         )
         return num_bytes > _SMALL_BYTES or any(
-            one.kind not in _SMALL_KINDS or one.law.name not in _SMALL_LAWS or one.sensor == LIDAR
-            for one in self.channels
+            channel.kind not in _SMALL_KINDS
+            or channel.law.name not in _SMALL_LAWS
+            or channel.sensor == LIDAR
+            for channel in self.channels
         )
 
     def entries(self, decoded: Sequence[Parsed], frames: Frames) -> dict[str, Any]:
@@ -293,7 +316,9 @@ class SelectedChannels(NamedTuple):
         return batch
 
     def _shape(self, channel: Channel, sample: Parsed) -> tuple[int, ...]:
-        """Return the shape of a value that no sample of the batch has; 0 where the table leaves a side open."""
+        """Return the shape of a value that no sample of the batch has; 0 where the table leaves
+        a side open.
+        """
         motion = Motion(
             dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)), sample.bev
         )
@@ -331,14 +356,16 @@ def _tensor(value: Any) -> Any:
     return torch.from_numpy(value if value.flags.writeable else value.copy())
 
 
-def of_one(
+def split_sample(
     value: Any,
     *,
     has_windows: bool,
 ) -> tuple[Any, Callable[[list[Any]], Any]] | None:
-    """Take the sample's part out of an entry of a batch of one; None for an entry that all samples share.
+    """Take the sample's part out of an entry of a batch of one; None for an entry that all samples
+    share.
 
-    Returns it with the function that joins such parts of several samples again; tensors and numbers are stacked.
+    Returns it with the function that joins such parts of several samples again; tensors and numbers
+    are stacked.
     """
     if isinstance(value, list):
         return value[0], list
@@ -350,18 +377,20 @@ def of_one(
     if isinstance(value, Logits):
         if value.offsets is None:
             return value.map(lambda part: part[0]), _stacked_logits
-        own = [
+        parts_of_rows = [
             value.map(operator.itemgetter(slice(*ends)))
             for ends in pairwise(value.offsets.tolist())
         ]
-        return (own, _packed_windows) if has_windows else (own[0], _packed)
+        return (parts_of_rows, _packed_windows) if has_windows else (parts_of_rows[0], _packed)
     if isinstance(value, dict):
-        return {name: one[0] for name, one in value.items()}, _joined
+        return {name: column[0] for name, column in value.items()}, _joined
     return None
 
 
 def _joined(values: list[Any]) -> Any:
-    """Return dicts of the same names as a dict of lists; anything else, which a transform made, as the list it is."""
+    """Return dicts of the same names as a dict of lists; anything else, which a transform made,
+    as the list it is.
+    """
     if all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
         return {name: [value[name] for value in values] for name in values[0]}
     return values
@@ -397,4 +426,4 @@ def _packed(values: list[Any]) -> Any:
 def _packed_windows(values: list[Any]) -> Any:
     if not all(isinstance(value, list) for value in values):
         return values
-    return _packed([one for value in values for one in value])
+    return _packed([frame for value in values for frame in value])

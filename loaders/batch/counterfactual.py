@@ -1,4 +1,6 @@
-"""Counterfactual runs: a loader that leaves out the work of some parts, to measure what they cost."""
+"""Counterfactual runs: a loader that leaves out the work of some parts, to measure what they
+cost.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,20 @@ if TYPE_CHECKING:
 LoaderPart = Literal["storage", "decompression", "decode", "transform"]
 """The parts of a loader that can be left out, in the order of the data's way."""
 
-# Samples whose bytes or parsed members replace those of all others; enough that their sizes average out.
+# Samples whose bytes or parsed members replace those of all others; enough that their sizes average
+# out.
 _NUM_KEPT = 8
 
 
 class LeftOut(NamedTuple):
     """The parts that a loader leaves out.
 
-    ``kept`` holds the stored samples of each source that replace all reads, ``new_images`` takes memory for images
-    where that is the decoder's.
+    ``kept`` holds the stored samples of each source that replace all reads, ``new_images`` takes
+    memory for images where that is the decoder's.
     """
 
     parts: frozenset[LoaderPart] = frozenset()
-    kept: Mapping[int, Sequence[FetchedSpan]] = {}
+    spans: Mapping[int, Sequence[FetchedSpan]] = {}
     new_images: Callable[[tuple[int, ...]], torch.Tensor] | None = None
 
     def stages(self, stages: list[Stage]) -> list[Stage]:
@@ -55,21 +58,25 @@ class LeftOut(NamedTuple):
         ]
 
     def _fetch(self, task: Task) -> Fetched:
-        kept = self.kept[task.source.base]
-        return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
+        spans = self.spans[task.source.base]
+        return Fetched(task, tuple(spans[frame.row % len(spans)] for frame in task.frames))
 
     def _undecoded(self, parsed: Parsed | list[Parsed]) -> Parsed | list[Parsed]:
-        """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
+        """Return a sample, or those of a batch, without writing their images into the batch's
+        buffer.
+        """
         if not isinstance(parsed, list) or self.new_images is None:
             return parsed
         slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
-        return [one.in_slot(slot) for one in parsed]
+        return [sample.in_slot(slot) for sample in parsed]
 
 
 def leave_out(
     parts: Collection[LoaderPart], schedule: Schedule, pipeline: BatchPipeline
 ) -> tuple[LeftOut, Schedule, BatchPipeline]:
-    """Prepare to leave out parts. Returns what to load, which reads nothing without ``storage``, and the stages.
+    """Prepare to leave out parts.
+
+    Returns what to load, which reads nothing without ``storage``, and the stages.
 
     Raises ConfigError for a part that does not exist.
     """
@@ -85,8 +92,10 @@ def leave_out(
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
         return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
-    kept = {source.base: _read_some(source, schedule.identity.split) for source in schedule.sources}
-    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(reads=False), pipeline
+    spans = {
+        source.base: _read_some(source, schedule.identity.split) for source in schedule.sources
+    }
+    return LeftOut(frozenset(parts), spans, new_images), schedule._replace(reads=False), pipeline
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -95,7 +104,7 @@ def _read_some(source: Source, split: str) -> list[FetchedSpan]:
     stride = max(1, entry.num_samples // _NUM_KEPT)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
     spans = [source.reader.fetch(row) for row in rows]
-    return [one._replace(span=one.span.copied()) for one in spans]
+    return [fetched._replace(span=fetched.span.copied()) for fetched in spans]
 
 
 class _Remembered:
@@ -115,13 +124,15 @@ class _Remembered:
         parsed = self._kept[fetched.task.row % len(self._kept)]
         if parsed.second is None:
             return parsed._replace(task=fetched.task)
-        second_at = fetched.task.at + parsed.second.task.at - parsed.task.at
-        second = parsed.second._replace(task=fetched.task._replace(at=second_at))
+        second_at = fetched.task.batch_row + parsed.second.task.batch_row - parsed.task.batch_row
+        second = parsed.second._replace(task=fetched.task._replace(batch_row=second_at))
         return parsed._replace(task=fetched.task, second=second)
 
 
 def _own_bytes(parsed: Parsed) -> Parsed:
-    """Return the sample with copies of its images: the storage may reuse the buffer that holds the bytes."""
+    """Return the sample with copies of its images: the storage may reuse the buffer that holds
+    the bytes.
+    """
     samples = tuple(
         replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
         for sample in parsed.samples

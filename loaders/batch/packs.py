@@ -1,18 +1,21 @@
 """Batches of packs: rows of several samples each (``OrderSpec(pack=...)``).
 
-A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and ``pack``,
-``pack_offsets``, ``cu_seqlens``, ``max_seqlen``, ``position_ids`` and ``sequence_ids`` are added
-(`fuelrail.loaders.records.Batch`): pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``, sample s has the
-tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``.
+A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B,
+and ``pack``, ``pack_offsets``, ``cu_seqlens``, ``max_seqlen``, ``position_ids`` and
+``sequence_ids`` are added (`fuelrail.loaders.records.Batch`): pack p has the samples
+``pack_offsets[p] : pack_offsets[p + 1]``, sample s has the tokens ``cu_seqlens[s] : cu_seqlens[s +
+1]``.
 
-The last four describe the first selected channel of kind ``tokens`` whose length is open, whose `Packed` has the tokens
-of all samples in a row: ``batch["tokens"].values`` is what attention with ``cu_seqlens`` takes. Without such a channel
-they are absent. The samples that fill up an epoch's last batch have ``valid`` False.
+The last four describe the first selected channel of kind ``tokens`` whose length is open, whose
+`Packed` has the tokens of all samples in a row: ``batch["tokens"].values`` is what attention with
+``cu_seqlens`` takes. Without such a channel they are absent. The samples that fill up an epoch's
+last batch have ``valid`` False.
 
-With ``Transforms(static=...)`` S is B times the packs' ``max_samples``, and the number of tokens is ``max_tokens``, or
-that of B budgets. Rows that are no sample have ``valid`` False, ``pack`` -1 and no tokens, and zeros otherwise; tokens
-that are of no sample follow the others, as zeros with ``sequence_ids`` -1. ``max_seqlen`` is ``max_tokens``, or the
-budget. Lists, such as keys, are as without it.
+With ``Transforms(static=...)`` S is B times the packs' ``max_samples``, and the number of tokens is
+``max_tokens``, or that of B budgets. Rows that are no sample have ``valid`` False, ``pack`` -1 and
+no tokens, and zeros otherwise; tokens that are of no sample follow the others, as zeros with
+``sequence_ids`` -1. ``max_seqlen`` is ``max_tokens``, or the budget. Lists, such as keys, are as
+without it.
 """
 
 from __future__ import annotations
@@ -33,13 +36,18 @@ if TYPE_CHECKING:
 
 
 def check_packs(options: Arguments) -> None:
-    """Raise ConfigError for settings of a loader that packs, or buckets, do not go with, where its order has these."""
+    """Raise ConfigError for settings of a loader that packs, or buckets, do not go with, where
+    its order has these.
+    """
     if options.order is None or not (options.order.pack or options.order.bucket):
         return
     refused = {
         "bad_samples.on_error='substitute'": (
             options.bad_samples.on_error == "substitute",
-            "another sample would not fit: take on_error='raise', and leave bad samples out by a filter",
+            (
+                "another sample would not fit: take on_error='raise', and leave bad samples out "
+                "by a filter"
+            ),
         )
     }
     if options.order.pack is not None:
@@ -85,20 +93,21 @@ def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError for 2**31 tokens or more.
     """
     pack = batch["pack"]
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "pack_offsets": torch.searchsorted(pack, torch.arange(int(pack[-1]) + 2)).to(torch.int32)
     }
     tokens = next((value for value in batch.values() if isinstance(value, Packed)), None)
     if tokens is None:
-        return found
+        return entries
     offsets = torch.as_tensor(tokens.offsets)
     if int(offsets[-1]) >= 2**31:
         raise ConfigError(
-            f"a batch has {int(offsets[-1])} tokens, and cu_seqlens counts to 2**31 - 1: take fewer packs"
+            f"a batch has {int(offsets[-1])} tokens, and cu_seqlens counts to 2**31 - 1: "
+            "take fewer packs"
         )
     lengths = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return found | {
+    return entries | {
         "cu_seqlens": offsets.to(torch.int32),
         "max_seqlen": int(lengths.max()),
         "position_ids": torch.arange(len(rows)) - offsets[rows],
@@ -113,13 +122,15 @@ def pad_packs(
     batch: dict[str, Any],
     fills: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return a batch of packs, its lists padded already, with fixed numbers of rows and tokens; see the module's text.
+    """Return a batch of packs, its lists padded already, with fixed numbers of rows and tokens; see
+    the module's text.
 
-    ``fills`` has the content of rows that are no sample, where it is not 0. Raises ConfigError for too many tokens.
+    ``fills`` has the content of rows that are no sample, where it is not 0. Raises ConfigError for
+    too many tokens.
     """
     assert pack.max_samples is not None  # `check_packs`
     rows = num_packs * pack.max_samples
-    most = max_tokens or num_packs * pack.budget
+    max_total = max_tokens or num_packs * pack.budget
     longest = max_tokens or pack.budget
     fills = {**fills, "pack": -1, "sequence_ids": -1}
 
@@ -130,23 +141,23 @@ def pad_packs(
             )
         return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill)])
 
-    found = dict(batch)
+    padded_batch = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Packed):
             values, offsets = map(torch.as_tensor, value)
             ends = padded(name, offsets, rows + 1, int(offsets[-1]))
-            found[name] = Packed._make((padded(name, values, most, 0), ends))
+            padded_batch[name] = Packed._make((padded(name, values, max_total, 0), ends))
         elif name == "max_seqlen":
             if value > longest:
                 raise ConfigError(
                     f"a sample has {value} tokens, static batches hold {longest}: raise max_tokens"
                 )
-            found[name] = longest
+            padded_batch[name] = longest
         elif name == "cu_seqlens":
-            found[name] = padded(name, value, rows + 1, int(value[-1]))
+            padded_batch[name] = padded(name, value, rows + 1, int(value[-1]))
         elif isinstance(value, dict):
-            found[name] = {key: padded(name, one, rows, 0) for key, one in value.items()}
+            padded_batch[name] = {key: padded(name, part, rows, 0) for key, part in value.items()}
         elif isinstance(value, torch.Tensor) and name != "pack_offsets":
-            length = most if name in ("position_ids", "sequence_ids") else rows
-            found[name] = padded(name, value, length, fills.get(name, 0))
-    return found
+            length = max_total if name in ("position_ids", "sequence_ids") else rows
+            padded_batch[name] = padded(name, value, length, fills.get(name, 0))
+    return padded_batch

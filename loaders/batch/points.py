@@ -23,17 +23,19 @@ class Accumulation(NamedTuple):
     sweeps: PointSweeps
 
     def __call__(self, sample: Sample, *, seed: int, epoch: int, row: int) -> Sample:
-        """Replace the lidar's own sweep of the sample by the cloud; raise SchemaError, naming the sample."""
+        """Replace the lidar's own sweep of the sample by the cloud; raise SchemaError, naming
+        the sample.
+        """
         channel = self.lidar.channel
-        own = sample.points.get(channel)
+        current = sample.points.get(channel)
         earlier = sample.sweeps.get(channel)
-        if own is None:
+        if current is None:
             return sample
         geometry = sample.geometry
         num_stored = 0 if earlier is None else len(earlier.num_points)
         try:
             cloud = self.sweeps.accumulate(
-                own,
+                current,
                 earlier,
                 columns=self.lidar.columns,
                 lidar2global=geometry.lidar_ego2global[0] @ geometry.lidar2ego[0],
@@ -48,7 +50,9 @@ class Accumulation(NamedTuple):
 
 
 class Points(NamedTuple):
-    """What ``points=`` comes to: the lidar whose points are in the batch, with their columns there; None for none."""
+    """What ``points=`` comes to: the lidar whose points are in the batch, with their columns
+    there; None for none.
+    """
 
     lidar: LidarEntry | None
     accumulation: Accumulation | None
@@ -67,8 +71,9 @@ def choose_points(dataset: Dataset, points: bool | PointSweeps) -> Points:
         return Points(lidar, None)
     if points.num_sweeps > 1 and f"{lidar.channel}{SWEEPS_FIELD}" not in dataset.index.names:
         raise ConfigError(
-            f"num_sweeps={points.num_sweeps}, but dataset '{dataset.root}' stores one sweep of {lidar.channel} a "
-            "sample: make it with `fuelrail shard -o sweeps=9`, or take num_sweeps=1"
+            f"num_sweeps={points.num_sweeps}, but dataset '{dataset.root}' stores one sweep "
+            f"of {lidar.channel} a sample: make it with `fuelrail shard -o sweeps=9`, or "
+            "take num_sweeps=1"
         )
     columns = points.columns(lidar.columns)
     return Points(msgspec.structs.replace(lidar, columns=columns), Accumulation(lidar, points))

@@ -1,10 +1,13 @@
-"""The user's ``transform`` in worker processes, ``transform_in="process"``: its Python does not hold our lock.
+"""The user's ``transform`` in worker processes, ``transform_in="process"``: its Python does not
+hold our lock.
 
-Each thread of the stage ``transform`` sends its sample to a process of its own and waits for what comes back. Samples
-and results travel through a pipe as pickles, so no shared memory can be left behind; an image that comes back in its
-shape is copied to its place in the batch's buffer. Workers are started by a fork server, which has torch loaded, at
-their first sample; they end with :meth:`ProcessTransform.close`, with the loader, or with this process, however that
-ends. In a worker process that may not have children, such as torch's DataLoader makes, the transform runs in threads.
+Each thread of the stage ``transform`` sends its sample to a process of its own and waits for what
+comes back. Samples and results travel through a pipe as pickles, so no shared memory can be left
+behind; an image that comes back in its shape is copied to its place in the batch's buffer. Workers
+are started by a fork server, which has torch loaded, at their first sample; they end with
+:meth:`ProcessTransform.close`, with the loader, or with this process, however that ends. In a
+worker process that may not have children, such as torch's DataLoader makes, the transform runs in
+threads.
 """
 
 from __future__ import annotations
@@ -44,16 +47,18 @@ class _Worker(NamedTuple):
     pipe: Any
 
     def ask(self, request: bytes | memoryview) -> Any:
-        """Return the answer; raise ChildProcessError if the worker ends instead, and what it raised."""
+        """Return the answer; raise ChildProcessError if the worker ends instead, and what it
+        raised.
+        """
         try:
             self.pipe.send_bytes(request)
             answer = self.pipe.recv_bytes()
         except (EOFError, OSError) as error:
             self.process.join(_JOIN_S)
             raise ChildProcessError(
-                f"the worker process {self.process.pid} of transform ended with exit code {self.process.exitcode} "
-                "(negative: killed by that signal, as -9 for lack of memory; 1: the lines above say why); the next "
-                "iteration starts another one"
+                f"the worker process {self.process.pid} of transform ended with exit code "
+                f"{self.process.exitcode} (negative: killed by that signal, as -9 for lack "
+                "of memory; 1: the lines above say why); the next iteration starts another one"
             ) from error
         value, failed = pickle.loads(answer)
         if failed is not None:
@@ -67,7 +72,8 @@ class _Pool:
     def __init__(self) -> None:
         self.idle: deque[_Worker] = deque()
         self._all: list[_Worker] = []
-        # Before multiprocessing terminates what is left, and only in the process that started the workers.
+        # Before multiprocessing terminates what is left, and only in the process that started the
+        # workers.
         self.end = multiprocessing.util.Finalize(
             self, _end, (self._all, self.idle), exitpriority=10
         )
@@ -81,14 +87,16 @@ class _Pool:
             raise
         except Exception as error:
             raise ConfigError(
-                f"transform cannot be loaded in a worker process ({error}): define it in a module that can be "
-                "imported, or leave out transform_in='process'"
+                f"transform cannot be loaded in a worker process ({error}): define it in a "
+                "module that can be imported, or leave out transform_in='process'"
             ) from error
         return worker
 
 
 def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
-    """Start a process, which has torch loaded, and return it with a connection to ``serve(connection)`` there."""
+    """Start a process, which has torch loaded, and return it with a connection to
+    ``serve(connection)`` there.
+    """
     context: Any = multiprocessing.get_context(
         "forkserver" if os.getpid() == _LOADED_IN else "spawn"
     )
@@ -102,7 +110,9 @@ def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
 
 
 def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
-    """End the workers: idle ones by closing their pipes, those that a thread still waits for by a signal."""
+    """End the workers: idle ones by closing their pipes, those that a thread still waits for by
+    a signal.
+    """
     for worker in workers:
         if worker in idle:
             worker.pipe.close()
@@ -116,26 +126,33 @@ def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
 
 
 class ProcessTransform:
-    """The user's function, called in worker processes. Raise ConfigError for one that cannot be pickled."""
+    """The user's function, called in worker processes.
+
+    Raise ConfigError for one that cannot be pickled.
+    """
 
     def __init__(self, function: Callable[[dict[str, Any]], Any] | None) -> None:
         if function is None:
             raise ConfigError(
-                "transform_in='process' says where transform runs, and there is none: give transform="
+                "transform_in='process' says where transform runs, and there is none: give "
+                "transform="
             )
         check_main_guard()
         try:
             self._setup = pickle.dumps((function, torch.get_num_threads()))
         except Exception as error:
             raise ConfigError(
-                f"transform={function!r} cannot be pickled, which transform_in='process' needs ({error}): make it a "
-                "function of a module, or an object of a class of a module that holds plain values"
+                f"transform={function!r} cannot be pickled, which transform_in='process' "
+                f"needs ({error}): make it a function of a module, or an object of a class "
+                "of a module that holds plain values"
             ) from error
         self._function = function
         self._pools: dict[int, _Pool] = {}
 
     def __call__(self, sample: dict[str, Any]) -> Any:
-        """Return what the function makes of the sample; raise what it raises, caused by the worker's traceback."""
+        """Return what the function makes of the sample; raise what it raises, caused by the
+        worker's traceback.
+        """
         if multiprocessing.current_process().daemon:
             return self._function(sample)
         pool = self._pools.get(os.getpid()) or self._pools.setdefault(os.getpid(), _Pool())
@@ -159,21 +176,23 @@ class ProcessTransform:
             pool.end()
 
 
-def _in_place(place: Any, made: Any) -> Any:
-    """Return the buffer's own images, or those of each group of cameras, with the content of images of their form."""
+def _in_place(place: Any, content: Any) -> Any:
+    """Return the buffer's own images, or those of each group of cameras, with the content of
+    images of their form.
+    """
     if isinstance(place, dict):
         return (
-            {name: _in_place(place.get(name), one) for name, one in made.items()}
-            if isinstance(made, dict)
-            else made
+            {name: _in_place(place.get(name), part) for name, part in content.items()}
+            if isinstance(content, dict)
+            else content
         )
     if (
-        not isinstance(made, torch.Tensor)
+        not isinstance(content, torch.Tensor)
         or place is None
-        or (made.shape, made.dtype) != (place.shape, place.dtype)
+        or (content.shape, content.dtype) != (place.shape, place.dtype)
     ):
-        return made
-    return place.copy_(made)
+        return content
+    return place.copy_(content)
 
 
 def _serve(pipe: Any) -> None:
@@ -192,14 +211,17 @@ def _serve(pipe: Any) -> None:
 
 
 def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
-    """Return what the work makes of a request, and None; or the error, and what it was caused by."""
+    """Return what the work makes of a request, and None; or the error, and what it was caused
+    by.
+    """
     try:
-        made = work(pickle.loads(request))
+        result = work(pickle.loads(request))
         try:
-            return _dumps((made, None))
+            return _dumps((result, None))
         except Exception as error:
             raise ConfigError(
-                f"transform returned what cannot be pickled, which transform_in='process' needs: {error}"
+                "transform returned what cannot be pickled, which transform_in='process' "
+                f"needs: {error}"
             ) from error
     except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
         return pickled_error(error)
@@ -207,7 +229,9 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Write plain tensors as their own elements; torch would write all of the memory that a view is of."""
+        """Write plain tensors as their own elements; torch would write all of the memory that a
+        view is of.
+        """
         if not is_plain(value):
             return NotImplemented
         content: Any = content_of(value)

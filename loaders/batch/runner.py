@@ -22,7 +22,9 @@ class Closing(Protocol):
 
 
 class Runner:
-    """Starts, tunes and stops a loader's pipelines, one at a time, and adds up what they all did."""
+    """Starts, tunes and stops a loader's pipelines, one at a time, and adds up what they all
+    did.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,10 @@ class Runner:
     def start(
         self, tasks: Iterator[Any], stages: Sequence[Stage], sources: Sequence[Closing]
     ) -> None:
-        """Run the tasks through the stages; ``sources`` are what they wait for. Nothing may be running."""
+        """Run the tasks through the stages; ``sources`` are what they wait for.
+
+        Nothing may be running.
+        """
         assert self._pipeline is None, "one pipeline at a time"
         self._sources = sources
         self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
@@ -70,11 +75,15 @@ class Runner:
             self._past_waited_s += pipeline.waited_s
 
     def park_at(self, cursor: Cursor) -> None:
-        """Record that an epoch is consumed; the threads continue, and the next result is the first after ``cursor``."""
+        """Record that an epoch is consumed; the threads continue, and the next result is the
+        first after ``cursor``.
+        """
         self._idle_at = cursor
 
     def idle_at(self, cursor: Cursor) -> bool:
-        """Return whether the next result is the first after ``cursor``, and no iteration takes results."""
+        """Return whether the next result is the first after ``cursor``, and no iteration takes
+        results.
+        """
         return self._idle_at == cursor
 
     def take(self) -> Pipeline:
@@ -93,7 +102,9 @@ class Runner:
         return self._pipeline is not None and self._pipeline.is_running
 
     def tuning_due(self) -> Tuning | None:
-        """Note that a batch was handed out; the new tuning, if it is time for one: :meth:`adapt` makes it so."""
+        """Note that a batch was handed out; the new tuning, if it is time for one: :meth:`adapt`
+        makes it so.
+        """
         if self._tuner is None or self._pipeline is None:
             return None
         now_s = time.perf_counter()
@@ -112,12 +123,12 @@ class Runner:
 
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the stages' clocks, over all pipelines; empty before the first."""
-        own = (
+        stage_clocks = (
             self._past
             if self._pipeline is None
             else add_clocks(self._past, self._pipeline.clocks())
         )
-        return (*self._clocks_before(), *own)
+        return (*self._clocks_before(), *stage_clocks)
 
     @property
     def waited_s(self) -> float:
@@ -146,4 +157,6 @@ class LoaderStats(NamedTuple):
     bad_samples: int
     """Distinct bad samples that were substituted."""
     refused_images: int
-    """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU decodes nothing."""
+    """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU
+    decodes nothing.
+    """

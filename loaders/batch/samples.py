@@ -1,4 +1,5 @@
-"""Fetch, parse and decode one sample: the functions of the stages, each from one record to the next.
+"""Fetch, parse and decode one sample: the functions of the stages, each from one record to the
+next.
 
 Nothing here refers to the loader itself, so that dropping the loader stops its threads.
 """
@@ -56,7 +57,9 @@ class Augments(NamedTuple):
     def maps(
         self, sizes: Sequence[Sequence[int]], epoch: int, number: int, camera_rows: Sequence[int]
     ) -> list[ImageMap]:
-        """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows`` are in the rig."""
+        """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows``
+        are in the rig.
+        """
         seed = self.seed
         first = self.images[0]
         if first.name is None:
@@ -64,57 +67,65 @@ class Augments(NamedTuple):
                 sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows
             )
         return self._in_rig_order(
-            one.augment.draw(
-                [sizes[camera] for camera in one.cameras],
+            group.augment.draw(
+                [sizes[camera] for camera in group.cameras],
                 seed=seed,
                 epoch=epoch,
                 sample=number,
-                cameras=[camera_rows[camera] for camera in one.cameras],
+                cameras=[camera_rows[camera] for camera in group.cameras],
             )
-            for one in self.images
+            for group in self.images
         )
 
     def changes(self, epoch: int, number: int, camera_rows: Sequence[int]) -> list[PixelChange]:
         """Draw the changes of pixel values of a sample's images, in rig order."""
         drawn = [
             self.pixels.draw(
-                one.augment.height,
+                group.augment.height,
                 seed=self.seed,
                 epoch=epoch,
                 sample=number,
-                cameras=[camera_rows[camera] for camera in one.cameras],
+                cameras=[camera_rows[camera] for camera in group.cameras],
             )
-            for one in self.images
+            for group in self.images
         ]
         return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
 
     def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
         pairs = [
             pair
-            for one, values in zip(self.images, by_group, strict=True)
-            for pair in zip(one.cameras, values, strict=True)
+            for group, values in zip(self.images, by_group, strict=True)
+            for pair in zip(group.cameras, values, strict=True)
         ]
         return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[CameraImages, ...]:
-    """Return the sizes of the loaded cameras' images; raises ConfigError unless each is in one group."""
+    """Return the sizes of the loaded cameras' images; raises ConfigError unless each is in one
+    group.
+    """
     if transforms.camera_groups is None:
         assert transforms.image is not None, "the loader has named the size"
         return (CameraImages(None, tuple(range(len(cameras))), transforms.image),)
     named = [camera for group in transforms.camera_groups.values() for camera in group.cameras]
-    for wrong, what in (
-        ([one for one in named if one not in cameras], "names cameras that are not loaded"),
-        ([one for one in cameras if one not in named], "leaves out cameras that are loaded"),
+    for wrong, fault in (
         (
-            [one for one in dict.fromkeys(named) if named.count(one) > 1],
+            [channel for channel in named if channel not in cameras],
+            "names cameras that are not loaded",
+        ),
+        (
+            [channel for channel in cameras if channel not in named],
+            "leaves out cameras that are loaded",
+        ),
+        (
+            [channel for channel in dict.fromkeys(named) if named.count(channel) > 1],
             "names cameras in several groups",
         ),
     ):
         if wrong:
             raise ConfigError(
-                f"camera_groups {what}: {', '.join(wrong)}; each camera must be in one group, and loaded are "
-                f"{', '.join(cameras)}"
+                f"camera_groups {fault}: {', '.join(wrong)}; each camera must be in one "
+                f"group, and loaded are {', '.join(cameras)}"
             )
     return tuple(
         CameraImages(name, tuple(map(cameras.index, group.cameras)), group.image)
@@ -147,22 +158,25 @@ def parse(
     fetched: Fetched,
     timed: TimedChannels = NOT_TIMED,
 ) -> Parsed:
-    """Decode the sample's members but images, draw its augmentation, and move the selected channels by it.
+    """Decode the sample's members but images, draw its augmentation, and move the selected channels
+    by it.
 
     What was read for channels at times of their own (``timed``) is not a frame of what is returned.
     """
     while True:
         task = fetched.task
-        known: dict[int, Sample] = {}
-        about: dict[int, tuple[int, Mapping[str, Value | None]]] = {}
+        samples_by_row: dict[int, Sample] = {}
+        values_by_row: dict[int, tuple[int, Mapping[str, Value | None]]] = {}
         for number, (frame, stored) in enumerate(zip(task.frames, fetched.stored, strict=True)):
             is_frame = not timed.by_name or number < timed.num_frames
-            if frame.row in (known if is_frame else about):
+            if frame.row in (samples_by_row if is_frame else values_by_row):
                 continue
             try:
                 if not is_frame:
-                    found = task.source.reader.values(stored) | task.source.attributes.of(frame.row)
-                    about[frame.row] = stored.row.timestamp_ns, found
+                    row_values = task.source.reader.values(stored) | task.source.attributes.values(
+                        frame.row
+                    )
+                    values_by_row[frame.row] = stored.row.timestamp_ns, row_values
                     continue
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:
@@ -173,20 +187,24 @@ def parse(
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 fetched = fetch(bad, bad.replace(task, number, error))
                 break
-            known[frame.row] = sample
+            samples_by_row[frame.row] = sample
         else:
             hides = window is not None and window.pad == "mask"
             values: TimedValues = {}
             if timed.by_name:
-                values = timed.read(fetched.stored[task.current].row.timestamp_ns, about.values())
+                values = timed.read(
+                    fetched.stored[task.current].row.timestamp_ns, values_by_row.values()
+                )
                 task = task._replace(frames=task.frames[: timed.num_frames])
             parsed, failure = moved_frames(
-                _drawn(task, known, augments, task.number, hides=hides), hides=hides
+                _drawn(task, samples_by_row, augments, task.number, hides=hides), hides=hides
             )
             parsed = parsed._replace(timed=timed.moved(values, parsed.bev))
             if augments.second_at and failure is None:
-                other = task._replace(at=task.at + augments.second_at)
-                drawn = _drawn(other, known, augments, second_view(task.number), hides=hides)
+                second_task = task._replace(batch_row=task.batch_row + augments.second_at)
+                drawn = _drawn(
+                    second_task, samples_by_row, augments, second_view(task.number), hides=hides
+                )
                 second, failure = moved_frames(drawn, hides=hides)
                 second = second._replace(view=1, timed=timed.moved(values, second.bev))
                 parsed = parsed._replace(view=0, second=second)
@@ -196,27 +214,36 @@ def parse(
 
 
 def _drawn(
-    task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool
+    task: Task,
+    samples_by_row: Mapping[int, Sample],
+    augments: Augments,
+    number: int,
+    *,
+    hides: bool,
 ) -> Parsed:
-    """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
+    """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds
+    these by row.
+    """
     seed = augments.seed
     epoch = task.slot.epoch
     reader = task.source.reader
     by_size: dict[str, Sequence[ImageMap]] = {}
-    shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
-    for row, sample in known.items():
+    drawn_by_row: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
+    for row, sample in samples_by_row.items():
         sizes = sample.geometry.img_wh.tolist()
         text = str(sizes)
         if text not in by_size:
             by_size[text] = augments.maps(sizes, epoch, number, reader.camera_rows)
-        shown[row] = sample, by_size[text]
+        drawn_by_row[row] = sample, by_size[text]
         if augments.undistort is not None:
-            shown[row] = augments.undistort(sample, by_size[text], reader.cameras)
+            drawn_by_row[row] = augments.undistort(sample, by_size[text], reader.cameras)
     samples = [
-        hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0]
+        hidden(drawn_by_row[frame.row][0])
+        if hides and not frame.present
+        else drawn_by_row[frame.row][0]
         for frame in task.frames
     ]
-    maps = tuple(shown[frame.row][1] for frame in task.frames)
+    maps = tuple(drawn_by_row[frame.row][1] for frame in task.frames)
     bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
     return Parsed(
         task=task,
@@ -249,13 +276,13 @@ def decode(
     while True:
         task = parsed.task
         views = parsed.views
-        images = [task.slot.frames(view.task.at) for view in views]
+        images = [task.slot.frames(view.task.batch_row) for view in views]
         for number in range(len(task.frames)):
             earlier = parsed.is_shown_before(number)
             if earlier is not None:
                 for of_view in images:
-                    for image, shown in zip(of_view[number], of_view[earlier], strict=True):
-                        image[:] = shown
+                    for image, source in zip(of_view[number], of_view[earlier], strict=True):
+                        image[:] = source
                 continue
             try:
                 _decode(

@@ -1,4 +1,6 @@
-"""How batches are made: the stages from a sample's bytes to a batch on its device, and the buffers they share."""
+"""How batches are made: the stages from a sample's bytes to a batch on its device, and the
+buffers they share.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
 _FEW_AHEAD: Final = 8
 """Fetched and parsed samples that may wait for few threads; half of them are made in a row."""
 _FEW_IMAGES: Final = 24
-"""Images whose samples may wait at least: where samples are small, threads would change places too often."""
+"""Images whose samples may wait at least: where samples are small, threads would change places
+too often.
+"""
 
 
 class BatchPipeline(NamedTuple):
@@ -91,7 +95,8 @@ class BatchPipeline(NamedTuple):
     def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
         """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
         batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))
-        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing
+        # is work.
         lanes = (
             (MIN_LANES, MAX_LANES)
             if decodes_on_device(self.decoder) and not self.parses_hard
@@ -102,7 +107,9 @@ class BatchPipeline(NamedTuple):
         )
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
-        """Return what takes a buffer for the images of a batch, given its first sample; see `ImageBuffers`."""
+        """Return what takes a buffer for the images of a batch, given its first sample; see
+        `ImageBuffers`.
+        """
         varies = self.pack is not None
         on_device = decodes_on_device(self.decoder)
         axes = self._image_axes
@@ -126,15 +133,17 @@ class BatchPipeline(NamedTuple):
             options.seed, **options.transforms.content(), channels=channels, cameras=cameras
         )
 
-    def hand_over(self, made: Any) -> Any:
-        """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
+    def hand_over(self, output: Any) -> Any:
+        """Return the batch that the last stage made, for the consumer, on whose thread this must
+        be called.
+        """
         if self.transfer is None:
-            return made if self.fixed is None else self.fixed(made)
-        batch = self.transfer.hand_over(made)
+            return output if self.fixed is None else self.fixed(output)
+        batch = self.transfer.hand_over(output)
         if self.fixed is None:
             return batch
         # What a batch_transform returns may be any views of that memory, other ones in each batch.
-        return self.fixed(batch, made.arena if self.batch_transform is None else None)
+        return self.fixed(batch, output.arena if self.batch_transform is None else None)
 
     def close(self) -> None:
         """Free what the decoder and the transform hold until they are used again."""
@@ -143,7 +152,9 @@ class BatchPipeline(NamedTuple):
                 part.close()
 
     def stages(self, tuning: Tuning) -> list[Stage]:
-        """Return the stages under a tuning; another tuning changes only their numbers of threads and capacities."""
+        """Return the stages under a tuning; another tuning changes only their numbers of threads
+        and capacities.
+        """
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window, timed=self.timed)
         fill = self.augments.pixels.grid_mask_fill
@@ -182,21 +193,27 @@ class BatchPipeline(NamedTuple):
             )
         collate: Callable[[Sequence[Any]], Any] = self.assemble
         if self.transform is not None or self.collate_fn is not None:
-            each: Callable[[Any], Any] = partial(
+            transform_sample: Callable[[Any], Any] = partial(
                 user.transform, self.transform, self.assemble, self.augments.seed
             )
-            each = each if group else partial(samples.for_each, each)
+            transform_sample = (
+                transform_sample if group else partial(samples.for_each, transform_sample)
+            )
             collate = partial(user.collate, self.collate_fn)
             if self.transfer is not None:
-                each = self.transfer.on_own_stream(each)
+                transform_sample = self.transfer.on_own_stream(transform_sample)
                 collate = self.transfer.on_own_stream(collate)
-            stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
+            stages.append(
+                Stage("transform", transform_sample, num_workers, self.batch_size if group else 1)
+            )
         collate = partial(self._collated, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
         return self._with_last(stages, tuning)
 
     def _collated(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:
-        """Return the batch of decoded or transformed samples, as a `Collated` where later work needs its place."""
+        """Return the batch of decoded or transformed samples, as a `Collated` where later work
+        needs its place.
+        """
         views = _all_views(items)
         batch = collate(views)
         if self.static is not None:
@@ -204,13 +221,15 @@ class BatchPipeline(NamedTuple):
         if self.batch_transform is None and not self.serves:
             return batch
         slot = views[0].slot
-        keys = tuple(one.key for one in views[: len(items)])
+        keys = tuple(sample.key for sample in views[: len(items)])
         return Collated(
             batch=batch, epoch=slot.epoch, step=slot.step, position=slot.position, keys=keys
         )
 
     def receiving(self, tuning: Tuning) -> list[Stage]:
-        """Return the stages of batches that another process made: as far as that left them to this one."""
+        """Return the stages of batches that another process made: as far as that left them to
+        this one.
+        """
         if self.transfer is None:
             return [Stage("receive", samples.keep, 1, 1)]
         receive = operator.attrgetter("batch") if self.batch_transform is None else samples.keep
@@ -222,7 +241,7 @@ class BatchPipeline(NamedTuple):
             name = "normalize" if self.batch_transform is None else "batch_transform"
             stages.append(Stage(name, last, 1, tuning.ready))
         if self.transfer is not None:
-            stages.append(Stage("transfer", partial(self.transfer, then=last), 1, tuning.ready))
+            stages.append(Stage("transfer", partial(self.transfer, function=last), 1, tuning.ready))
             return [with_ranges(stage) for stage in stages]
         return stages
 
@@ -236,7 +255,7 @@ def make_batch_pipeline(
 ) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
-    cameras = tuple(sources[0].reader.shown)
+    cameras = tuple(sources[0].reader.batch_names)
     num_frames = 1 if options.window is None else len(options.window.frames)
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
@@ -251,8 +270,9 @@ def make_batch_pipeline(
     if options.transform_in == "process":
         if decodes_on_device(decoder):
             raise ConfigError(
-                f"transform_in='process' takes images in host memory, and decoder={decoder.name!r} decodes on "
-                f"{decoder.device}: take decoder='turbo', or batch_transform="
+                "transform_in='process' takes images in host memory, and "
+                f"decoder={decoder.name!r} decodes on {decoder.device}: take "
+                "decoder='turbo', or batch_transform="
             )
         transform = ProcessTransform(transform)
     augments = samples.Augments(
@@ -315,16 +335,17 @@ def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
     """Raise ConfigError where pixel values are to be changed that never are in host memory."""
     if decodes_on_device(decoder) and not pixels.changes_nothing:
         raise ConfigError(
-            f"pixels can be changed in host memory only, and decoder={decoder.name!r} decodes on {decoder.device}: "
-            "leave out pixels, or take decoder='turbo'"
+            f"pixels can be changed in host memory only, and decoder={decoder.name!r} "
+            f"decodes on {decoder.device}: leave out pixels, or take decoder='turbo'"
         )
 
 
 class BatchDecode:
     """The stage's work: decodes all images of a batch in one call, B x T x N of them, of any sizes.
 
-    Into the slot's host buffer, or, with a decoder on a GPU, into memory of that device, which takes the buffer's place
-    in the slot. A bad image makes its sample bad, as with other decoders; the rest of the batch is not decoded again.
+    Into the slot's host buffer, or, with a decoder on a GPU, into memory of that device, which
+    takes the buffer's place in the slot. A bad image makes its sample bad, as with other decoders;
+    the rest of the batch is not decoded again.
     """
 
     def __init__(
@@ -351,24 +372,24 @@ class BatchDecode:
         samples = list(batch)
         failed = self._decode(_all_views(samples), parts)
         for row, (frame, error) in failed.items():
-            at = row % len(samples)
-            if row != at and at in failed:
+            index = row % len(samples)
+            if row != index and index in failed:
                 continue  # the other view of a sample that is replaced already
             is_bad: tuple[int, ImageError] | None = (frame, error)
             while is_bad is not None:
-                samples[at] = self._parse_again(
-                    fetch(self._bad, self._bad.replace(samples[at].task, *is_bad))
+                samples[index] = self._parse_again(
+                    fetch(self._bad, self._bad.replace(samples[index].task, *is_bad))
                 )
-                for number, view in enumerate(samples[at].views):
-                    place = at + number * len(samples)
+                for number, view in enumerate(samples[index].views):
+                    place = index + number * len(samples)
                     is_bad = self._decode(
                         [view], [(cameras, part[place : place + 1]) for cameras, part in parts]
                     ).get(0)
                     if is_bad is not None:
                         break
         if on_cpu:
-            for at, parsed in enumerate(_all_views(samples)):
-                for sample, planes in zip(parsed.samples, slot.frames(at), strict=True):
+            for index, parsed in enumerate(_all_views(samples)):
+                for sample, planes in zip(parsed.samples, slot.frames(index), strict=True):
                     for image, channel, change in zip(
                         planes, self._cameras, parsed.changes, strict=True
                     ):
@@ -379,7 +400,8 @@ class BatchDecode:
     def _decode(
         self, samples: Sequence[Parsed], parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]]
     ) -> dict[int, tuple[int, ImageError]]:
-        """Decode the samples' images into uint8 [B', T, N, 3, H, W] of each group of cameras, all of one size.
+        """Decode the samples' images into uint8 [B', T, N, 3, H, W] of each group of cameras, all
+        of one size.
 
         Returns each sample's first error and its frame.
         """
@@ -411,7 +433,9 @@ def with_ranges(
     push: Callable[[str], object] = torch.cuda.nvtx.range_push,
     pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
 ) -> Stage:
-    """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
+    """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the
+    thread that does it.
+    """
     work = stage.work
     name = f"fuelrail {stage.name}"
 

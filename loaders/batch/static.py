@@ -1,7 +1,9 @@
-"""Batches at fixed addresses, with fixed shapes: for CUDA graphs and torch.compile. ``Transforms(static=...)``.
+"""Batches at fixed addresses, with fixed shapes: for CUDA graphs and torch.compile.
 
-Lists of tensors that differ in length from sample to sample become one tensor each, padded to a maximum, beside a mask.
-At hand-over the batch is copied into one of a few sets of buffers, in turn.
+``Transforms(static=...)``.
+
+Lists of tensors that differ in length from sample to sample become one tensor each, padded to a
+maximum, beside a mask. At hand-over the batch is copied into one of a few sets of buffers, in turn.
 """
 
 from __future__ import annotations
@@ -33,15 +35,17 @@ _BOX_FILL: Final = {
 def pad(
     settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs: int = 0
 ) -> dict[str, Any]:
-    """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say what is real.
+    """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say
+    what is real.
 
-    ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T, max_points]. A batch
-    of ``num_packs`` of a ``pack`` is padded by `pad_packs`, too. Raises ConfigError for a sample that has more, and for
-    a list of tensors that has no maximum.
+    ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T,
+    max_points]. A batch of ``num_packs`` of a ``pack`` is padded by `pad_packs`, too. Raises
+    ConfigError for a sample that has more, and for a list of tensors that has no maximum.
     """
     if not isinstance(batch, dict):
         raise ConfigError(
-            f"static batches must be dicts, and collate_fn returned {type(batch).__name__}: return a dict of tensors"
+            f"static batches must be dicts, and collate_fn returned {type(batch).__name__}: "
+            "return a dict of tensors"
         )
     padded: dict[str, Any] = {}
     for name, value in batch.items():
@@ -68,7 +72,8 @@ def pad(
                 else "make it one tensor of one shape in transform or collate_fn"
             )
             raise ConfigError(
-                f"static batches need a fixed shape, and {name!r} is a {type(value).__name__} of tensors: {fix}"
+                f"static batches need a fixed shape, and {name!r} is a "
+                f"{type(value).__name__} of tensors: {fix}"
             )
     return (
         padded
@@ -84,12 +89,14 @@ def _has_tensors(value: object) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(
-        isinstance(one, torch.Tensor) or _has_tensors(one) for one in value
+        isinstance(item, torch.Tensor) or _has_tensors(item) for item in value
     )
 
 
 def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return the tensors of fixed shape of an entry: itself, its images by group of cameras, its logits, its packs."""
+    """Return the tensors of fixed shape of an entry: itself, its images by group of cameras, its
+    logits, its packs.
+    """
     if isinstance(value, torch.Tensor):
         return {(name,): value}
     if isinstance(value, Packed):
@@ -98,40 +105,44 @@ def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
         value = value.parts
     elif name != "img" or not isinstance(value, dict):
         return {}
-    is_flat = all(isinstance(one, torch.Tensor) for one in value.values())
-    return {(name, part): one for part, one in value.items()} if is_flat else {}
+    is_flat = all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+    return {(name, part): tensor for part, tensor in value.items()} if is_flat else {}
 
 
 def _padded(
     batch: dict[str, Any], name: str, maximum: int, option: str, fill: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and the mask of real rows."""
+    """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and
+    the mask of real rows.
+    """
     samples: Sequence[Any] = batch[name]
     frames = [sample if isinstance(sample, (list, tuple)) else [sample] for sample in samples]
-    lengths = torch.tensor([[len(one) for one in sample] for sample in frames])
+    lengths = torch.tensor([[len(tensor) for tensor in sample] for sample in frames])
     if int(lengths.max()) > maximum:
-        at = int(lengths.amax(1).argmax())
+        batch_row = int(lengths.amax(1).argmax())
         keys = batch.get("sample_key")
-        which = f"sample {keys[at]!r}" if keys else f"row {at} of the batch"
+        name_of_row = f"sample {keys[batch_row]!r}" if keys else f"row {batch_row} of the batch"
         raise ConfigError(
-            f"{which} has {int(lengths.max())} rows of {name!r}, and static batches hold {option}={maximum}: raise "
-            f"{option}, or drop rows in transform or by the order's filter"
+            f"{name_of_row} has {int(lengths.max())} rows of {name!r}, and static batches "
+            f"hold {option}={maximum}: raise {option}, or drop rows in transform or by the "
+            "order's filter"
         )
     first = frames[0][0]
     out = first.new_full((*lengths.shape, maximum, *first.shape[1:]), fill)
     for row, sample in zip(out, frames, strict=True):
-        for place, one in zip(row, sample, strict=True):
-            place[: len(one)] = one
+        for place, tensor in zip(row, sample, strict=True):
+            place[: len(tensor)] = tensor
     mask = torch.arange(maximum) < lengths[..., None]
     has_frames = isinstance(samples[0], (list, tuple))
     return (out, mask) if has_frames else (out[:, 0], mask[:, 0])
 
 
 class FixedBuffers:
-    """Sets of buffers that batches are copied into in turn, each set's tensors at one address for ever.
+    """Sets of buffers that batches are copied into in turn, each set's tensors at one address for
+    ever.
 
-    A batch is overwritten when the ``count``-th one after it is handed out. The copy is queued on the stream that is
-    current then, so it comes after what the consumer has queued there before.
+    A batch is overwritten when the ``count``-th one after it is handed out. The copy is queued on
+    the stream that is current then, so it comes after what the consumer has queued there before.
     """
 
     def __init__(self, count: int) -> None:
@@ -140,13 +151,14 @@ class FixedBuffers:
         self._next = 0
 
     def __call__(self, batch: dict[str, Any], arena: torch.Tensor | None = None) -> dict[str, Any]:
-        """Return the batch with its tensors copied into the next set; those that lie in ``arena`` by one copy.
+        """Return the batch with its tensors copied into the next set; those that lie in ``arena``
+        by one copy.
 
         Raises ConfigError where a tensor is not what it was in the first batch.
         """
-        at = self._next
-        self._next = (at + 1) % len(self._sets)
-        buffers = self._sets[at]
+        set_number = self._next
+        self._next = (set_number + 1) % len(self._sets)
+        buffers = self._sets[set_number]
         first = self._sets[0]
         tensors = {
             key: tensor
@@ -161,22 +173,22 @@ class FixedBuffers:
         for name, tensor in tensors.items():
             _check_like(".".join(name), tensor, first.get(name, tensor))
         home = None if arena is None else arena.untyped_storage().data_ptr()
-        if arena is not None and self._arenas[at] is None:
-            self._arenas[at] = torch.empty_like(arena)
-        kept = self._arenas[at]
-        if arena is not None and kept is not None:
-            kept.copy_(arena)
+        if arena is not None and self._arenas[set_number] is None:
+            self._arenas[set_number] = torch.empty_like(arena)
+        set_arena = self._arenas[set_number]
+        if arena is not None and set_arena is not None:
+            set_arena.copy_(arena)
         for name, tensor in tensors.items():
             is_packed = tensor.untyped_storage().data_ptr() == home
             if name not in buffers:
                 buffers[name] = (
-                    _in_arena(tensor, kept)
-                    if is_packed and kept is not None
+                    _in_arena(tensor, set_arena)
+                    if is_packed and set_arena is not None
                     else torch.empty_like(tensor)
                 )
             if not is_packed:
                 buffers[name].copy_(tensor)
-        own: dict[str, Any] = {
+        entries: dict[str, Any] = {
             name[0]: tensor for name, tensor in buffers.items() if len(name) == 1
         }
         for entry, value in batch.items():
@@ -184,10 +196,10 @@ class FixedBuffers:
                 key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1
             }
             if parts:
-                own[entry] = (
+                entries[entry] = (
                     value._replace(**parts) if isinstance(value, Logits | Packed) else parts
                 )
-        return {**batch, **own}
+        return {**batch, **entries}
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
@@ -197,8 +209,9 @@ def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
         or tensor.stride() != first.stride()
     ):
         raise ConfigError(
-            f"static batches need fixed shapes, and {name!r} is {tensor.dtype} {list(tensor.shape)} where it was "
-            f"{first.dtype} {list(first.shape)}: pad it in transform or collate_fn"
+            f"static batches need fixed shapes, and {name!r} is {tensor.dtype} "
+            f"{list(tensor.shape)} where it was {first.dtype} {list(first.shape)}: pad it "
+            "in transform or collate_fn"
         )
 
 

@@ -1,18 +1,21 @@
 """Temporal windows in a batch: which entries have an axis of T frames, and which entries are added.
 
-With ``DataLoader(window=...)`` the entries that belong to a frame have an axis of T frames behind B, in the
-order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
-frame). Each frame's ``ego`` is its own, at its own time; ``ego2key`` leads from it to the key frame's, and
-``cam2keyego`` always ends in the key frame's. Boxes are those of the key frame, in its ego frame or in its lidar's.
-Images, pixels and ego frame are augmented alike in all frames of a sample: the draw is the sample's. ``points`` has a
-list of T clouds for each sample. `fuelrail.loaders.records.Batch` shows which entries have the axis.
+With ``DataLoader(window=...)`` the entries that belong to a frame have an axis of T frames behind
+B, in the order of ``frames``; what belongs to the sample as such has none, and is that of its own
+frame (offset 0, the *key* frame). Each frame's ``ego`` is its own, at its own time; ``ego2key``
+leads from it to the key frame's, and ``cam2keyego`` always ends in the key frame's. Boxes are those
+of the key frame, in its ego frame or in its lidar's. Images, pixels and ego frame are augmented
+alike in all frames of a sample: the draw is the sample's. ``points`` has a list of T clouds for
+each sample. `fuelrail.loaders.records.Batch` shows which entries have the axis.
 
-Of a dataset without ego poses there is no ``ego2global``, ``ego2key`` or ``cam2keyego``: how the vehicle moved between
-the frames is not known. Each frame's own matrices (``ego2img``, ``lidar2img``) are there.
+Of a dataset without ego poses there is no ``ego2global``, ``ego2key`` or ``cam2keyego``: how the
+vehicle moved between the frames is not known. Each frame's own matrices (``ego2img``,
+``lidar2img``) are there.
 
-Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame is shown in its
-place, with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothing is (``mask``): images are
-zeros, ``cam_valid`` False, points empty, and matrices and times are the key frame's.
+Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame
+is shown in its place, with its own matrices and times (``repeat_edge``, ``repeat_current``); or
+nothing is (``mask``): images are zeros, ``cam_valid`` False, points empty, and matrices and times
+are the key frame's.
 """
 
 from __future__ import annotations
@@ -80,15 +83,17 @@ class Frames(NamedTuple):
         if not self.has_windows:
             return values
         num_samples, t = self.axes
-        return [values[at * t : (at + 1) * t] for at in range(num_samples)]
+        return [values[number * t : (number + 1) * t] for number in range(num_samples)]
 
 
 def frame_facts(decoded: Sequence[Parsed]) -> dict[str, torch.Tensor]:
     """Return which frames the samples' windows show."""
     frames = [entry.task.frames for entry in decoded]
     return {
-        "frame_valid": torch.tensor([[one.present for one in of_sample] for of_sample in frames]),
+        "frame_valid": torch.tensor(
+            [[frame.present for frame in of_sample] for of_sample in frames]
+        ),
         "frame_global_index": torch.tensor(
-            [[one.row for one in of_sample] for of_sample in frames]
+            [[frame.row for frame in of_sample] for of_sample in frames]
         ),
     }

@@ -1,8 +1,10 @@
-"""Channels at times of their own (`TimeWindow`): values read from a clip by time, between measurements where they can.
+"""Channels at times of their own (`TimeWindow`): values read from a clip by time, between
+measurements where they can.
 
-The samples about each time are read besides those of the frames, of them the channels' members alone. A channel that is
-stored for each sample was measured at the sample's time; a series (:mod:`fuelrail.pipeline.channels.series`) at times
-of its own. What is not there at a time is None: a batch has zeros, and ``{name}_valid`` False.
+The samples about each time are read besides those of the frames, of them the channels' members
+alone. A channel that is stored for each sample was measured at the sample's time; a series
+(:mod:`fuelrail.pipeline.channels.series`) at times of its own. What is not there at a time is None:
+a batch has zeros, and ``{name}_valid`` False.
 """
 
 from __future__ import annotations
@@ -43,26 +45,27 @@ class TimedChannel(NamedTuple):
     reach_ns: int | None
 
     def read(
-        self, time_ns: int, known: Sequence[tuple[int, Mapping[str, Value | None]]]
+        self, time_ns: int, timed_samples: Sequence[tuple[int, Mapping[str, Value | None]]]
     ) -> list[Value | None]:
-        """Return the values at the K times about a sample's time, None for those that are not there.
+        """Return the values at the K times about a sample's time, None for those that are not
+        there.
 
         ``known`` are samples at ascending times [ns], with their values.
         """
         name = self.channel.name
-        times = np.array([time for time, _ in known], np.int64)
-        values: Any = [of_sample[name] for _, of_sample in known]
+        times = np.array([time for time, _ in timed_samples], np.int64)
+        values: Any = [of_sample[name] for _, of_sample in timed_samples]
         if self.is_series:
             parts = [part for part in values if part is not None]
             stamps = np.concatenate([times[:0], *(part[TIMES] for part in parts)])
-            times, at = np.unique(stamps, return_index=True)
-            values = np.concatenate([part[VALUES] for part in parts])[at] if parts else ()
+            times, order = np.unique(stamps, return_index=True)
+            values = np.concatenate([part[VALUES] for part in parts])[order] if parts else ()
         if not len(times):
             return [None] * len(self.offsets_ns)
         return resampled(
             times,
             values=values,
-            wanted=time_ns + self.offsets_ns,
+            sample_times=time_ns + self.offsets_ns,
             interpolation=self.interpolation,
             reach_ns=self.reach_ns,
         )
@@ -71,32 +74,33 @@ class TimedChannel(NamedTuple):
 def resampled(
     times: NDArray[np.int64],
     values: Sequence[Value | None],
-    wanted: NDArray[np.int64],
+    sample_times: NDArray[np.int64],
     interpolation: Interpolation,
     reach_ns: int | None,
 ) -> list[Value | None]:
-    """Return the values at ``wanted`` (K,) from those at ``times`` (M,), which ascend; all times are in ns.
+    """Return the values at ``wanted`` (K,) from those at ``times`` (M,), which ascend; all times
+    are in ns.
 
     `ChannelWindow` says what each interpolation takes, and what is not there: None.
     """
-    at = np.searchsorted(times, wanted + SAME_NS, side="right") - 1
-    low = np.maximum(at, 0)
-    high = np.minimum(at + 1, len(times) - 1)
-    before = np.abs(wanted - times[low])
-    after = np.abs(times[high] - wanted)
-    is_there = (wanted >= times[0] - SAME_NS) & (wanted <= times[-1] + SAME_NS)
+    before_index = np.searchsorted(times, sample_times + SAME_NS, side="right") - 1
+    low = np.maximum(before_index, 0)
+    high = np.minimum(before_index + 1, len(times) - 1)
+    before = np.abs(sample_times - times[low])
+    after = np.abs(times[high] - sample_times)
+    is_there = (sample_times >= times[0] - SAME_NS) & (sample_times <= times[-1] + SAME_NS)
     # The share of the later one of the two measurements about each time.
     if interpolation == "linear":
         share = np.where(before <= SAME_NS, 0.0, before / np.maximum(times[high] - times[low], 1))
     else:
         share = np.where((interpolation == "nearest") & (after < before), 1.0, 0.0)
-        is_there |= (reach_ns is not None) & ((at >= 0) | (interpolation == "nearest"))
+        is_there |= (reach_ns is not None) & ((before_index >= 0) | (interpolation == "nearest"))
     if reach_ns is not None:
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
-    both = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
+    pairs = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
     return [
-        _between(values[a], values[b], of_later) if there else None
-        for a, b, of_later, there in both
+        _between(values[a], values[b], of_later) if exists else None
+        for a, b, of_later, exists in pairs
     ]
 
 
@@ -109,7 +113,9 @@ def _between(low: Any, high: Any, share: float) -> Any:
 
 
 class TimedChannels(NamedTuple):
-    """All channels at times of their own, by name; of what is read for a sample, ``num_frames`` are its frames."""
+    """All channels at times of their own, by name; of what is read for a sample, ``num_frames``
+    are its frames.
+    """
 
     num_frames: int = 1
     by_name: Mapping[str, TimedChannel] = {}
@@ -124,11 +130,13 @@ class TimedChannels(NamedTuple):
             )
 
     def read(
-        self, time_ns: int, about: Collection[tuple[int, Mapping[str, Value | None]]]
+        self, time_ns: int, timed_samples: Collection[tuple[int, Mapping[str, Value | None]]]
     ) -> TimedValues:
-        """Return the values of each channel about a sample's time, from those of samples at their times."""
-        known = sorted(about, key=lambda one: one[0])
-        return {name: one.read(time_ns, known) for name, one in self.by_name.items()}
+        """Return the values of each channel about a sample's time, from those of samples at
+        their times.
+        """
+        ordered = sorted(timed_samples, key=lambda channel: channel[0])
+        return {name: channel.read(time_ns, ordered) for name, channel in self.by_name.items()}
 
     def moved(self, values: TimedValues, bev: BevMap) -> TimedValues:
         """Return the values moved with the augmented ego frame, by the law of each channel."""
@@ -140,28 +148,31 @@ class TimedChannels(NamedTuple):
             channel = self.by_name[name].channel
             move = LAWS[channel.law.name].move
             moved[name] = [
-                None if one is None else move(one, channel, motion) for one in of_channel
+                None if value is None else move(value, channel, motion) for value in of_channel
             ]
         return moved
 
 
 def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedChannels:
-    """Choose how each channel of a window in seconds is read; ``channels`` are the selected ones and attributes.
+    """Choose how each channel of a window in seconds is read; ``channels`` are the selected ones
+    and attributes.
 
-    Raises ConfigError for a name that is not among them, and for a channel that has no value at a time of its own.
+    Raises ConfigError for a name that is not among them, and for a channel that has no value at a
+    time of its own.
     """
     num_frames = 1 if window is None else len(window.frames)
     if not isinstance(window, TimeWindow):
         return TimedChannels(num_frames)
     by_name = {channel.name: channel for channel in channels}
-    found = {}
-    for name, given in window.channels.items():
+    timed = {}
+    for name, settings in window.channels.items():
         if name == IMAGES:
             continue
         if name not in by_name:
             raise ConfigError(
-                f"window: '{name}' is not a selected channel or attribute; there are: {', '.join(by_name) or 'none'}; "
-                f"select it (Transforms.select), or give '{IMAGES}' for the frames"
+                f"window: '{name}' is not a selected channel or attribute; there are: "
+                f"{', '.join(by_name) or 'none'}; select it (Transforms.select), or give "
+                f"'{IMAGES}' for the frames"
             )
         stored = by_name[name]
         channel = one_of_series(stored) or stored
@@ -170,18 +181,19 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
             channel.law.name.startswith("ego_") and channel.frame in (None, "ego")
         ):
             raise ConfigError(
-                f"window: '{name}' (law {channel.law.name}, frame {channel.frame}) moves with the images or a sensor, "
-                f"so it has the times of the frames: leave it out, '{IMAGES}' is its window too"
+                f"window: '{name}' (law {channel.law.name}, frame {channel.frame}) moves "
+                "with the images or a sensor, so it has the times of the frames: leave it "
+                f"out, '{IMAGES}' is its window too"
             )
         if channel.kind == "tokens" and channel.shape == (None,):
             raise ConfigError(
                 f"window: '{name}' are tokens of varying number, which have no times of their own"
             )
         is_linear = channel.kind == "array" and channel.numpy_dtype.kind == "f" and not law.moves
-        if given.interpolation == "linear" and not is_linear:
+        if settings.interpolation == "linear" and not is_linear:
             raise ConfigError(
-                f"window: '{name}' (kind {channel.kind}, {channel.dtype or 'no numbers'}, law {channel.law.name}) has "
-                "nothing between two values: use 'nearest' or 'hold'"
+                f"window: '{name}' (kind {channel.kind}, {channel.dtype or 'no numbers'}, "
+                f"law {channel.law.name}) has nothing between two values: use 'nearest' or 'hold'"
             )
         usual = (
             "linear"
@@ -190,13 +202,13 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
             if law.moves or channel.kind in _NEAREST
             else "hold"
         )
-        offsets = np.array(given.offsets_ns, np.int64)
-        how = cast("Interpolation", given.interpolation or usual)
-        found[name] = TimedChannel(
+        offsets = np.array(settings.offsets_ns, np.int64)
+        how = cast("Interpolation", settings.interpolation or usual)
+        timed[name] = TimedChannel(
             channel=channel,
             is_series=channel is not stored,
             offsets_ns=offsets,
             interpolation=how,
-            reach_ns=given.reach_ns,
+            reach_ns=settings.reach_ns,
         )
-    return TimedChannels(num_frames, found)
+    return TimedChannels(num_frames, timed)

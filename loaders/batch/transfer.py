@@ -22,8 +22,10 @@ _LARGE_BYTES: Final = 1 << 20
 """Page-locked tensors from this size on are copied from where they lie."""
 
 
-def require_cuda(what: str) -> None:
-    """Raise ConfigError unless torch finds a CUDA device; ``what`` is the argument that asks for one."""
+def require_cuda(argument: str) -> None:
+    """Raise ConfigError unless torch finds a CUDA device; ``what`` is the argument that asks for
+    one.
+    """
     if torch.cuda.is_available():
         return
     built = torch.version.cuda
@@ -33,14 +35,16 @@ def require_cuda(what: str) -> None:
         else f"torch (CUDA {built}) finds no usable GPU"
     )
     raise ConfigError(
-        f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory"
+        f"{argument} needs CUDA, but {reason}; leave it out to keep batches in host memory"
     )
 
 
 def make_transfer(
     device: torch.device | str | int | None, *, pinned: bool = True
 ) -> CudaTransfer | None:
-    """Make what brings batches to a device: None for None or the CPU. Raise ConfigError for any but CPU and CUDA.
+    """Make what brings batches to a device: None for None or the CPU.
+
+    Raise ConfigError for any but CPU and CUDA.
 
     ``pinned`` is whether what is copied together is put together in page-locked memory.
     """
@@ -54,12 +58,14 @@ def make_transfer(
         return None
     if target.type != "cuda":
         raise ConfigError(
-            f"device={device!r} is not served: use 'cpu', 'cuda' or 'cuda:N', and move batches yourself"
+            f"device={device!r} is not served: use 'cpu', 'cuda' or 'cuda:N', and move "
+            "batches yourself"
         )
     require_cuda(f"device={device!r}")
     if target.index is not None and target.index >= torch.cuda.device_count():
         raise ConfigError(
-            f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"
+            f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, "
+            "numbered from 0"
         )
     if (
         str(target) == "cuda"
@@ -71,7 +77,8 @@ def make_transfer(
 class Moved(NamedTuple):
     """A batch on its device, before it is handed over.
 
-    ``arena`` is the memory that its small tensors are views of, ``owners`` one tensor for each memory of the batch.
+    ``arena`` is the memory that its small tensors are views of, ``owners`` one tensor for each
+    memory of the batch.
     """
 
     batch: Any
@@ -80,14 +87,17 @@ class Moved(NamedTuple):
 
 
 class CudaTransfer:
-    """Copies batches to a CUDA device on a stream of its own; one thread calls it, ahead of the trainer.
+    """Copies batches to a CUDA device on a stream of its own; one thread calls it, ahead of the
+    trainer.
 
-    What lies in page-locked memory in large pieces, which is the images, is copied from there. All other tensors are
-    put together in one block (`Arena`) and copied as one, so that a batch is always two copies.
+    What lies in page-locked memory in large pieces, which is the images, is copied from there. All
+    other tensors are put together in one block (`Arena`) and copied as one, so that a batch is
+    always two copies.
 
-    The call returns when the copy is complete, so a pinned buffer can go back to its pool, and the stage's busy time is
-    the host-to-device time. :meth:`hand_over` must then be called on the consumer's thread: it ties the memory to the
-    consumer's stream, so that the allocator does not give it away while kernels queued there still read it.
+    The call returns when the copy is complete, so a pinned buffer can go back to its pool, and the
+    stage's busy time is the host-to-device time. :meth:`hand_over` must then be called on the
+    consumer's thread: it ties the memory to the consumer's stream, so that the allocator does not
+    give it away while kernels queued there still read it.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
@@ -97,16 +107,17 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._local = threading.local()
 
-    def __call__(self, batch: Any, then: Callable[[Any], Any] | None = None) -> Moved:
+    def __call__(self, batch: Any, function: Callable[[Any], Any] | None = None) -> Moved:
         """Copy every tensor of the batch, those in dicts, lists and tuples included.
 
-        ``then`` is called with the batch on the device, on the copy's stream; its result is handed on.
+        ``then`` is called with the batch on the device, on the copy's stream; its result is handed
+        on.
         """
         with torch.cuda.stream(self._stream):
             try:
                 moved, arena = self._move(batch)
-                if then is not None:
-                    moved = then(moved)
+                if function is not None:
+                    moved = function(moved)
             finally:
                 wait_on_host(self._stream)
         owners: dict[int, torch.Tensor] = {}
@@ -149,11 +160,13 @@ class CudaTransfer:
         return moved.batch
 
     def on_own_stream(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return ``work`` with a stream of the calling thread's as the current one, complete when it returns.
+        """Return ``work`` with a stream of the calling thread's as the current one, complete when
+        it returns.
 
-        For the user's functions. On the default stream, where the trainer's kernels queue, theirs would wait for whole
-        steps, and memory of other streams that they read could be given away meanwhile. What they get is complete, and
-        so is what they make: no later stage, nor the allocator, has to know their stream.
+        For the user's functions. On the default stream, where the trainer's kernels queue, theirs
+        would wait for whole steps, and memory of other streams that they read could be given away
+        meanwhile. What they get is complete, and so is what they make: no later stage, nor the
+        allocator, has to know their stream.
         """
 
         def streamed(item: Any) -> Any:
@@ -170,7 +183,9 @@ class CudaTransfer:
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to each tensor of a batch, in dicts, lists and tuples to any depth; everything else stays."""
+    """Apply ``change`` to each tensor of a batch, in dicts, lists and tuples to any depth;
+    everything else stays.
+    """
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, dict):
@@ -193,13 +208,18 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A block of bytes, uint8 (n,), and where each tensor lies in it. The next `Arena.pack` overwrites it."""
+    """A block of bytes, uint8 (n,), and where each tensor lies in it.
+
+    The next `Arena.pack` overwrites it.
+    """
 
     block: torch.Tensor
     pieces: list[Piece]
 
     def cut(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors as views of a copy of the block, in the order in which they were packed."""
+        """Return the tensors as views of a copy of the block, in the order in which they were
+        packed.
+        """
         typed = {dtype: block.view(dtype) for dtype in {piece.dtype for piece in self.pieces}}
         return [
             typed[dtype].as_strided(shape, strides, offset)
@@ -208,10 +228,12 @@ class Packed(NamedTuple):
 
 
 class Arena:
-    """A block of host memory, page-locked at choice, that only grows, for many small tensors; for one thread.
+    """A block of host memory, page-locked at choice, that only grows, for many small tensors; for
+    one thread.
 
-    They are copied to a device as one and cut into views there. A copy of its own costs a tensor a call, an allocation
-    and, from pageable memory, a staged copy: some 10 us, of which a batch of 16 samples with labels had 95.
+    They are copied to a device as one and cut into views there. A copy of its own costs a tensor a
+    call, an allocation and, from pageable memory, a staged copy: some 10 us, of which a batch of 16
+    samples with labels had 95.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -219,7 +241,8 @@ class Arena:
         self._memory = np.empty(0, np.uint8)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
-        """Copy tensors (of any dtype, shape and dense layout; see `is_packed`) behind one another, each aligned.
+        """Copy tensors (of any dtype, shape and dense layout; see `is_packed`) behind one another,
+        each aligned.
 
         Raises ConfigError where there is no memory for them.
         """
@@ -267,7 +290,9 @@ def is_plain(value: object) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the memory from the first to the last, in any order of the axes."""
+    """Return whether the elements fill the memory from the first to the last, in any order of
+    the axes.
+    """
     return (
         tensor.is_contiguous()
         or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,14 +1,16 @@
-"""User functions in the pipeline: `transform` on each sample, `collate_fn` on samples, `batch_transform` on batches.
+"""User functions in the pipeline: `transform` on each sample, `collate_fn` on samples,
+`batch_transform` on batches.
 
-All run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
-torch and other C code that releases the lock is fine, Python loops over points or pixels are not: these belong in
-worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages.
+All run in the loader's threads, so their Python runs under the interpreter's lock, against the
+trainer's own: numpy, torch and other C code that releases the lock is fine, Python loops over
+points or pixels are not: these belong in worker processes
+(:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages.
 
-A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B axis (with temporal
-windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is a view of
-the batch's own buffer, so changing it in place costs no copy. ``seed`` is an int drawn from the loader's seed, the
-epoch and the sample: randomness that comes from it, and from nothing else, is the same under any ``num_workers``, on
-any number of ranks and after a resume.
+A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B
+axis (with temporal windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is
+a view of the batch's own buffer, so changing it in place costs no copy. ``seed`` is an int drawn
+from the loader's seed, the epoch and the sample: randomness that comes from it, and from nothing
+else, is the same under any ``num_workers``, on any number of ranks and after a resume.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.channels import of_one
+from fuelrail.loaders.batch.channels import split_sample
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 class Sample(NamedTuple):
     """One sample for the user's functions, with what collating needs to know.
 
-    ``joins`` has, by name, what joins values that are never stacked, for any lengths: which batch happens to have
-    equal ones must not change its type. ``common`` is what a batch has once.
+    ``joins`` has, by name, what joins values that are never stacked, for any lengths: which batch
+    happens to have equal ones must not change its type. ``common`` is what a batch has once.
     """
 
     slot: BatchSlot
-    at: int
+    batch_row: int
     key: str
     value: Any
     joins: Mapping[str, Callable[[list[Any]], Any]]
@@ -58,11 +60,13 @@ def transform(
     seed: int,
     decoded: Parsed,
 ) -> Sample:
-    """Pass each view of a sample through the user's function, as a dict: a batch of one without its B axis."""
-    first, *others = [
+    """Pass each view of a sample through the user's function, as a dict: a batch of one without
+    its B axis.
+    """
+    first, *more_views = [
         _transformed(function, assemble([view]), seed, view) for view in decoded.views
     ]
-    return first._replace(second=others[0]) if others else first
+    return first._replace(second=more_views[0]) if more_views else first
 
 
 def _transformed(
@@ -72,18 +76,22 @@ def _transformed(
     decoded: Parsed,
 ) -> Sample:
     """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
-    whole = batch.pop("img")
+    images = batch.pop("img")
     task = decoded.task
-    at = decoded.task.at
-    image = {name: one[at] for name, one in whole.items()} if isinstance(whole, dict) else whole[at]
-    own = {}
+    batch_row = decoded.task.batch_row
+    image = (
+        {name: image_buffer[batch_row] for name, image_buffer in images.items()}
+        if isinstance(images, dict)
+        else images[batch_row]
+    )
+    parts = {}
     joins = {}
     common = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            own[name] = value[0]
-        elif (part := of_one(value, has_windows=decoded.slot.has_windows)) is not None:
-            own[name], joins[name] = part
+            parts[name] = value[0]
+        elif (part := split_sample(value, has_windows=decoded.slot.has_windows)) is not None:
+            parts[name], joins[name] = part
         else:
             common[name] = value
     number = second_view(task.number) if decoded.view else task.number
@@ -95,26 +103,34 @@ def _transformed(
         stream="transform",
         count=1,
     )
-    sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
+    sample = {"img": image, **parts, **common, "seed": int(drawn[0, 0] * 2**53)}
     value = sample if function is None else function(sample)
     return Sample(
-        slot=decoded.slot, at=at, key=decoded.key, value=value, joins=joins, common=common
+        slot=decoded.slot,
+        batch_row=batch_row,
+        key=decoded.key,
+        value=value,
+        joins=joins,
+        common=common,
     )
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:
-    """Do the stage's work: call the user's function on the list of samples, or :func:`stack_samples`."""
+    """Do the stage's work: call the user's function on the list of samples, or
+    :func:`stack_samples`.
+    """
     if function is not None:
         return function([entry.value for entry in transformed])
     return stack_samples(transformed)
 
 
 class BatchTransform:
-    """The last work on a batch: its images normalised, then the user's ``batch_transform``, on the current stream.
+    """The last work on a batch: its images normalised, then the user's ``batch_transform``, on the
+    current stream.
 
-    The function gets the batch and a generator on the batch's device, whose seed is drawn from the loader's seed, the
-    epoch and the position of the batch's first row: the same after a resume, and for a batch that begins there on any
-    number of ranks. What it returns is handed out.
+    The function gets the batch and a generator on the batch's device, whose seed is drawn from the
+    loader's seed, the epoch and the position of the batch's first row: the same after a resume, and
+    for a batch that begins there on any number of ranks. What it returns is handed out.
     """
 
     def __init__(
@@ -133,7 +149,9 @@ class BatchTransform:
         self._must_be_dict = must_be_dict
 
     def __call__(self, collated: Collated) -> Any:
-        """Return the batch; raise StageError, with the batch's place and keys, for an error of the function."""
+        """Return the batch; raise StageError, with the batch's place and keys, for an error of
+        the function.
+        """
         batch = collated.batch if self._normalize is None else self._normalize(collated.batch)
         drawn = uniforms(
             self._seed,
@@ -145,33 +163,35 @@ class BatchTransform:
         )
         generator = torch.Generator(self._device).manual_seed(int(drawn[0, 0] * 2**53))
         try:
-            made = self._function(batch, generator)
+            result = self._function(batch, generator)
         except FuelrailError:
             raise
         except BaseException as error:
             raise stage_error(f"batch_transform failed on {collated}", error) from error
-        if made is None or (self._must_be_dict and not isinstance(made, dict)):
-            wanted = (
+        if result is None or (self._must_be_dict and not isinstance(result, dict)):
+            expected = (
                 "a dict of tensors, as static batches need" if self._must_be_dict else "the batch"
             )
             raise ConfigError(
-                f"batch_transform returned {type(made).__name__} for {collated}: return {wanted}"
+                f"batch_transform returned {type(result).__name__} for {collated}: return "
+                f"{expected}"
             )
-        return made
+        return result
 
 
 def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
-    """Collate samples to a batch: stack tensors of one shape and numbers of one kind, put everything else into lists.
+    """Collate samples to a batch: stack tensors of one shape and numbers of one kind, put
+    everything else into lists.
 
-    An ``img`` that still lies in the batch's buffer is not copied. Raises ConfigError where a transform returned
-    anything but a dict, or dicts with different names.
+    An ``img`` that still lies in the batch's buffer is not copied. Raises ConfigError where a
+    transform returned anything but a dict, or dicts with different names.
     """
     samples = [entry.value for entry in transformed]
     for entry in transformed:
         if not isinstance(entry.value, dict):
             raise ConfigError(
-                f"transform returned {type(entry.value).__name__} for {entry}; return the sample's dict, "
-                "or give a collate_fn that takes what it returns"
+                f"transform returned {type(entry.value).__name__} for {entry}; return the "
+                "sample's dict, or give a collate_fn that takes what it returns"
             )
         if entry.value.keys() != samples[0].keys():
             unlike = sorted(map(str, entry.value.keys() ^ samples[0].keys()))
@@ -184,7 +204,7 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
     for name in samples[0]:
         values = [sample[name] for sample in samples]
         if name == "img":
-            batch[name] = _whole(transformed, values)
+            batch[name] = _stacked_images(transformed, values)
         elif name in common:
             batch[name] = values[0]
         else:
@@ -208,22 +228,24 @@ def _stack(values: list[Any]) -> Any:
     return values
 
 
-def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:
-    """Return the batch's buffer itself if every image is still its own row of it; so for each group of cameras."""
-    whole = transformed[0].slot.img()
-    if not isinstance(whole, dict):
-        return _same_rows(whole, transformed, images)
-    if not all(isinstance(image, dict) and image.keys() == whole.keys() for image in images):
+def _stacked_images(transformed: Sequence[Sample], images: list[Any]) -> Any:
+    """Return the batch's buffer itself if every image is still its own row of it; so for each
+    group of cameras.
+    """
+    buffer = transformed[0].slot.img()
+    if not isinstance(buffer, dict):
+        return _same_rows(buffer, transformed, images)
+    if not all(isinstance(image, dict) and image.keys() == buffer.keys() for image in images):
         return _stack(images)
     return {
-        name: _same_rows(one, transformed, [image[name] for image in images])
-        for name, one in whole.items()
+        name: _same_rows(buffer_of_group, transformed, [image[name] for image in images])
+        for name, buffer_of_group in buffer.items()
     }
 
 
-def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
+def _same_rows(buffer: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
     for entry, image in zip(transformed, images, strict=True):
-        row = whole[entry.at]
+        row = buffer[entry.batch_row]
         if not (
             isinstance(image, torch.Tensor)
             and image.data_ptr() == row.data_ptr()
@@ -232,4 +254,4 @@ def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[
             and image.stride() == row.stride()
         ):
             return _stack(images)
-    return whole
+    return buffer

@@ -1,6 +1,7 @@
 """Decode backends behind one protocol (`ImageDecoder`), chosen by name: Fuelrail's, and plug-ins.
 
-A plug-in's package names a function that makes a decoder for a `Place` in the entry points ``fuelrail.decoders``::
+A plug-in's package names a function that makes a decoder for a `Place` in the entry points
+``fuelrail.decoders``::
 
     [project.entry-points."fuelrail.decoders"]
     nvdec = "my_package.nvdec:make"
@@ -70,8 +71,14 @@ BACKENDS: dict[str, Callable[[Place], ImageDecoder]] = {
 
 
 def plugin_decoders() -> dict[str, EntryPoint]:
-    """Return the entry points of installed plug-ins by name, without loading any; none replaces a built-in backend."""
-    return {one.name: one for one in entry_points(group=GROUP) if one.name not in BACKENDS}
+    """Return the entry points of installed plug-ins by name, without loading any; none replaces
+    a built-in backend.
+    """
+    return {
+        entry_point.name: entry_point
+        for entry_point in entry_points(group=GROUP)
+        if entry_point.name not in BACKENDS
+    }
 
 
 def make_decoder(
@@ -81,14 +88,15 @@ def make_decoder(
     num_threads: int = 2,
     dali: DaliOptions | None = None,
 ) -> ImageDecoder:
-    """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
+    """Return the decode backend of that name; ``"auto"`` picks the fastest that is always
+    installed, ``"turbo"``.
 
-    ``device`` is for backends that know devices, which are `BatchDecoder` too (such as "dali"); None is the CPU.
-    ``facts`` is called where the images' sizes and coding help: for a GPU. ``num_threads`` is for those with threads of
-    their own; ``dali`` are the options of "dali".
+    ``device`` is for backends that know devices, which are `BatchDecoder` too (such as "dali");
+    None is the CPU. ``facts`` is called where the images' sizes and coding help: for a GPU.
+    ``num_threads`` is for those with threads of their own; ``dali`` are the options of "dali".
 
-    Raises ConfigError for an unknown name, with what to install for a backend whose package is missing, and for a
-    plug-in that makes no decoder.
+    Raises ConfigError for an unknown name, with what to install for a backend whose package is
+    missing, and for a plug-in that makes no decoder.
     """
     place = Place("cpu" if device is None else str(device), num_threads, facts, dali)
     built_in = BACKENDS.get("turbo" if name == "auto" else name)
@@ -97,25 +105,27 @@ def make_decoder(
 
 def _plugin(name: str, place: Place) -> ImageDecoder:
     """Return the decoder of a plug-in; raises ConfigError, see `make_decoder`."""
-    found = plugin_decoders()
-    if name not in found:
-        known = [*BACKENDS, *found]
+    plugins = plugin_decoders()
+    if name not in plugins:
+        names = [*BACKENDS, *plugins]
         raise ConfigError(
-            f"decoder={name!r} must be one of auto, {', '.join(known)}{did_you_mean(name, known)}; a plug-in's package "
-            f"names its decoders in the entry points '{GROUP}'"
+            f"decoder={name!r} must be one of auto, "
+            f"{', '.join(names)}{did_you_mean(name, names)}; a plug-in's package names its "
+            f"decoders in the entry points '{GROUP}'"
         )
-    entry = found[name]
+    entry = plugins[name]
     package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
     try:
-        made = entry.load()(place)
+        decoder = entry.load()(place)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"decoder '{name}'{package} cannot be imported: {error}") from error
-    if not isinstance(made, ImageDecoder):
+    if not isinstance(decoder, ImageDecoder):
         raise ConfigError(
-            f"decoder '{name}'{package}: '{entry.value}' made {type(made).__name__}, which is not an ImageDecoder of "
-            "fuelrail.loaders.decode.protocol; give it the attribute `name` and the method `decode_into`"
+            f"decoder '{name}'{package}: '{entry.value}' made {type(decoder).__name__}, "
+            "which is not an ImageDecoder of fuelrail.loaders.decode.protocol; give it the "
+            "attribute `name` and the method `decode_into`"
         )
-    return made
+    return decoder
 
 
 def decode_images(
@@ -126,8 +136,8 @@ def decode_images(
 ) -> Iterator[ImageError | None]:
     """Decode each image under its map: in one call where the decoder can, else one after another.
 
-    Arguments as in `ImageDecoder.decode_into`. Yields for each image None, or the error for which its ``out`` is
-    untouched.
+    Arguments as in `ImageDecoder.decode_into`. Yields for each image None, or the error for which
+    its ``out`` is untouched.
     """
     if _takes_several(type(decoder)):
         yield from cast("ImagesDecoder", decoder).decode_images(encoded, image_maps, outs)
@@ -153,7 +163,8 @@ def decode_views(
     image_maps: Sequence[ImageMap],
     outs: Sequence[NDArray[np.uint8]],
 ) -> None:
-    """Write one image under several maps: from one decode where the decoder can, else from one for each.
+    """Write one image under several maps: from one decode where the decoder can, else from one for
+    each.
 
     ``image_maps`` and ``outs`` as in `ImageDecoder.decode_into`, which says what is raised.
     """
@@ -165,5 +176,7 @@ def decode_views(
 
 
 def decodes_on_device(decoder: ImageDecoder | BatchDecoder) -> TypeGuard[BatchDecoder]:
-    """Return whether a backend decodes into device memory, which it allocates itself; not into host memory."""
+    """Return whether a backend decodes into device memory, which it allocates itself; not into
+    host memory.
+    """
     return isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu"

@@ -1,16 +1,17 @@
 """NVIDIA DALI: whole batches of images of any sizes through one graph, on the CPU or on a GPU.
 
-Decode, resize the exact (fractional) box that is seen with antialiasing, apply one affine transform where the map turns
-rows or leaves the image, write planes. Every parameter is per image and comes from the `ImageMap`, so the graph draws
-nothing. On a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware decoder where there is one, and decodes
-whole images: nvJPEG before 13.2 refuses a region of a subsampled image, which DALI then decodes on the CPU, and
-nvImageCodec 0.9 is reported to crash on regions. On the CPU only the region is decoded, in full resolution, which is
-slower than the turbo backend.
+Decode, resize the exact (fractional) box that is seen with antialiasing, apply one affine transform
+where the map turns rows or leaves the image, write planes. Every parameter is per image and comes
+from the `ImageMap`, so the graph draws nothing. On a GPU the JPEG decoding is DALI's ``mixed`` one,
+with the hardware decoder where there is one, and decodes whole images: nvJPEG before 13.2 refuses a
+region of a subsampled image, which DALI then decodes on the CPU, and nvImageCodec 0.9 is reported
+to crash on regions. On the CPU only the region is decoded, in full resolution, which is slower than
+the turbo backend.
 
-A bad image makes the whole run fail. So headers are checked first, and if a run fails because of an image all the same,
-the batch is halved until the bad images are alone. Those go to the turbo backend, which decodes them or says what is
-wrong: what becomes of an image never depends on its neighbours. Any other failure of a run is raised, as is one on an
-image that is known to be good.
+A bad image makes the whole run fail. So headers are checked first, and if a run fails because of an
+image all the same, the batch is halved until the bad images are alone. Those go to the turbo
+backend, which decodes them or says what is wrong: what becomes of an image never depends on its
+neighbours. Any other failure of a run is raised, as is one on an image that is known to be good.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ _LOG = logging.getLogger(__name__)
 MAX_BATCH = 140
 """Images of one run; larger batches are several runs.
 
-A multiple of 4, 5 and 7, the numbers of JPEG engines or engine cores of L4, A100 and H100: the last round of a run
-then leaves none of them idle.
+A multiple of 4, 5 and 7, the numbers of JPEG engines or engine cores of L4, A100 and H100: the last
+round of a run then leaves none of them idle.
 """
 
 _GPU_THREADS = 4
@@ -86,7 +87,8 @@ _GPU_THREADS = 4
 MIN_PSNR_DB = 30.0
 """Least agreement of a compared image, over means of 4 x 4 pixels.
 
-Means, because two right decoders filter noise differently: 18 dB on white noise, where the means agree to 31 dB.
+Means, because two right decoders filter noise differently: 18 dB on white noise, where the means
+agree to 31 dB.
 """
 
 DEFAULT_OPTIONS = DaliOptions()
@@ -103,13 +105,14 @@ _OPEN: weakref.WeakSet[DaliDecoder] = weakref.WeakSet()
 class DaliDecoder:
     """Decodes with DALI on the CPU or a GPU; see `BatchDecoder` and `ImageDecoder` in the protocol.
 
-    Each calling thread has its own pipelines, so that two threads overlap one's host work with the other's decoding.
+    Each calling thread has its own pipelines, so that two threads overlap one's host work with the
+    other's decoding.
 
     Args:
         device: ``"cpu"``, or the CUDA device that batches are decoded on and for.
         num_threads: of each pipeline, for what is decoded on the host.
-        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and there is a
-            hardware decoder if any image is baseline JPEG.
+        facts: of the images to come, where that is a GPU: memory for the largest is allocated once,
+            and there is a hardware decoder if any image is baseline JPEG.
         options: see `DaliOptions`.
 
     """
@@ -124,9 +127,9 @@ class DaliDecoder:
         facts: ImageFacts = UNKNOWN,
         options: DaliOptions = DEFAULT_OPTIONS,
     ) -> None:
-        found = dali_install.installed_dali()
-        if found is not None and found.problem:
-            raise ConfigError(f"decoder='dali': {found.problem}; {found.advice}")
+        dali_package = dali_install.installed_dali()
+        if dali_package is not None and dali_package.problem:
+            raise ConfigError(f"decoder='dali': {dali_package.problem}; {dali_package.advice}")
         self.device = torch.device(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -152,7 +155,10 @@ class DaliDecoder:
         self._num_threads = self._choose_threads(num_threads) if self._on_gpu else num_threads
 
     def _choose_threads(self, num_threads: int) -> int:
-        """Return the threads of each pipeline on the GPU. Warns where another engine decodes than is expected."""
+        """Return the threads of each pipeline on the GPU.
+
+        Warns where another engine decodes than is expected.
+        """
         is_hardware = self._hardware_share > 0.0
         if torch.cuda.is_available():
             engine = dali_install.gpu_engine(self.device.index)
@@ -170,11 +176,14 @@ class DaliDecoder:
                     engine.advice,
                 )
             is_hardware &= engine.name == "hardware"
-        # Elsewhere each thread decodes the Huffman code of images, so the lanes share all CPUs of the rank.
+        # Elsewhere each thread decodes the Huffman code of images, so the lanes share all CPUs of
+        # the rank.
         return min(num_threads, _GPU_THREADS) if is_hardware else max(1, num_threads // MIN_LANES)
 
     def close(self) -> None:
-        """Drop the pipelines of all threads and give DALI's unused memory back; see the protocol."""
+        """Drop the pipelines of all threads and give DALI's unused memory back; see the
+        protocol.
+        """
         with self._threads_lock:
             states = list(self._threads)
         if any(state.pipelines for state in states):
@@ -183,7 +192,10 @@ class DaliDecoder:
             backend.ReleaseUnusedMemory()
 
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return uninitialised uint8 memory on the device; see the protocol. Raises DecoderError if there is none."""
+        """Return uninitialised uint8 memory on the device; see the protocol.
+
+        Raises DecoderError if there is none.
+        """
         try:
             with torch.cuda.stream(self._local.state.stream(self.device)):
                 return torch.empty(shape, dtype=torch.uint8, device=self.device)
@@ -197,7 +209,10 @@ class DaliDecoder:
         out: NDArray[np.uint8],
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        """Decode one image into ``out`` in host memory; see the protocol. Batches are what DALI is made for."""
+        """Decode one image into ``out`` in host memory; see the protocol.
+
+        Batches are what DALI is made for.
+        """
         check_output(image_map, out, interpolation)
         batch = torch.from_numpy(out)[None]
         on_device = batch if self.device.type == "cpu" else self.new_output(tuple(batch.shape))
@@ -230,20 +245,23 @@ class DaliDecoder:
         out: torch.Tensor,
         interpolation: Interpolation,
     ) -> list[ImageError | None]:
-        found = prepare(encoded, image_maps, self._local.state.scratch, self._native)
-        for at in found.black:
-            out[at] = 0
-        if found.by_turbo and self._on_gpu and not self._has_warned_of_lens:
+        prepared = prepare(encoded, image_maps, self._local.state.scratch, self._native)
+        for index in prepared.black:
+            out[index] = 0
+        if prepared.by_turbo and self._on_gpu and not self._has_warned_of_lens:
             self._has_warned_of_lens = True
             _LOG.warning(
-                "decoder='dali' on %s decodes images with a lens (undistort) or in CMYK on the CPU, by libjpeg-turbo",
+                (
+                    "decoder='dali' on %s decodes images with a lens (undistort) or in CMYK on "
+                    "the CPU, by libjpeg-turbo"
+                ),
                 self.device,
             )
         refused: list[int] = []
         for is_aligned, num_views in product((True, False), (1, 2)):
             group = [
                 job
-                for job in found.jobs
+                for job in prepared.jobs
                 if job.is_aligned is is_aligned and len(job.views) == num_views
             ]
             size = -(-self._max_run // num_views)
@@ -251,7 +269,7 @@ class DaliDecoder:
                 refused += self._run_or_split(
                     group[first : first + size], image_maps, out, interpolation
                 )
-        for places in lens_views(found.by_turbo + refused, encoded, image_maps):
+        for places in lens_views(prepared.by_turbo + refused, encoded, image_maps):
             pictures = np.empty((len(places), *out.shape[1:]), np.uint8)
             data = encoded[places[0]]
             assert data is not None
@@ -260,26 +278,31 @@ class DaliDecoder:
                     self._turbo.decode_into(data, image_maps[places[0]], pictures[0], interpolation)
                 else:
                     self._turbo.decode_views(
-                        data, [image_maps[at] for at in places], list(pictures), interpolation
+                        data, [image_maps[index] for index in places], list(pictures), interpolation
                     )
             except ImageError as error:
-                found.errors.update(dict.fromkeys(places, error))
+                prepared.errors.update(dict.fromkeys(places, error))
                 continue
-            for at, picture in zip(places, pictures, strict=True):
-                out[at] = torch.from_numpy(picture).to(out.device)
-        for at, earlier in found.copies:
-            if earlier in found.errors:
-                found.errors[at] = found.errors[earlier]
+            for index, picture in zip(places, pictures, strict=True):
+                out[index] = torch.from_numpy(picture).to(out.device)
+        for index, earlier in prepared.copies:
+            if earlier in prepared.errors:
+                prepared.errors[index] = prepared.errors[earlier]
             else:
-                out[at] = out[earlier]
-        self._note_refused([at for at in refused if at not in found.errors])
+                out[index] = out[earlier]
+        self._note_refused([index for index in refused if index not in prepared.errors])
         if self._check_every:
             self._local.state.wait()
-            good = [view.at for job in found.jobs for view in job.views if view.at not in refused]
+            good = [
+                view.place
+                for job in prepared.jobs
+                for view in job.views
+                if view.place not in refused
+            ]
             self._compare_some(
                 good, encoded=encoded, image_maps=image_maps, out=out, interpolation=interpolation
             )
-        return [found.errors.get(at) for at in range(len(encoded))]
+        return [prepared.errors.get(index) for index in range(len(encoded))]
 
     def _compare_some(
         self,
@@ -289,35 +312,40 @@ class DaliDecoder:
         out: torch.Tensor,
         interpolation: Interpolation,
     ) -> None:
-        """Compare one decoded image in `check_every` with a full decode; raises DecoderError below `MIN_PSNR_DB`.
+        """Compare one decoded image in `check_every` with a full decode; raises DecoderError below
+        `MIN_PSNR_DB`.
 
-        The reference decodes at full size as DALI does: libjpeg-turbo's at half size differs by more than that at the
-        edges of hard-edged colour blocks.
+        The reference decodes at full size as DALI does: libjpeg-turbo's at half size differs by
+        more than that at the edges of hard-edged colour blocks.
         """
         first = -self._num_checkable % self._check_every
         self._num_checkable += len(
             places
         )  # two threads may count the same images: that changes which are compared
-        for at in places[first :: self._check_every]:
+        for index in places[first :: self._check_every]:
             expected = np.empty(tuple(out.shape[1:]), np.uint8)
-            data = encoded[at]
+            data = encoded[index]
             assert data is not None
             try:
-                self._exact.decode_into(data, image_maps[at], expected, interpolation)
+                self._exact.decode_into(data, image_maps[index], expected, interpolation)
             except (
                 ImageError
             ):  # damaged data, at which DALI does not stop: the shard's digests find that
                 continue
-            psnr_db = psnr_of_means(out[at].cpu(), torch.from_numpy(expected))
+            psnr_db = psnr_of_means(out[index].cpu(), torch.from_numpy(expected))
             if psnr_db < MIN_PSNR_DB:
                 raise DecoderError(
-                    f"decoder='dali' on {self.device} returned wrong pixels without an error: image {at} of a batch of "
-                    f"{len(encoded)} agrees with Pillow's to {psnr_db:.1f} dB, and at least {MIN_PSNR_DB:g} dB "
-                    f"is allowed; take decoder='turbo', or another version than {dali_install.installed_dali()}"
+                    f"decoder='dali' on {self.device} returned wrong pixels without an "
+                    f"error: image {index} of a batch of {len(encoded)} agrees with "
+                    f"Pillow's to {psnr_db:.1f} dB, and at least {MIN_PSNR_DB:g} dB is "
+                    "allowed; take decoder='turbo', or another version than "
+                    f"{dali_install.installed_dali()}"
                 )
 
     def _note_refused(self, places: Sequence[int]) -> None:
-        """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes nothing. Said once."""
+        """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes
+        nothing. Said once.
+        """
         if places and self.num_refused == 0:
             reason = dali_install.short(self._reason)
             _LOG.warning(
@@ -338,8 +366,9 @@ class DaliDecoder:
             or out.ndim != 4
         ):
             raise ConfigError(
-                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, 3, height, width] "
-                f"with the maps' output sizes {sorted(sizes)}, got {out.dtype} on {out.device} {tuple(out.shape)}"
+                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, "
+                f"3, height, width] with the maps' output sizes {sorted(sizes)}, got "
+                f"{out.dtype} on {out.device} {tuple(out.shape)}"
             )
 
     def _run_or_split(
@@ -349,7 +378,9 @@ class DaliDecoder:
         out: torch.Tensor,
         interpolation: str,
     ) -> list[int]:
-        """Decode the jobs; return the places of the images that DALI cannot decode, each tried alone in the end."""
+        """Decode the jobs; return the places of the images that DALI cannot decode, each tried
+        alone in the end.
+        """
         if self._run(jobs, out, interpolation):
             if not jobs[0].is_aligned:
                 black_out_unseen([view for job in jobs for view in job.views], image_maps, out)
@@ -357,7 +388,7 @@ class DaliDecoder:
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
             self._run_known_good(Key.of(jobs, out, interpolation), 1)
-            return [view.at for view in jobs[0].views]
+            return [view.place for view in jobs[0].views]
         half = len(jobs) // 2
         first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
         return first + self._run_or_split(jobs[half:], image_maps, out, interpolation)
@@ -373,22 +404,25 @@ class DaliDecoder:
                 self._local.state.pipelines.pop(key, None)
                 raise DecoderError(dali_install.explain_failure(self._reason)) from error
             return False
-        # Copied, for a thousandth of the decoding's time: `record_stream`, ours as well as a trainer's, skips memory
-        # that torch's allocator did not make. So nothing would keep it from the next run while a kernel still reads it.
+        # Copied, for a thousandth of the decoding's time: `record_stream`, ours as well as a
+        # trainer's, skips memory that torch's allocator did not make. So nothing would keep it from
+        # the next run while a kernel still reads it.
         for number, pictures in enumerate(outputs):
-            made = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+            decoded = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
             for where, part in stretches([job.views[number] for job in jobs]):
-                out[where] = made[part]
-            self._local.state.hold(made)
+                out[where] = decoded[part]
+            self._local.state.hold(decoded)
         return True
 
     def _run_pipeline(self, key: Key, jobs: Sequence[Job]) -> Any:
-        """Return one run's outputs, one for each view, complete, of this thread's pipeline; raises RuntimeError.
+        """Return one run's outputs, one for each view, complete, of this thread's pipeline; raises
+        RuntimeError.
 
-        Keep runs host-synchronous and one deep: nvJPEG's batched hardware decoding on H100 writes its output when it is
-        called, ahead of the work already queued on its stream, and events on the device do not help (torchcodec PR
-        1634). With an asynchronous run, or a second one queued, it would overwrite pixels that are still read. So lanes
-        decode at the same time, each in a thread and pipelines of its own, and outputs are held until they are copied.
+        Keep runs host-synchronous and one deep: nvJPEG's batched hardware decoding on H100 writes
+        its output when it is called, ahead of the work already queued on its stream, and events on
+        the device do not help (torchcodec PR 1634). With an asynchronous run, or a second one
+        queued, it would overwrite pixels that are still read. So lanes decode at the same time,
+        each in a thread and pipelines of its own, and outputs are held until they are copied.
         """
         pipelines = self._local.state.pipelines
         if key not in pipelines:
@@ -397,7 +431,8 @@ class DaliDecoder:
             except RuntimeError as error:
                 raise ConfigError(dali_install.explain_failure(str(error))) from error
             if self._on_gpu:
-                # nvImageCodec computes from the first batch how many images of every later one go to the hardware.
+                # nvImageCodec computes from the first batch how many images of every later one go
+                # to the hardware.
                 try:
                     self._run_known_good(key, -(-self._max_run // key.num_views))
                 except DecoderError:
@@ -407,7 +442,8 @@ class DaliDecoder:
         try:
             for name, values in inputs(jobs, is_whole=self._on_gpu).items():
                 pipeline.feed_input(name, values)
-            # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
+            # Complete when it returns, since it is given no stream: until then it reads the encoded
+            # images in place.
             outputs = pipeline.run()
         except RuntimeError as error:
             if "operator" not in str(
@@ -428,9 +464,12 @@ class DaliDecoder:
     def _build(
         self, interpolation: str, is_aligned: bool, width: int, height: int, num_views: int = 1
     ) -> Pipeline:
-        """Return a built pipeline: inputs as in `Job`, outputs uint8 (3, height, width) on the device, one a view."""
+        """Return a built pipeline: inputs as in `Job`, outputs uint8 (3, height, width) on the
+        device, one a view.
+        """
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
-        # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
+        # DALI's default executor: after a failed run the next one works, and the memory of the
+        # failed one comes back.
         pipeline = Pipeline(
             batch_size=self._max_run,
             num_threads=self._num_threads,
@@ -453,15 +492,17 @@ class DaliDecoder:
                 end = box[2:4]
                 size = box[4:6]
                 image = decoded
-                own = window
+                view_window = window
                 if num_views > 1:
-                    own = fn.external_source(name=f"window{number}", dtype=types.INT32, ndim=1)
+                    view_window = fn.external_source(
+                        name=f"window{number}", dtype=types.INT32, ndim=1
+                    )
                 if self._on_gpu:
-                    start = start + own[0:2]
-                    end = end + own[0:2]
+                    start = start + view_window[0:2]
+                    end = end + view_window[0:2]
                 elif num_views > 1:
-                    first = own[0:2] - window[0:2]
-                    last = own[2:4] - window[0:2]
+                    first = view_window[0:2] - window[0:2]
+                    last = view_window[2:4] - window[0:2]
                     image = fn.slice(image, start=first, end=last, axis_names="HW")
                 image = fn.resize(
                     image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True
@@ -480,14 +521,16 @@ class DaliDecoder:
         width, height = self._facts.largest_wh
         options: dict[str, Any] = {
             "device": _MIXED,
-            "affine": False,  # several pipelines and ranks would tie their threads to the same cores
+            # several pipelines and ranks would tie their threads to the same cores
+            "affine": False,
             "hw_decoder_load": self._hardware_share,
             "preallocate_width_hint": width,
             "preallocate_height_hint": height,
         }
         if width and height:
-            # Each thread takes this of the device and twice of pinned memory: room for 3 coefficients of 2 bytes a
-            # pixel, in place of DALI's 16 and 8 MiB for an image of any size.
+            # Each thread takes this of the device and twice of pinned memory: room for 3
+            # coefficients of 2 bytes a pixel, in place of DALI's 16 and 8 MiB for an image of any
+            # size.
             options |= dict.fromkeys(
                 ("device_memory_padding", "host_memory_padding"), 6 * width * height
             )
@@ -496,6 +539,8 @@ class DaliDecoder:
 
 @atexit.register
 def _close_all() -> None:
-    """Drop all pipelines while CUDA still works: in the interpreter's own clean-up DALI aborts (DALI issue 6166)."""
+    """Drop all pipelines while CUDA still works: in the interpreter's own clean-up DALI aborts
+    (DALI issue 6166).
+    """
     for decoder in list(_OPEN):
         decoder.close()

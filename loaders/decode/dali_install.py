@@ -19,7 +19,9 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _ABOUT_AN_IMAGE = re.compile(
     r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'"
 )
-"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
+"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete
+code stream.
+"""
 
 _CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
 _NO_MEMORY = re.compile(
@@ -30,7 +32,9 @@ _NO_MEMORY = re.compile(
 
 
 class _Line(NamedTuple):
-    """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it needs."""
+    """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it
+    needs.
+    """
 
     extra: str
     nvjpeg: str
@@ -49,7 +53,9 @@ _LINES = {
 
 
 class InstalledDali(NamedTuple):
-    """A DALI package with its version, the packages that it requires and that are missing, and its libraries."""
+    """A DALI package with its version, the packages that it requires and that are missing, and
+    its libraries.
+    """
 
     package: str
     version: str
@@ -68,7 +74,10 @@ class InstalledDali(NamedTuple):
         if self.missing:
             return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
         if _numbers(self.version) < MIN_VERSION:
-            return f"{self.package} {self.version} is too old: {_dotted(MIN_VERSION)} or newer is needed"
+            return (
+                f"{self.package} {self.version} is too old: {_dotted(MIN_VERSION)} or newer is "
+                "needed"
+            )
         return ""
 
     @property
@@ -82,7 +91,10 @@ class InstalledDali(NamedTuple):
 
     def __str__(self) -> str:
         """Return the versions as one phrase."""
-        return f"{self.package} {self.version} (nvJPEG {self.nvjpeg or 'missing'}, nvImageCodec {self.nvimgcodec})"
+        return (
+            f"{self.package} {self.version} (nvJPEG {self.nvjpeg or 'missing'}, nvImageCodec "
+            f"{self.nvimgcodec})"
+        )
 
 
 def installed_dali() -> InstalledDali | None:
@@ -104,7 +116,9 @@ def installed_dali() -> InstalledDali | None:
 
 
 class Engine(NamedTuple):
-    """What decodes JPEGs where a loader has decoder='dali' and a GPU, with what to do for a better one."""
+    """What decodes JPEGs where a loader has decoder='dali' and a GPU, with what to do for a
+    better one.
+    """
 
     name: str
     reason: str
@@ -112,33 +126,36 @@ class Engine(NamedTuple):
 
 
 def gpu_engine(index: int = 0) -> Engine:
-    """Return what DALI decodes baseline JPEGs with on that GPU of torch's: "hardware", "CUDA", "CPU" or "nothing"."""
+    """Return what DALI decodes baseline JPEGs with on that GPU of torch's: "hardware", "CUDA",
+    "CPU" or "nothing".
+    """
     import torch
 
-    found = installed_dali()
-    if found is None:
+    dali_package = installed_dali()
+    if dali_package is None:
         return Engine("nothing", "NVIDIA DALI is not installed", what_to_install())
-    if found.problem:
-        return Engine("nothing", found.problem, found.advice)
+    if dali_package.problem:
+        return Engine("nothing", dali_package.problem, dali_package.advice)
     driver = driver_version()
-    if driver is not None and _numbers(driver) < found.min_driver:
-        return Engine("nothing", *_old_driver(found, driver))
-    if found.nvjpeg is None:
+    if driver is not None and _numbers(driver) < dali_package.min_driver:
+        return Engine("nothing", *_old_driver(dali_package, driver))
+    if dali_package.nvjpeg is None:
         return Engine(
             "CPU",
-            f"{found.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI",
-            found.advice,
+            f"{dali_package.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI",
+            dali_package.advice,
         )
     if not has_libnvcuvid():
         return Engine(
             "CUDA",
             "libnvcuvid.so.1 does not load, without which nvJPEG has no hardware decoder",
-            "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video; elsewhere install the driver's "
-            "video libraries",
+            "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video; elsewhere "
+            "install the driver's video libraries",
         )
     gpu = torch.cuda.get_device_name(index)
     capability = torch.cuda.get_device_capability(index)
-    # Data-centre cards; consumer cards of the same generations have no JPEG engines that nvJPEG uses.
+    # Data-centre cards; consumer cards of the same generations have no JPEG engines that nvJPEG
+    # uses.
     if capability in {(8, 0), (9, 0), (10, 0), (10, 3)} or re.search(r"\bL(4|40|40S)\b", gpu):
         return Engine("hardware", f"the JPEG engines of {gpu}")
     return Engine("CUDA", f"{gpu} is not known to have JPEG engines")
@@ -159,12 +176,14 @@ def driver_version() -> str | None:
         text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
-    return None if found is None else found[0]
+    match = re.search(r"\b\d{3,}\.[\d.]*\d", text)
+    return None if match is None else match[0]
 
 
 def is_about_an_image(text: str) -> bool:
-    """Return whether a text of DALI's blames an image, and not the device, the memory or the pipeline."""
+    """Return whether a text of DALI's blames an image, and not the device, the memory or the
+    pipeline.
+    """
     return bool(_ABOUT_AN_IMAGE.search(text)) and not (
         _CUDA.search(text) or _NO_MEMORY.search(text)
     )
@@ -172,29 +191,32 @@ def is_about_an_image(text: str) -> bool:
 
 def explain_failure(text: str) -> str:
     """Return one sentence on a failure of DALI's: what failed, what to do, and what DALI says."""
-    found = installed_dali()
+    dali_package = installed_dali()
     driver = driver_version()
-    if found is not None and found.problem:
-        return f"decoder='dali': {found.problem}; {found.advice}"
+    if dali_package is not None and dali_package.problem:
+        return f"decoder='dali': {dali_package.problem}; {dali_package.advice}"
     if re.search(r"driver.*insufficient|cudaErrorInsufficientDriver", text):
-        what, advice = (
-            _old_driver(found, driver or "in use")
-            if found
+        failure, advice = (
+            _old_driver(dali_package, driver or "in use")
+            if dali_package
             else ("the driver is too old", "update it")
         )
     elif _NO_MEMORY.search(text):
-        what = "there is no memory left to decode in"
-        advice = "take a smaller batch_size, leave the decoder some of the GPU's memory, or take decoder='turbo'"
-    elif _CUDA.search(text):
-        what = "a CUDA error, after which this process cannot use the GPU any more"
+        failure = "there is no memory left to decode in"
         advice = (
-            "start it again; if a kernel of the training caused it, CUDA_LAUNCH_BLOCKING=1 shows which; "
-            "if decoder='turbo' runs without it, the decoder caused it"
+            "take a smaller batch_size, leave the decoder some of the GPU's memory, or take "
+            "decoder='turbo'"
+        )
+    elif _CUDA.search(text):
+        failure = "a CUDA error, after which this process cannot use the GPU any more"
+        advice = (
+            "start it again; if a kernel of the training caused it, CUDA_LAUNCH_BLOCKING=1 "
+            "shows which; if decoder='turbo' runs without it, the decoder caused it"
         )
     else:
-        what = "NVIDIA DALI fails, and not because of an image"
+        failure = "NVIDIA DALI fails, and not because of an image"
         advice = "take decoder='turbo', and run fuelrail doctor"
-    return f"decoder='dali': {what}: {advice}; {found or 'DALI'} says: {short(text)}"
+    return f"decoder='dali': {failure}: {advice}; {dali_package or 'DALI'} says: {short(text)}"
 
 
 def short(text: str) -> str:
@@ -205,16 +227,16 @@ def short(text: str) -> str:
     return " ".join(reason.split())[:500]
 
 
-def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
-    needed = _dotted(found.min_driver)
-    other = (
+def _old_driver(dali_package: InstalledDali, driver: str) -> tuple[str, str]:
+    min_driver = _dotted(dali_package.min_driver)
+    alternative = (
         ""
-        if found.package == "nvidia-dali-cuda120"
+        if dali_package.package == "nvidia-dali-cuda120"
         else f", or {how_to_install('fuelrail[dali]')} (CUDA 12) in its place"
     )
     return (
-        f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs",
-        f"update it{other}",
+        f"the NVIDIA driver {driver} is older than {min_driver}, which {dali_package.package} needs",
+        f"update it{alternative}",
     )
 
 

@@ -1,7 +1,8 @@
-"""What to feed the DALI graph for a batch of images, computed on the host; what is done to its output; thread state.
+"""What to feed the DALI graph for a batch of images, computed on the host; what is done to its
+output; thread state.
 
-Header check, splicing and geometry of an image take some 15 us: the rows of all images are spliced by one native call
-without the GIL, and a run is fed one array for all images where DALI takes it.
+Header check, splicing and geometry of an image take some 15 us: the rows of all images are spliced
+by one native call without the GIL, and a run is fed one array for all images where DALI takes it.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ _REACH_PX = 3.0
 class Job(NamedTuple):
     """One image of a run: its place in the caller's batch, and the graph's parameters.
 
-    ``window`` is the region to decode: top, left, bottom, right. ``box`` is what is seen, within the window, in the
-    same order, and the size to resize it to: height, width. ``matrix`` is the transform after that, row by row.
-    ``other`` is the same image under another map, which comes from the same decode.
+    ``window`` is the region to decode: top, left, bottom, right. ``box`` is what is seen, within
+    the window, in the same order, and the size to resize it to: height, width. ``matrix`` is the
+    transform after that, row by row. ``other`` is the same image under another map, which comes
+    from the same decode.
     """
 
-    at: int
+    place: int
     encoded: Buffer
     window: tuple[int, int, int, int]
     box: tuple[float, ...]
     matrix: tuple[float, ...]
     is_aligned: bool
-    other: Job | None = None
+    second: Job | None = None
 
     @property
     def views(self) -> tuple[Job, ...]:
         """The jobs of the decoded image: one picture, or two."""
-        return (self,) if self.other is None else (self, self.other)
+        return (self,) if self.second is None else (self, self.second)
 
 
 class Key(NamedTuple):
@@ -98,60 +100,62 @@ def prepare(
     scratch: Scratch,
     native: CameraJpeg | None,
 ) -> Prepared:
-    """Check the images of a batch and compute their jobs; ``native`` is the library that splices, if there is one.
+    """Check the images of a batch and compute their jobs; ``native`` is the library that splices,
+    if there is one.
 
-    Of JPEGs with restart markers at their rows only the rows that are needed are kept; these lie in ``scratch`` until
-    its thread's next call.
+    Of JPEGs with restart markers at their rows only the rows that are needed are kept; these lie in
+    ``scratch`` until its thread's next call.
     """
-    found = Prepared(jobs=[], black=[], by_turbo=[], copies=[], errors={})
-    known: dict[tuple[int, int], int] = {}
+    prepared = Prepared(jobs=[], black=[], by_turbo=[], copies=[], errors={})
+    first_use: dict[tuple[int, int], int] = {}
     decodes: dict[tuple[int, bool], int] = {}
     cuttable: dict[int, ImageInfo] = {}
-    for at, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
+    for index, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
         if data is None:
-            found.black.append(at)
+            prepared.black.append(index)
             continue
         image = id(data)
-        earlier = known.setdefault((image, id(image_map)), at)
-        if earlier != at:
-            found.copies.append((at, earlier))
+        earlier = first_use.setdefault((image, id(image_map)), index)
+        if earlier != index:
+            prepared.copies.append((index, earlier))
             continue
         try:
             info = probe(data)
             check_source(info, image_map)
-            # DALI's remap exists on the GPU only, and takes maps, not lenses; of CMYK's colours it has another idea.
+            # DALI's remap exists on the GPU only, and takes maps, not lenses; of CMYK's colours it
+            # has another idea.
             if image_map.lens is not None or info.is_cmyk:
-                found.by_turbo.append(at)
+                prepared.by_turbo.append(index)
                 continue
             if info.format == "png":
                 data = unpack_png(data)
             else:
                 check_jpeg_end(data)
         except ImageError as error:
-            found.errors[at] = error
+            prepared.errors[index] = error
             continue
-        job = _make_job(at, data, image_map)
+        job = _make_job(index, data, image_map)
         if job is None:
-            found.black.append(at)
+            prepared.black.append(index)
             continue
         partner = decodes.pop((image, job.is_aligned), None)
         if partner is not None:
-            found.jobs[partner] = found.jobs[partner]._replace(other=job)
+            prepared.jobs[partner] = prepared.jobs[partner]._replace(second=job)
             continue
-        decodes[image, job.is_aligned] = len(found.jobs)
+        decodes[image, job.is_aligned] = len(prepared.jobs)
         if info.restart_interval:
-            cuttable[len(found.jobs)] = info
-        found.jobs.append(job)
-    wanted = []
+            cuttable[len(prepared.jobs)] = info
+        prepared.jobs.append(job)
+    rows_wanted = []
     for number, info in cuttable.items():
-        windows = [view.window for view in found.jobs[number].views]
+        windows = [view.window for view in prepared.jobs[number].views]
         rows = min(window[0] for window in windows), max(window[2] for window in windows)
-        wanted.append(RowsWanted(found.jobs[number].encoded, info, *rows))
-    for number, spliced in zip(cuttable, splice_batch(wanted, scratch, native), strict=True):
+        rows_wanted.append(RowsWanted(prepared.jobs[number].encoded, info, *rows))
+    for number, spliced in zip(cuttable, splice_batch(rows_wanted, scratch, native), strict=True):
         if spliced is not None:
-            first, *others = (_of_rows(view, spliced) for view in found.jobs[number].views)
-            found.jobs[number] = first._replace(other=others[0] if others else None)
-    return found
+            first, *more_views = (_of_rows(view, spliced) for view in prepared.jobs[number].views)
+            prepared.jobs[number] = first._replace(second=more_views[0] if more_views else None)
+    return prepared
 
 
 def _of_rows(job: Job, spliced: SplicedRows) -> Job:
@@ -165,16 +169,18 @@ def _of_rows(job: Job, spliced: SplicedRows) -> Job:
 def lens_views(
     places: Sequence[int], encoded: Sequence[Buffer | None], image_maps: Sequence[ImageMap]
 ) -> list[list[int]]:
-    """Return places that libjpeg-turbo decodes, those of one image with a lens together: they come from one decode."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for at in places:
-        found.setdefault((id(encoded[at]), at if image_maps[at].lens is None else -1), []).append(
-            at
-        )
-    return list(found.values())
+    """Return places that libjpeg-turbo decodes, those of one image with a lens together: they
+    come from one decode.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index in places:
+        groups.setdefault(
+            (id(encoded[index]), index if image_maps[index].lens is None else -1), []
+        ).append(index)
+    return list(groups.values())
 
 
-def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
+def _make_job(index: int, data: Buffer, image_map: ImageMap) -> Job | None:
     """Return the parameters of one image; None if its map sees nothing of it."""
     width, height = image_map.source_wh
     out_width, out_height = image_map.out_wh
@@ -213,7 +219,7 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
         matrix = steps.to_resized
     box = (y0 - top, x0 - left, y1 - top, x1 - left, *size)
     return Job(
-        at=at,
+        place=index,
         encoded=data,
         window=(top, left, bottom, right),
         box=box,
@@ -223,7 +229,8 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
 
 
 def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
-    """Return what the graph's inputs are fed for a run: one array for all images, but for the images themselves.
+    """Return what the graph's inputs are fed for a run: one array for all images, but for the
+    images themselves.
 
     A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
     """
@@ -255,18 +262,20 @@ def known_good_job(largest_wh: tuple[int, int], key: Key) -> Job:
     width, height = largest_wh if all(largest_wh) else (640, 384)
     black = np.zeros((height, width, 3), np.uint8)
     job = Job(
-        at=0,
+        place=0,
         encoded=simplejpeg.encode_jpeg(black, colorsubsampling="420"),
         window=(0, 0, height, width),
         box=(0.0, 0.0, height, width, key.height, key.width),
         matrix=(1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
         is_aligned=key.is_aligned,
     )
-    return job if key.num_views == 1 else job._replace(other=job)
+    return job if key.num_views == 1 else job._replace(second=job)
 
 
 def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the PSNR in dB of two uint8 images (3, height, width), each averaged over 4 x 4 pixels."""
+    """Return the PSNR in dB of two uint8 images (3, height, width), each averaged over 4 x 4
+    pixels.
+    """
     width = -(-first.shape[2] // 4)
     height = -(-first.shape[1] // 4)
     differences = [
@@ -284,35 +293,41 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
 
     Slices need no index on the device. A run of a whole batch is one stretch.
     """
-    found: list[tuple[slice, slice]] = []
+    pairs: list[tuple[slice, slice]] = []
     first = 0
     for number in range(1, len(jobs) + 1):
-        if number == len(jobs) or jobs[number].at != jobs[number - 1].at + 1:
-            found.append((slice(jobs[first].at, jobs[number - 1].at + 1), slice(first, number)))
+        if number == len(jobs) or jobs[number].place != jobs[number - 1].place + 1:
+            pairs.append(
+                (slice(jobs[first].place, jobs[number - 1].place + 1), slice(first, number))
+            )
             first = number
-    return found
+    return pairs
 
 
 def black_out_unseen(
     jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor
 ) -> None:
-    """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
+    """Set the pixels black that the maps let see nothing: one small copy to the device for all
+    images.
+    """
     height = int(out.shape[2])
     width = int(out.shape[3])
-    limited = [image_maps[job.at].visible_columns() for job in jobs]
+    limited = [image_maps[job.place].visible_columns() for job in jobs]
     if all(columns is None for columns in limited):
         return
     everything = np.zeros(height, np.int64), np.full(height, width)
     limits = np.array([everything if columns is None else columns for columns in limited])
     columns = torch.from_numpy(limits).to(out.device)  # [n, 2, height]
     x = torch.arange(width, device=out.device)
-    seen = ((x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None]))[:, None]
+    is_seen = ((x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None]))[:, None]
     for where, part in stretches(jobs):
-        out[where] *= seen[part]
+        out[where] *= is_seen[part]
 
 
 class ThreadState:
-    """One thread's pipelines, its scratch memory, its CUDA stream, and DALI's outputs that the stream still reads."""
+    """One thread's pipelines, its scratch memory, its CUDA stream, and DALI's outputs that the
+    stream still reads.
+    """
 
     def __init__(self) -> None:
         self.pipelines: dict[Key, Any] = {}
@@ -323,15 +338,17 @@ class ThreadState:
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the stream to decode on; None on the CPU.
 
-        Its priority is CUDA's lowest, which is the default. So the trainer's kernels come first only where they run on
-        a stream of higher priority.
+        Its priority is CUDA's lowest, which is the default. So the trainer's kernels come first
+        only where they run on a stream of higher priority.
         """
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         return self._stream
 
     def hold(self, output: torch.Tensor) -> None:
-        """Keep an output of DALI's until `wait`: later, a run in another thread may be given its memory."""
+        """Keep an output of DALI's until `wait`: later, a run in another thread may be given its
+        memory.
+        """
         self._held.append(output)
 
     def wait(self) -> None:

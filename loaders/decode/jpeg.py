@@ -1,7 +1,9 @@
-"""JPEG to pixels in memory that is reused: libjpeg-turbo through simplejpeg, for the backends that resample on the CPU.
+"""JPEG to pixels in memory that is reused: libjpeg-turbo through simplejpeg, for the backends that
+resample on the CPU.
 
-Every large array is scratch of the calling thread, reused from image to image: fresh megabytes would cost as much in
-page faults as the decoding itself. Decoding is strict: a warning of libjpeg is an error.
+Every large array is scratch of the calling thread, reused from image to image: fresh megabytes
+would cost as much in page faults as the decoding itself. Decoding is strict: a warning of libjpeg
+is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
 Picture: TypeAlias = "NDArray[Any]"
-"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning. OpenCV's stubs know no dtype."""
+"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning.
+
+OpenCV's stubs know no dtype.
+"""
 
 _KEEP_BYTES = 64 << 20
 """Scratch arrays up to this size are kept by each thread."""
@@ -51,10 +56,11 @@ class UnusualSamplingError(ImageError):
 def decode_jpeg(
     encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch, lead: int = 0
 ) -> Picture:
-    """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h, w, 3) of CMYK.
+    """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h,
+    w, 3) of CMYK.
 
-    ``lead`` rows without meaning come first, for who needs the picture to begin at a certain row. Not for CMYK. Raises
-    ImageError.
+    ``lead`` rows without meaning come first, for who needs the picture to begin at a certain row.
+    Not for CMYK. Raises ImageError.
     """
     width = scaled_size(info.width, 1, factor)
     height = scaled_size(info.height, 1, factor)
@@ -80,5 +86,6 @@ def decode_jpeg(
         )
     if not info.is_cmyk:
         return room
-    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no ink.
+    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no
+    # ink.
     return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)

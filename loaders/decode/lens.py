@@ -1,7 +1,9 @@
-"""Where each output pixel is sampled in a distorted image: undistortion and the affine map in one step.
+"""Where each output pixel is sampled in a distorted image: undistortion and the affine map in one
+step.
 
-An output pixel goes back through the affine map to the rectified image, through its K to a ray, through the lens to the
-stored image. So pixels are interpolated once, and the matrices (of the rectified camera) are exact.
+An output pixel goes back through the affine map to the rectified image, through its K to a ray,
+through the lens to the stored image. So pixels are interpolated once, and the matrices (of the
+rectified camera) are exact.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.transforms.lens import (
-    OWN,
+    OWN_MODELS,
     UNBENT,
     Lens,
     Matrix3,
@@ -36,16 +38,20 @@ _COARSE_PX = 16
 """Distance of the places at which the local scale is looked at."""
 
 _GRID = 9
-"""Places along each side of an image at which the rectangle of a lens is looked at, as OpenCV does."""
+"""Places along each side of an image at which the rectangle of a lens is looked at, as OpenCV
+does.
+"""
 
 _UNIT: Matrix3 = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
-_KEPT = 12
+_NUM_KEPT = 12
 """Samplings that are kept: two rigs of six cameras, for evaluation, where the maps repeat."""
 
 
 class Sampling(NamedTuple):
-    """Source coordinates (centre-origin) of each output pixel, and which of them lie outside of the source."""
+    """Source coordinates (centre-origin) of each output pixel, and which of them lie outside of
+    the source.
+    """
 
     x: NDArray[np.float32]
     y: NDArray[np.float32]
@@ -54,11 +60,13 @@ class Sampling(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
-    """Return K that shows all of the stored image (``alpha`` 1), only its part without black (0), or between.
+    """Return K that shows all of the stored image (``alpha`` 1), only its part without black (0),
+    or between.
 
-    ``cv2.getOptimalNewCameraMatrix``, its fisheye counterpart, and the same rule for the lenses that OpenCV lacks.
+    ``cv2.getOptimalNewCameraMatrix``, its fisheye counterpart, and the same rule for the lenses
+    that OpenCV lacks.
     """
-    if lens.kind in OWN:
+    if lens.kind in OWN_MODELS:
         return _chosen_camera(lens, wh, alpha)
     camera = np.array(lens.stored)
     coefficients = np.array(lens.coefficients)
@@ -71,7 +79,9 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
 
 
 def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
-    """Return K between that of the largest rectangle within the straightened image and that of the one around it."""
+    """Return K between that of the largest rectangle within the straightened image and that of
+    the one around it.
+    """
     corner = np.array(wh) - 1.0
     grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
     flat = rectified_places(
@@ -82,8 +92,8 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     )
     outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
     (fx, fy), (cx, cy) = (
-        (1.0 - alpha) * one + alpha * other
-        for one, other in zip(
+        (1.0 - alpha) * inner_value + alpha * outer_value
+        for inner_value, outer_value in zip(
             _rectangle_camera(inner, corner), _rectangle_camera(outer, corner), strict=True
         )
     )
@@ -93,13 +103,17 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
 def _rectangle_camera(
     sides: NDArray[np.float64], corner: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], ...]:
-    """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays as a whole image."""
+    """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays
+    as a whole image.
+    """
     focal = corner / (sides[2:] - sides[:2])
     return focal, -focal * sides[:2]
 
 
 def largest_scale(image_map: ImageMap, lens: Lens) -> float:
-    """Return the largest number of output pixels that a stored pixel's length becomes, over the whole output."""
+    """Return the largest number of output pixels that a stored pixel's length becomes, over the
+    whole output.
+    """
     x, y, step_x, step_y = _coarse_places(image_map, lens)
     across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1)) / max(step_x, 1e-9)
     down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
@@ -109,7 +123,8 @@ def largest_scale(image_map: ImageMap, lens: Lens) -> float:
 
 
 def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int, int]:
-    """Return (top, bottom): pixel rows of the stored image that the output samples, or some more, within the image.
+    """Return (top, bottom): pixel rows of the stored image that the output samples, or some more,
+    within the image.
 
     ``support_px`` widens it by the reach of the resampling filter, in stored pixels.
     """
@@ -131,7 +146,8 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
 def _coarse_places(
     image_map: ImageMap, lens: Lens
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
-    """Return stored places of about every 16th output pixel, the outermost included, and their steps across and down.
+    """Return stored places of about every 16th output pixel, the outermost included, and their
+    steps across and down.
 
     Shared, not to be written to.
     """
@@ -144,15 +160,16 @@ def _coarse_places(
     return x, y, step_x, step_y
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=_NUM_KEPT)
 def sampling(
     image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int], top: int = 0
 ) -> Sampling:
-    """Return where to sample a source that is the stored image from row ``top`` on, scaled by exactly ``scale``.
+    """Return where to sample a source that is the stored image from row ``top`` on, scaled by
+    exactly ``scale``.
 
-    It is scaled about its corner. ``size`` is its (width, height), which may hold a partial last pixel, and need not
-    hold rows that the output does not see (`source_rows`). Arrays (height, width) of the output; shared, not to be
-    written to.
+    It is scaled about its corner. ``size`` is its (width, height), which may hold a partial last
+    pixel, and need not hold rows that the output does not see (`source_rows`). Arrays (height,
+    width) of the output; shared, not to be written to.
     """
     x, y = source_places(_centre_matrix(image_map), lens, image_map.out_wh)
     (width, height), (sx, sy) = image_map.source_wh, scale
@@ -162,7 +179,7 @@ def sampling(
         if factor != 1.0:
             places *= factor
             places += 0.5 * factor - 0.5
-    seen = (
+    is_seen = (
         (x >= -0.5)
         & (x <= width * sx - 0.5)
         & (y >= -top * sy - 0.5)
@@ -172,26 +189,29 @@ def sampling(
     if (
         columns is not None
     ):  # the rectified image's own border, and what crops before a rotation left out
-        at = np.arange(x.shape[1])
-        seen &= (at >= columns[0][:, None]) & (at < columns[1][:, None])
-    if seen.all():
+        column = np.arange(x.shape[1])
+        is_seen &= (column >= columns[0][:, None]) & (column < columns[1][:, None])
+    if is_seen.all():
         return Sampling(x, y, None)
     np.clip(np.nan_to_num(x, copy=False, nan=0.0), 0.0, size[0] - 1.0, out=x)
     np.clip(np.nan_to_num(y, copy=False, nan=0.0), 0.0, size[1] - 1.0, out=y)
-    return Sampling(x, y, ~seen)
+    return Sampling(x, y, ~is_seen)
 
 
 def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
-    """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in its place."""
+    """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in
+    its place.
+    """
     return dataclasses.replace(image_map, published=None).centre_matrix()
 
 
 class Undistort(Settings, frozen=True):
-    """Straightens the images of distorted cameras (OpenCV's pinhole models and fisheye, f-theta, Mei) as it decodes.
+    """Straightens the images of distorted cameras (OpenCV's pinhole models and fisheye, f-theta,
+    Mei) as it decodes.
 
     Attributes:
-        alpha: None keeps each camera's own K; else it is chosen so that nothing of the image is lost (1), nothing black
-            is seen (0), or in between.
+        alpha: None keeps each camera's own K; else it is chosen so that nothing of the image is
+            lost (1), nothing black is seen (0), or in between.
 
     Raises ConfigError for an ``alpha`` out of range.
     """
@@ -206,27 +226,29 @@ class Undistort(Settings, frozen=True):
     def __call__(
         self, sample: Sample, maps: Sequence[ImageMap], cameras: Sequence[str]
     ) -> tuple[Sample, list[ImageMap]]:
-        """Return the sample with the geometry of the rectified cameras, and the maps with the lenses to undo.
+        """Return the sample with the geometry of the rectified cameras, and the maps with the
+        lenses to undo.
 
-        ``cameras`` are the channels of ``maps``. Raises ConfigError for a camera whose model cannot be undone.
+        ``cameras`` are the channels of ``maps``. Raises ConfigError for a camera whose model cannot
+        be undone.
         """
         geometry = sample.geometry
         intrinsics = geometry.intrinsics.copy()
         dist = geometry.dist.copy()
         bent = list(maps)
-        for at, channel in enumerate(cameras):
+        for row, channel in enumerate(cameras):
             camera = sample.meta.cameras.get(channel)
-            if not geometry.cam_valid[at]:
+            if not geometry.cam_valid[row]:
                 continue
             model = UNBENT if camera is None else camera.dist_model
-            lens = read_lens(model, dist[at], intrinsics[at])
+            lens = read_lens(model, dist[row], intrinsics[row])
             if lens is None:
                 continue
             if self.alpha is not None:
                 lens = dataclasses.replace(
-                    lens, rectified=rectified_camera(lens, maps[at].source_wh, self.alpha)
+                    lens, rectified=rectified_camera(lens, maps[row].source_wh, self.alpha)
                 )
-            bent[at] = dataclasses.replace(maps[at], lens=lens)
-            intrinsics[at], dist[at] = lens.rectified, np.nan
+            bent[row] = dataclasses.replace(maps[row], lens=lens)
+            intrinsics[row], dist[row] = lens.rectified, np.nan
         geometry = dataclasses.replace(geometry, intrinsics=intrinsics, dist=dist)
         return dataclasses.replace(sample, geometry=geometry), bent

@@ -1,7 +1,10 @@
-"""The exact backend: full decode and Pillow's antialiased filters. Pillow, or pillow-simd, which is faster.
+"""The exact backend: full decode and Pillow's antialiased filters.
 
-Axis-aligned maps are one `resize(box=...)` of the source. A rotation is an antialiased resize to the output's scale and
-then one interpolated affine transform, which is what the PIL pipelines of the BEV code bases do.
+Pillow, or pillow-simd, which is faster.
+
+Axis-aligned maps are one `resize(box=...)` of the source. A rotation is an antialiased resize to
+the output's scale and then one interpolated affine transform, which is what the PIL pipelines of
+the BEV code bases do.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ _REACH = {"bilinear": 1.0, "bicubic": 2.0}
 class PillowDecoder:
     """Resamples with Pillow; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
 
-    Pixels go from the JPEG decoder to Pillow and from there to ``out`` without a copy in between: Pillow's own decoder
-    would write to fresh memory, and its arrays interleave three channels.
+    Pixels go from the JPEG decoder to Pillow and from there to ``out`` without a copy in between:
+    Pillow's own decoder would write to fresh memory, and its arrays interleave three channels.
     """
 
     name = "pillow"
@@ -114,7 +117,9 @@ class PillowDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: str,
     ) -> None:
-        """Resize with antialiasing to the output's scale, then undo lens and map by one interpolation, as `_rotate`."""
+        """Resize with antialiasing to the output's scale, then undo lens and map by one
+        interpolation, as `_rotate`.
+        """
         lenses = [image_map.lens for image_map in image_maps if image_map.lens is not None]
         scales = [min(1.0, largest_scale(*view)) for view in zip(image_maps, lenses, strict=True)]
         reach = [(_REACH[interpolation] + 1.0) / scale for scale in scales]
@@ -126,14 +131,14 @@ class PillowDecoder:
                 encoded, info=info, rows=rows, factor=1, scratch=self._scratch
             )
             info = info._replace(height=height)
-        whole = self._decode(encoded, info)
+        full_image = self._decode(encoded, info)
         for image_map, lens, scale, (begin, end), out in zip(
             image_maps, lenses, scales, parts, outs, strict=True
         ):
             image = (
-                whole
+                full_image
                 if (begin, end) == (0, info.height)
-                else whole.crop((0, begin, info.width, end))
+                else full_image.crop((0, begin, info.width, end))
             )
             size = max(1, math.ceil(image.width * scale)), max(1, math.ceil(image.height * scale))
             scaled = (size[0] / image.width, size[1] / image.height)
@@ -152,7 +157,10 @@ class PillowDecoder:
                 out[:, places.unseen] = 0
 
     def _decode(self, encoded: Buffer, info: ImageInfo) -> Image.Image:
-        """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it. Valid until the next call."""
+        """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it.
+
+        Valid until the next call.
+        """
         if info.format == "png":
             return _decode_by_pillow(PngImagePlugin.PngImageFile, unpack_png(encoded), info)
         try:
@@ -167,14 +175,16 @@ class PillowDecoder:
 def _decode_by_pillow(
     plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo
 ) -> Image.Image:
-    # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
+    # The plugins are called by name: Image.open would try other formats, and warn about limits that
+    # probe has checked.
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
     except Exception as error:  # hostile bytes make the plugins raise any error
         raise ImageError(f"image cannot be decoded: {error}") from error
     if image.size != (info.width, info.height):
         raise ImageError(
-            f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}"
+            f"image decoded to {image.size[0]}x{image.size[1]}, header says "
+            f"{info.width}x{info.height}"
         )
     return image
 
@@ -190,8 +200,8 @@ def _resize(
     x0, x1 = sorted(((left - tx) / a, (right - tx) / a))
     y0, y1 = sorted(((top - ty) / d, (bottom - ty) / d))
     width, height = source.size
-    # A map may end within half an output pixel outside of the image, where the edge pixel continues. Pillow's box may
-    # not, so the image gets that much of a border.
+    # A map may end within half an output pixel outside of the image, where the edge pixel
+    # continues. Pillow's box may not, so the image gets that much of a border.
     pad = math.ceil(max(0.0, -x0, x1 - width, -y0, y1 - height) - 1e-6)
     if pad:
         edged = np.pad(np.asarray(source)[..., :3], ((pad, pad), (pad, pad), (0, 0)), mode="edge")
@@ -224,9 +234,10 @@ def _rotate(
         out[:] = 0
         return
     image = source.resize(steps.size_wh, _FILTERS[interpolation], box=steps.box)
-    # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
-    # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
-    # In floating point: the transform of 8-bit pixels truncates, which darkens them by half a level.
+    # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as
+    # ours is. Bilinear always: the bicubic kernel of its transforms (a = -1) does not reproduce a
+    # ramp and shifts by up to 0.1 pixels. In floating point: the transform of 8-bit pixels
+    # truncates, which darkens them by half a level.
     for band, plane in zip(image.split(), out, strict=False):
         turned = band.convert("F").transform(
             image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR

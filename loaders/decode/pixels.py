@@ -17,8 +17,8 @@ def change_pixels(
 ) -> None:
     """Apply a change to uint8 (3, height, width) RGB planes, whose rows are contiguous, in place.
 
-    Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once. ``fill`` is the
-    RGB of holes.
+    Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once.
+    ``fill`` is the RGB of holes.
     """
     if change == NO_CHANGE:
         return

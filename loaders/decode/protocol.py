@@ -34,17 +34,20 @@ INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 MIN_LANES = 3
 MAX_LANES = 4
-"""Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
-headers and one takes results while a third one's images are decoded."""
+"""Threads that decode batches for one GPU at the same time.
+
+Each waits on the host for its own run, so that one parses headers and one takes results while a
+third one's images are decoded.
+"""
 
 
 @runtime_checkable
 class ImageDecoder(Protocol):
     """A decode backend. One instance serves all threads; scratch memory is per thread.
 
-    Every backend samples the same place of the source for each output pixel (half-pixel centres, exact affine map),
-    paints black where the map sees nothing, and never applies EXIF orientation: calibrations speak of pixels as
-    stored.
+    Every backend samples the same place of the source for each output pixel (half-pixel centres,
+    exact affine map), paints black where the map sees nothing, and never applies EXIF orientation:
+    calibrations speak of pixels as stored.
     """
 
     name: str
@@ -60,12 +63,15 @@ class ImageDecoder(Protocol):
 
         Args:
             encoded: a whole JPEG or PNG file.
-            image_map: source to output; its ``source_wh`` must be the encoded image's size. Its ``lens`` is undone.
-            out: uint8 (3, height, width) RGB planes to fill, of size ``image_map.out_wh``; each row contiguous.
+            image_map: source to output; its ``source_wh`` must be the encoded image's size. Its
+                ``lens`` is undone.
+            out: uint8 (3, height, width) RGB planes to fill, of size ``image_map.out_wh``; each row
+                contiguous.
             interpolation: one of `INTERPOLATIONS`.
 
         Raises:
-            ImageError: bytes that are not a decodable image of the promised size. ``out`` is untouched then.
+            ImageError: bytes that are not a decodable image of the promised size. ``out`` is
+                untouched then.
             ConfigError: ``out`` or ``interpolation`` is not as described.
 
         """
@@ -85,15 +91,17 @@ class ImagesDecoder(Protocol):
     ) -> list[ImageError | None]:
         """Do what `ImageDecoder.decode_into` does to each image.
 
-        Returns for each None, or the ImageError that says why its ``out`` is untouched. The others are decoded. Raises
-        ConfigError.
+        Returns for each None, or the ImageError that says why its ``out`` is untouched. The others
+        are decoded. Raises ConfigError.
         """
         ...
 
 
 @runtime_checkable
 class ViewsDecoder(Protocol):
-    """A decode backend that decodes an image once for several maps; in addition to `ImageDecoder`."""
+    """A decode backend that decodes an image once for several maps; in addition to
+    `ImageDecoder`.
+    """
 
     def decode_views(
         self,
@@ -102,18 +110,22 @@ class ViewsDecoder(Protocol):
         outs: Sequence[NDArray[np.uint8]],
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        """Write the image under each map into the ``out`` beside it; see `ImageDecoder.decode_into`.
+        """Write the image under each map into the ``out`` beside it; see
+        `ImageDecoder.decode_into`.
 
-        Where the maps ask for different resolutions, the image is decoded at the higher one, and averaged for the
-        lower: pixels then differ by a few grey levels from those of `ImageDecoder.decode_into`. All maps have a lens,
-        or none has.
+        Where the maps ask for different resolutions, the image is decoded at the higher one, and
+        averaged for the lower: pixels then differ by a few grey levels from those of
+        `ImageDecoder.decode_into`. All maps have a lens, or none has.
         """
         ...
 
 
 @runtime_checkable
 class BatchDecoder(Protocol):
-    """A decode backend that takes batches, because its device wants many images at once. Thread-safe as the other."""
+    """A decode backend that takes batches, because its device wants many images at once.
+
+    Thread-safe as the other.
+    """
 
     name: str
     device: torch.device
@@ -121,7 +133,8 @@ class BatchDecoder(Protocol):
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return uninitialised uint8 memory on the backend's device, safe to decode into at once.
 
-        Where it is used on another CUDA stream than the backend's own, that stream must be recorded on it.
+        Where it is used on another CUDA stream than the backend's own, that stream must be recorded
+        on it.
         """
         ...
 
@@ -137,11 +150,13 @@ class BatchDecoder(Protocol):
         Args:
             encoded: B whole JPEG or PNG files. None for a missing one: its ``out[i]`` is all zeros.
             image_maps: B maps; all of them to the size of ``out``.
-            out: uint8 [B, 3, height, width] RGB on the backend's device. Finished, not just queued, on return.
+            out: uint8 [B, 3, height, width] RGB on the backend's device. Finished, not just queued,
+                on return.
             interpolation: one of `INTERPOLATIONS`.
 
         Returns:
-            For each image None, or the ImageError that says why ``out[i]`` is untouched. The others are decoded.
+            For each image None, or the ImageError that says why ``out[i]`` is untouched. The others
+            are decoded.
 
         Raises:
             ConfigError: ``out`` or ``interpolation`` is not as described.
@@ -150,7 +165,10 @@ class BatchDecoder(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the backend holds for all threads. None may be decoding; it can be used again."""
+        """Release what the backend holds for all threads.
+
+        None may be decoding; it can be used again.
+        """
         ...
 
 
@@ -159,10 +177,13 @@ def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
     columns = image_map.visible_columns()
     if columns is None:
         return
-    # 16-bit compares of a whole plane are quicker than slicing 256 rows; images are below 32768 pixels wide.
+    # 16-bit compares of a whole plane are quicker than slicing 256 rows; images are below 32768
+    # pixels wide.
     x = np.arange(out.shape[2], dtype=np.int16)
-    seen = (x >= columns[0][:, None].astype(np.int16)) & (x < columns[1][:, None].astype(np.int16))
-    out *= seen
+    is_seen = (x >= columns[0][:, None].astype(np.int16)) & (
+        x < columns[1][:, None].astype(np.int16)
+    )
+    out *= is_seen
 
 
 def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
@@ -175,8 +196,8 @@ def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
         or not out.flags.writeable
     ):
         raise ConfigError(
-            f"out must be a writable uint8 array of shape (3, {height}, {width}) with contiguous rows, "
-            f"got {out.dtype} {out.shape} with strides {out.strides}"
+            f"out must be a writable uint8 array of shape (3, {height}, {width}) with "
+            f"contiguous rows, got {out.dtype} {out.shape} with strides {out.strides}"
         )
     if interpolation not in INTERPOLATIONS:
         raise ConfigError(
@@ -198,8 +219,10 @@ class ImageFacts(NamedTuple):
 
     Attributes:
         largest_wh: width and height in pixels that no stored image exceeds.
-        baseline_share: part of the images that is baseline JPEG, which is all that hardware decoders take; 0 to 1.
-        batch_images: most images that are decoded in one call, for which memory is taken; 0: unknown.
+        baseline_share: part of the images that is baseline JPEG, which is all that hardware
+            decoders take; 0 to 1.
+        batch_images: most images that are decoded in one call, for which memory is taken; 0:
+            unknown.
     """
 
     largest_wh: tuple[int, int]
@@ -214,12 +237,13 @@ class DaliOptions(CheckedSettings, frozen=True):
     """How decoder="dali" works on a GPU; on the CPU nothing of it applies.
 
     Attributes:
-        hardware_share: part of a batch that the hardware decoder takes, 0 to 1. With 1 it takes every image that it
-            can, with 0 none: pixels are reproducible then. In between, an image's place among its neighbours decides
-            whether the hardware or the CUDA cores decode it, and where the two differ by a grey level, pixels depend on
-            batch size, number of ranks and timing.
-        check_every: one image in this number, the first one included, is decoded again on the CPU and compared, for
-            decoders of GPUs are known to report black images as decoded; 0: none.
+        hardware_share: part of a batch that the hardware decoder takes, 0 to 1. With 1 it takes
+            every image that it can, with 0 none: pixels are reproducible then. In between, an
+            image's place among its neighbours decides whether the hardware or the CUDA cores decode
+            it, and where the two differ by a grey level, pixels depend on batch size, number of
+            ranks and timing.
+        check_every: one image in this number, the first one included, is decoded again on the CPU
+            and compared, for decoders of GPUs are known to report black images as decoded; 0: none.
 
     Raises ConfigError for values out of range.
     """
@@ -245,7 +269,9 @@ class Place(NamedTuple):
 
 
 def wait_on_host(stream: torch.cuda.Stream) -> None:
-    """Wait until the work queued on a stream is done; the CPU sleeps meanwhile, where `Stream.synchronize` spins."""
+    """Wait until the work queued on a stream is done; the CPU sleeps meanwhile, where
+    `Stream.synchronize` spins.
+    """
     import torch
 
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

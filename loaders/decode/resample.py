@@ -1,4 +1,6 @@
-"""Which source lines `cv2.resize` must get, and with which factors, to do an image map to the pixel; computed only."""
+"""Which source lines `cv2.resize` must get, and with which factors, to do an image map to the
+pixel; computed only.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _MAX_EXTRA = 128
 
 
 class Span(NamedTuple):
-    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them to drop first.
+    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them
+    to drop first.
 
     Lines before ``first_needed`` are read for lines that are dropped.
     """
@@ -39,7 +42,9 @@ class Span(NamedTuple):
 
 
 class ResizeGrid(NamedTuple):
-    """How `cv2.resize` does an axis-aligned map: region, factors, then ``flip`` (its code, None for none)."""
+    """How `cv2.resize` does an axis-aligned map: region, factors, then ``flip`` (its code, None
+    for none).
+    """
 
     covered: tuple[int, int, int, int]
     columns: Span
@@ -54,9 +59,9 @@ _NOTHING = Span(start=0, stop=0, num_lines=0, skip=0, first_needed=0)
 def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     """Plan a map for `cv2.resize`. None where it cannot do it.
 
-    `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So the region starts
-    at a source row and column whose place in the output is a whole number: a few lines before the first one needed,
-    which are then dropped from the result.
+    `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So
+    the region starts at a source row and column whose place in the output is a whole number: a few
+    lines before the first one needed, which are then dropped from the result.
     """
     if not image_map.is_axis_aligned or image_map.max_scale <= 0.5:
         return None
@@ -90,10 +95,11 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
 
 
 def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
-    """Return the source rows [first, last) that bilinear interpolation reads, and one more on each side.
+    """Return the source rows [first, last) that bilinear interpolation reads, and one more on each
+    side.
 
-    For an axis-aligned map. The native decoder reads the same rows (resized in camera_jpeg.c), so that it
-    depends on neither which damaged files are refused.
+    For an axis-aligned map. The native decoder reads the same rows (resized in camera_jpeg.c), so
+    that it depends on neither which damaged files are refused.
     """
     _, top, _, bottom = image_map.covered_output()
     d, ty = image_map.coefficients[4:]
@@ -108,14 +114,17 @@ def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
 def _aligned_span(
     scale: float, offset: float, first: int, last: int, size: int, reach: int
 ) -> Span | None:
-    """Find the source lines to resize for output lines [first, last), on one axis with out = scale * in + offset.
+    """Find the source lines to resize for output lines [first, last), on one axis with out = scale
+    * in + offset.
 
     None if no start meets the output's grid closely enough.
     """
-    needed = max(0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1))
+    least_start = max(
+        0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1)
+    )
     best = 0
     best_shift = math.inf
-    for start in range(needed, max(-1, needed - _MAX_EXTRA), -1):
+    for start in range(least_start, max(-1, least_start - _MAX_EXTRA), -1):
         place = scale * start + offset
         shift = abs(place - round(place))
         if shift < best_shift:
@@ -131,7 +140,7 @@ def _aligned_span(
     if origin > first or origin + num_lines < last:
         return None
     return Span(
-        start=best, stop=stop, num_lines=num_lines, skip=first - origin, first_needed=needed
+        start=best, stop=stop, num_lines=num_lines, skip=first - origin, first_needed=least_start
     )
 
 
@@ -139,7 +148,8 @@ class TwoSteps(NamedTuple):
     """Resize the source's ``box`` to ``size_wh``, then transform by ``to_resized``.
 
     Attributes:
-        box: (left, top, right, bottom) in source pixels, edge-origin, within the source; left and top are whole.
+        box: (left, top, right, bottom) in source pixels, edge-origin, within the source; left and
+            top are whole.
         size_wh: width and height of the resized picture in pixels.
         to_resized: output to resized picture, edge-origin.
     """
@@ -150,9 +160,12 @@ class TwoSteps(NamedTuple):
 
 
 def two_steps(image_map: ImageMap, reach_px: float) -> TwoSteps | None:
-    """Split a map; ``reach_px`` is the filters' reach in output pixels. None if the output sees nothing.
+    """Split a map; ``reach_px`` is the filters' reach in output pixels.
 
-    The first step shrinks to the output's scale and never magnifies: an affine transform does that well.
+    None if the output sees nothing.
+
+    The first step shrinks to the output's scale and never magnifies: an affine transform does that
+    well.
     """
     a, b, _, c, d, _ = image_map.coefficients
     sx = min(1.0, math.hypot(a, c))
@@ -160,7 +173,8 @@ def two_steps(image_map: ImageMap, reach_px: float) -> TwoSteps | None:
     left, top, right, bottom = image_map.source_roi(reach_px / min(sx, sy))
     if left >= right or top >= bottom:
         return None
-    # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never beyond the image.
+    # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never
+    # beyond the image.
     width = max(1, math.ceil((right - left) * sx))
     height = max(1, math.ceil((bottom - top) * sy))
     source_width, source_height = image_map.source_wh

@@ -1,9 +1,10 @@
 """Cuts the rows that a crop needs out of a JPEG, without decoding anything.
 
-A JPEG with one restart marker per row of MCUs (``jpegtran -restart 1`` writes it from any baseline file, losslessly,
-for 0.1 % more bytes) can be cut between rows: decoding starts again at each marker. Header and wanted rows are a
-smaller, valid JPEG, which any decoder takes, with the same pixels in the rows kept. A BEV crop that drops the top
-third saves a third of the entropy decoding, which no decoder's own region of interest does.
+A JPEG with one restart marker per row of MCUs (``jpegtran -restart 1`` writes it from any baseline
+file, losslessly, for 0.1 % more bytes) can be cut between rows: decoding starts again at each
+marker. Header and wanted rows are a smaller, valid JPEG, which any decoder takes, with the same
+pixels in the rows kept. A BEV crop that drops the top third saves a third of the entropy decoding,
+which no decoder's own region of interest does.
 
 ITU-T T.81: restart markers D0 to D7 count modulo 8 from D0 (B.2.1, E.1.4); sizes of MCUs A.2.3.
 """
@@ -35,7 +36,9 @@ _END_OF_IMAGE = (0xFF, 0xD9)
 
 
 class SplicedRows(NamedTuple):
-    """A JPEG of some rows of another: pixel rows ``top`` up to ``top + height`` of it, all columns."""
+    """A JPEG of some rows of another: pixel rows ``top`` up to ``top + height`` of it, all
+    columns.
+    """
 
     encoded: Buffer
     top: int
@@ -53,15 +56,18 @@ class _Cut(NamedTuple):
 
 
 def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cut | None:
-    """Return what to keep for pixel rows [top, bottom); None where the header says no, or all rows are needed."""
+    """Return what to keep for pixel rows [top, bottom); None where the header says no, or all
+    rows are needed.
+    """
     if not info.restart_interval or info.progressive or info.num_components == 4:
         return None
     mcu = _MCU_WH.get(info.subsampling)
     if mcu is None or info.restart_interval != -(-info.width // mcu[0]):
         return None
     num_rows = -(-info.height // mcu[1])
-    # Smooth upsampling of colour planes of half height looks into the neighbouring row. Scaled decoding of 4:2:0 does
-    # without: it makes the colour planes as large as the other at once (jdmaster.c).
+    # Smooth upsampling of colour planes of half height looks into the neighbouring row. Scaled
+    # decoding of 4:2:0 does without: it makes the colour planes as large as the other at once
+    # (jdmaster.c).
     context = int(mcu[1] == 16 and (factor == 1 or info.subsampling != "4:2:0"))
     first = max(0, top // mcu[1] - context)
     last = min(num_rows, -(-bottom // mcu[1]) + context)
@@ -86,11 +92,11 @@ def splice_rows(
 ) -> SplicedRows | None:
     """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
 
-    ``factor`` is the divisor of the DCT-scaled decoding that is to follow. With ``scratch`` the result lies there, and
-    is valid until its thread's next call.
+    ``factor`` is the divisor of the DCT-scaled decoding that is to follow. With ``scratch`` the
+    result lies there, and is valid until its thread's next call.
 
-    None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
-    where all rows are needed. Damage in rows that are left out is not seen.
+    None where the file cannot be cut (no restart marker at each row, progressive, several scans,
+    markers missing) or where all rows are needed. Damage in rows that are left out is not seen.
     """
     cut = _choose_rows(info, top, bottom, factor)
     if cut is None:
@@ -113,9 +119,9 @@ def splice_rows(
         else scratch.take("spliced", 1, num_bytes + 2, 1)
     )
     spliced = spliced.ravel()
-    whole = np.frombuffer(encoded, np.uint8)
-    spliced[: info.scan_at] = whole[: info.scan_at]
-    spliced[info.scan_at : num_bytes] = whole[start:end]
+    source = np.frombuffer(encoded, np.uint8)
+    spliced[: info.scan_at] = source[: info.scan_at]
+    spliced[info.scan_at : num_bytes] = source[start:end]
     if cut.last < cut.num_rows:
         spliced[num_bytes:] = _END_OF_IMAGE
         num_bytes += 2
@@ -127,7 +133,9 @@ def splice_rows(
 
 
 class SplicedViews(NamedTuple):
-    """A JPEG of all rows that several views need; ``parts`` are rows [first, last) of it, those of each view."""
+    """A JPEG of all rows that several views need; ``parts`` are rows [first, last) of it, those
+    of each view.
+    """
 
     encoded: Buffer
     top: int
@@ -138,9 +146,11 @@ class SplicedViews(NamedTuple):
 def splice_views(
     encoded: Buffer, info: ImageInfo, rows: Sequence[tuple[int, int]], factor: int, scratch: Scratch
 ) -> SplicedViews:
-    """Return the pixel rows of several views as one JPEG, or all of them; and the part that each alone would be cut to.
+    """Return the pixel rows of several views as one JPEG, or all of them; and the part that each
+    alone would be cut to.
 
-    Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, for any neighbour.
+    Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, for any
+    neighbour.
     """
     spliced = splice_rows(
         encoded,
@@ -150,10 +160,10 @@ def splice_views(
         factor=factor,
         scratch=scratch,
     )
-    cuts = [_choose_rows(info, *one, factor) for one in rows]
+    cuts = [_choose_rows(info, *view_rows, factor) for view_rows in rows]
     if spliced is None:
         spliced = SplicedRows(encoded, 0, info.height)
-        if all(splice_rows(encoded, info, *one, factor) is None for one in rows):
+        if all(splice_rows(encoded, info, *view_rows, factor) is None for view_rows in rows):
             cuts = [None for _ in rows]
     tops = [(0, info.height) if cut is None else (cut.top, cut.height) for cut in cuts]
     parts = tuple((top - spliced.top, top - spliced.top + height) for top, height in tops)
@@ -170,22 +180,23 @@ class RowsWanted(NamedTuple):
 
 
 def splice_batch(
-    wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None
+    requests: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None
 ) -> list[SplicedRows | None]:
-    """Return what `splice_rows` returns for each file; with the native library by one call without the GIL.
+    """Return what `splice_rows` returns for each file; with the native library by one call without
+    the GIL.
 
     The results lie in ``scratch`` and are valid until its thread's next call.
     """
     if native is None:
-        return [splice_rows(*rows) for rows in wanted]
-    found: list[SplicedRows | None] = [None] * len(wanted)
+        return [splice_rows(*rows) for rows in requests]
+    results: list[SplicedRows | None] = [None] * len(requests)
     cuts = [
-        (at, rows, cut)
-        for at, rows in enumerate(wanted)
+        (index, rows, cut)
+        for index, rows in enumerate(requests)
         if (cut := _choose_rows(*rows[1:])) is not None
     ]
     if not cuts:
-        return found
+        return results
     starts = np.cumsum([0, *(len(rows.encoded) + 2 for _, rows, _ in cuts)])
     room = scratch.take("spliced batch", 1, int(starts[-1]), 1).ravel()
     arrays = [np.frombuffer(rows.encoded, np.uint8) for _, rows, _ in cuts]
@@ -210,16 +221,20 @@ def splice_batch(
     )
     table[:, 2] = room.ctypes.data + starts[:-1]
     native.cut_rows(table)
-    for (at, _, cut), start, num_bytes in zip(
+    for (index, _, cut), start, num_bytes in zip(
         cuts, starts.tolist(), table[:, -1].tolist(), strict=False
     ):
         if num_bytes:
-            found[at] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
-    return found
+            results[index] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
+    return results
 
 
 def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:
-    """Return the places of all restart markers of the scan; None if they do not count D0, D1, ... D7, D0, ..."""
+    """Return the places of all restart markers of the scan; None if they do not count D0, D1,
+    ...
+
+    D7, D0, ...
+    """
     scan = np.frombuffer(encoded, np.uint8)[scan_at:]
     places = np.flatnonzero(scan[:-1] == 0xFF)
     kinds = scan[places + 1]
@@ -228,5 +243,5 @@ def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:
     kinds = kinds[is_restart]
     if not np.array_equal(kinds & 7, np.arange(len(kinds)) & 7):
         return None
-    found: NDArray[np.int64] = places + scan_at
-    return found
+    marker_places: NDArray[np.int64] = places + scan_at
+    return marker_places

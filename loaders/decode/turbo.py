@@ -1,13 +1,15 @@
-"""The default CPU backend: libjpeg-turbo with DCT-scaled decoding, then one interpolation into the batch.
+"""The default CPU backend: libjpeg-turbo with DCT-scaled decoding, then one interpolation into the
+batch.
 
-A JPEG is decoded at 1/1, 1/2, 1/4 or 1/8, the smallest that is not below the resolution that the map asks for (the
-other eighths that libjpeg-turbo knows have no SIMD code and are slower than the full size). The rest of the map is one
-`cv2.resize` of the region that is seen, where rows stay rows, else one `cv2.warpAffine`. Pictures have a fourth,
-unused channel: decoding to it is free, and OpenCV warps four channels in half the time of three. simplejpeg and OpenCV
-release the GIL, so threads scale.
+A JPEG is decoded at 1/1, 1/2, 1/4 or 1/8, the smallest that is not below the resolution that the
+map asks for (the other eighths that libjpeg-turbo knows have no SIMD code and are slower than the
+full size). The rest of the map is one `cv2.resize` of the region that is seen, where rows stay
+rows, else one `cv2.warpAffine`. Pictures have a fourth, unused channel: decoding to it is free, and
+OpenCV warps four channels in half the time of three. simplejpeg and OpenCV release the GIL, so
+threads scale.
 
-Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the resize in the same
-pass. It declines what is unusual or damaged, and the way above is taken.
+Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the
+resize in the same pass. It declines what is unusual or damaged, and the way above is taken.
 """
 
 from __future__ import annotations
@@ -44,19 +46,27 @@ if TYPE_CHECKING:
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _WARP_REACH = 4
-"""Source pixels kept about the region of a warp: more than any filter reads, so that its border is never seen."""
+"""Source pixels kept about the region of a warp: more than any filter reads, so that its border
+is never seen.
+"""
 
 _MIN_SCALABLE_PX = 16
-"""Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
+"""Smallest image side for DCT-scaled decoding.
 
-# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.
+Below 8 pixels, different scales give the same size.
+"""
+
+# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same
+# thread.
 _opencv_lock = threading.RLock()
 _opencv_holds: list[int] = []
 """OpenCV's thread count before each hold."""
 
 
 class _Straightened(NamedTuple):
-    """One view of a distorted image: its map, and the pixel rows of the stored image that it samples."""
+    """One view of a distorted image: its map, and the pixel rows of the stored image that it
+    samples.
+    """
 
     image_map: ImageMap
     lens: Lens
@@ -66,10 +76,12 @@ class _Straightened(NamedTuple):
 
 
 class TurboDecoder:
-    """Decodes with libjpeg-turbo (simplejpeg) and OpenCV; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
+    """Decodes with libjpeg-turbo (simplejpeg) and OpenCV; see
+    `fuelrail.loaders.decode.protocol.ImageDecoder`.
 
-    OpenCV would split each resize over its own pool of threads, against ours. Its thread count is a setting of the
-    process: it is 1 while a `TurboDecoder` exists, and what it was before when the last one is gone.
+    OpenCV would split each resize over its own pool of threads, against ours. Its thread count is a
+    setting of the process: it is 1 while a `TurboDecoder` exists, and what it was before when the
+    last one is gone.
 
     Args:
         native: use the native decoder for camera JPEGs, where it is built; or use this one.
@@ -108,14 +120,16 @@ class TurboDecoder:
         errors: list[ImageError | None] = [None] * len(encoded)
         numbers = []
         images = []
-        for number, (one, image_map, out) in enumerate(zip(encoded, image_maps, outs, strict=True)):
+        for number, (data, image_map, out) in enumerate(
+            zip(encoded, image_maps, outs, strict=True)
+        ):
             check_output(image_map, out, interpolation)
             try:
-                info = probe(one)
+                info = probe(data)
                 check_source(info, image_map)
                 if image_map.lens is not None:
                     self._rectify(
-                        one,
+                        data,
                         info=info,
                         image_maps=[image_map],
                         outs=[out],
@@ -131,7 +145,7 @@ class TurboDecoder:
             numbers.append(number)
             images.append(
                 ScaledImage(
-                    encoded=one,
+                    encoded=data,
                     info=info,
                     factor=factor,
                     image_map=image_map.of_scaled(factor) if factor > 1 else image_map,
@@ -180,7 +194,8 @@ class TurboDecoder:
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
                     image_map = image_map.of_rows(top, scaled_size(spliced.height, 1, factor))
                     if grid is not None:
-                        # Resizing may begin before the rows that are there: what it makes of them is dropped.
+                        # Resizing may begin before the rows that are there: what it makes of them
+                        # is dropped.
                         lead = max(0, top - grid.rows.start)
                         top -= lead
             image = decode_jpeg(encoded, info=info, factor=factor, scratch=self._scratch, lead=lead)
@@ -213,11 +228,11 @@ class TurboDecoder:
         if factor > 1:
             image_maps = [image_map.of_scaled(factor) for image_map in image_maps]
         grids = [resize_grid(image_map, interpolation) for image_map in image_maps]
-        needed = [
+        rows_of_views = [
             _rows(image_map, grid, interpolation)
             for image_map, grid in zip(image_maps, grids, strict=True)
         ]
-        rows = min(first for first, _ in needed), max(last for _, last in needed)
+        rows = min(first for first, _ in rows_of_views), max(last for _, last in rows_of_views)
         image = None
         if self._native is not None and self._native.takes(info, factor):
             image = self._native.picture(encoded, info, factor, rows, self._scratch)
@@ -266,7 +281,9 @@ class TurboDecoder:
         outs: Sequence[Picture],
         interpolation: str,
     ) -> None:
-        """Decode a distorted image at the highest resolution that a view asks for, and sample it under each map."""
+        """Decode a distorted image at the highest resolution that a view asks for, and sample it
+        under each map.
+        """
         views = []
         for image_map, out in zip(image_maps, outs, strict=True):
             assert image_map.lens is not None
@@ -319,7 +336,9 @@ class TurboDecoder:
     def _straighten(
         self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str
     ) -> None:
-        """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and starts at row ``top``."""
+        """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and
+        starts at row ``top``.
+        """
         image_map = view.image_map
         out = view.out
         blocks = math.floor(1.0 / (view.max_scale * factor) + 1e-9)
@@ -337,9 +356,9 @@ class TurboDecoder:
                 image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE
             )
         except cv2.error as error:
-            whole = image_map.source_wh
+            stored_wh = image_map.source_wh
             raise ImageError(
-                f"image of {whole[0]}x{whole[1]} pixels cannot be resampled: {error}"
+                f"image of {stored_wh[0]}x{stored_wh[1]} pixels cannot be resampled: {error}"
             ) from error
         self._split(picture, out)
         if places.unseen is not None:
@@ -348,7 +367,9 @@ class TurboDecoder:
     def _resize(
         self, image: Picture, top: int, grid: ResizeGrid, out: NDArray[np.uint8], interpolation: str
     ) -> None:
-        """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
+        """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what
+        the grid speaks of.
+        """
         x0, y0, x1, y1 = grid.covered
         if x0 < x1:
             columns = grid.columns
@@ -399,7 +420,9 @@ class TurboDecoder:
         black_out_unseen(image_map, out)
 
     def _split(self, image: Picture, out: NDArray[np.uint8]) -> None:
-        """Write the first three channels of the picture (h, w, 3 or 4) to the planes ``out`` (3, h, w)."""
+        """Write the first three channels of the picture (h, w, 3 or 4) to the planes ``out`` (3,
+        h, w).
+        """
         planes = list(out)
         if image.shape[2] == 4:
             planes.append(self._scratch.take("spare", image.shape[0], image.shape[1], 1)[..., 0])
@@ -417,7 +440,9 @@ def _rows(image_map: ImageMap, grid: ResizeGrid | None, interpolation: str) -> t
 
 
 def _dct_factor(info: ImageInfo, max_scale: float) -> int:
-    """Return the divisor 1, 2, 4 or 8 to decode a JPEG at: never below the resolution that the map asks for."""
+    """Return the divisor 1, 2, 4 or 8 to decode a JPEG at: never below the resolution that the
+    map asks for.
+    """
     factor = 1
     if info.format == "jpeg" and min(info.width, info.height) >= _MIN_SCALABLE_PX:
         while factor < 8 and max_scale * factor * 2 <= 1.0 + 1e-9:
@@ -426,7 +451,9 @@ def _dct_factor(info: ImageInfo, max_scale: float) -> int:
 
 
 def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
-    """Average blocks of whole pixels, for maps that shrink more than the decoder could: interpolation would alias."""
+    """Average blocks of whole pixels, for maps that shrink more than the decoder could:
+    interpolation would alias.
+    """
     factor = math.floor(1.0 / image_map.max_scale + 1e-9)
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
     left = left // factor * factor

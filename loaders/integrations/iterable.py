@@ -1,4 +1,6 @@
-"""A loader as a dataset, for code that insists on torch's own DataLoader, or torchdata's, around it."""
+"""A loader as a dataset, for code that insists on torch's own DataLoader, or torchdata's, around
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,28 @@ class IterableView(IterableDataset[Any]):
 
     ::
 
-        view = IterableView(fuelrail.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True))
-        outer = torch.utils.data.DataLoader(view, batch_size=None)
+        view = IterableView(fuelrail.DataLoader("DATASET", batch_size=8, shuffle=True,
+        drop_last=True)) outer = torch.utils.data.DataLoader(view, batch_size=None)
         for epoch in range(epochs):
             for batch in outer:
                 ...
 
-    The items are whole batches, so the outer loader must not batch again: ``batch_size=None``. Its ``num_workers`` can
-    stay 0, the loader has threads of its own. With worker processes, worker w of n makes the steps w, w + n, ..., so
-    that the outer loader, which takes from them in turn, gives the same batches in the same order; each process gets
-    its part of the decoding threads. New worker processes begin at the position of the main process's loader, or else
-    with the epoch after that of the workers before them. Persistent ones continue by themselves, and do not hear of a
-    later `set_epoch`.
+    The items are whole batches, so the outer loader must not batch again: ``batch_size=None``. Its
+    ``num_workers`` can stay 0, the loader has threads of its own. With worker processes, worker w
+    of n makes the steps w, w + n, ..., so that the outer loader, which takes from them in turn,
+    gives the same batches in the same order; each process gets its part of the decoding threads.
+    New worker processes begin at the position of the main process's loader, or else with the epoch
+    after that of the workers before them. Persistent ones continue by themselves, and do not hear
+    of a later `set_epoch`.
 
     State is that of the loader in this process: torchdata's StatefulDataLoader keeps each worker's.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
-        # By worker, the epoch after its last one; -1: none yet. In memory that workers of any start method share, for
-        # those of the next iteration are new, and the loader of the main process has not moved.
+        # By worker, the epoch after its last one; -1: none yet. In memory that workers of any start
+        # method share, for those of the next iteration are new, and the loader of the main process
+        # has not moved.
         self._following = torch.full((_MAX_WORKERS,), -1).share_memory_()  # type: ignore[no-untyped-call, unused-ignore]
         self._is_new = True
 
@@ -64,12 +68,15 @@ class IterableView(IterableDataset[Any]):
     def __getitem__(self, _: object) -> Never:
         """Refuse to give batches by number, as Subset asks for them."""
         raise TypeError(
-            "an IterableView gives whole batches in its loader's order, and none by number: give it to torch's "
-            "DataLoader with batch_size=None; Subset, random_split and samplers take a MapView(dataset)"
+            "an IterableView gives whole batches in its loader's order, and none by number: "
+            "give it to torch's DataLoader with batch_size=None; Subset, random_split and "
+            "samplers take a MapView(dataset)"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next iteration runs; to be called before each, in the main process."""
+        """Make ``epoch`` the one that the next iteration runs; to be called before each, in the
+        main process.
+        """
         self._forget()
         self._loader.set_epoch(epoch)
 

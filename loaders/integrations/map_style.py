@@ -1,4 +1,6 @@
-"""A dataset by number, images decoded: for torch's own DataLoader with a sampler, for Grain, for code that indexes."""
+"""A dataset by number, images decoded: for torch's own DataLoader with a sampler, for Grain, for
+code that indexes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class MapView(TorchDataset[Any]):
-    """Samples by number or key, as torch's map-style ``Dataset`` and as Grain's random-access data source.
+    """Samples by number or key, as torch's map-style ``Dataset`` and as Grain's random-access data
+    source.
 
     ::
 
@@ -28,14 +31,17 @@ class MapView(TorchDataset[Any]):
         torch.utils.data.DataLoader(view, batch_size=8, num_workers=4, sampler=sampler)
         grain.MapDataset.source(view).shuffle(seed=7).batch(8)
 
-    An item is a dict: ``key``, and what ``select`` names: attributes (None where one is not known), and of channels,
-    boxes, geometry and metadata what ``Dataset.read`` gives, with images decoded to uint8 arrays (3, height, width),
-    RGB, of the stored size. ``select`` None: all of ``Dataset.read``, and the label of a dataset of images without
-    boxes. Arrays by channel can be written to. ``transform`` gets the dict, and what it returns is the item. One range
-    of one shard is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
+    An item is a dict: ``key``, and what ``select`` names: attributes (None where one is not known),
+    and of channels, boxes, geometry and metadata what ``Dataset.read`` gives, with images decoded
+    to uint8 arrays (3, height, width), RGB, of the stored size. ``select`` None: all of
+    ``Dataset.read``, and the label of a dataset of images without boxes. Arrays by channel can be
+    written to. ``transform`` gets the dict, and what it returns is the item. One range of one shard
+    is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is
+    faster.
 
-    It can be pickled, and each process opens the dataset itself. Raises ConfigError for a name that the dataset does
-    not have. Items raise what ``Dataset.read`` raises, and ImageError for an image that cannot be decoded.
+    It can be pickled, and each process opens the dataset itself. Raises ConfigError for a name that
+    the dataset does not have. Items raise what ``Dataset.read`` raises, and ImageError for an image
+    that cannot be decoded.
     """
 
     def __init__(
@@ -63,8 +69,8 @@ class MapView(TorchDataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, which: SupportsIndex | str) -> Any:
-        number = self._dataset.position(which)
+    def __getitem__(self, number_or_key: SupportsIndex | str) -> Any:
+        number = self._dataset.position(number_or_key)
         facts = {name: column[number].as_py() for name, column in self._attributes.items()}
         item = {
             "key": self._dataset.index.row(number).key,
@@ -87,7 +93,9 @@ class MapView(TorchDataset[Any]):
         return image
 
     def __repr__(self) -> str:
-        """Name the data and the channels: Grain stores this text to see that a restored run reads the same."""
+        """Name the data and the channels: Grain stores this text to see that a restored run
+        reads the same.
+        """
         channels = None if self._channels is None else sorted(self._channels)
         attributes = f", attributes={sorted(self._attributes)}" if self._attributes else ""
         return f"MapView({self._dataset.manifest.fingerprint}, channels={channels}{attributes})"

@@ -1,4 +1,5 @@
-"""A batch as mmdetection3d 1.x and BEVDet take it: `img_inputs`, data samples, boxes whose z is their bottom's.
+"""A batch as mmdetection3d 1.x and BEVDet take it: `img_inputs`, data samples, boxes whose z is
+their bottom's.
 
 ::
 
@@ -12,7 +13,8 @@
     loader = DataLoader("DATASET", 8, **training)  # BEVDet: its boxes are in ego
     for batch in loader:
         data = mmdet3d_samples(batch, box_frame="ego")
-        imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(batch)
+        imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda =
+        img_inputs(batch)
 
 Sources: mmdetection3d 1.4, ``structures/bbox_3d/base_box3d.py`` (rows and origin of boxes),
 ``datasets/transforms/transforms_3d.py`` (`ObjectRangeFilter`), `Pack3DDetInputs` (names); BEVDet,
@@ -36,8 +38,9 @@ class ImgInputs(NamedTuple):
     """BEVDet's ``img_inputs``, in its order; float32 but for the images.
 
     A point p of the stored image at depth d is, in the augmented ego frame of the sample,
-    ``bda @ (sensor2ego @ inverse(intrinsics) @ (d p))``. Exposure times are in ``sensor2ego`` already, so
-    ``ego2global`` is the same for all cameras, and the model's own compensation between cameras changes nothing.
+    ``bda @ (sensor2ego @ inverse(intrinsics) @ (d p))``. Exposure times are in ``sensor2ego``
+    already, so ``ego2global`` is the same for all cameras, and the model's own compensation between
+    cameras changes nothing.
     """
 
     imgs: torch.Tensor
@@ -58,16 +61,16 @@ class ImgInputs(NamedTuple):
 def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     """Return BEVDet's ``img_inputs`` of a batch without temporal windows.
 
-    Raises ConfigError for windows, for camera groups, and where the augmentation of the ego frame has a translation,
-    which BEVDet's 3 x 3 ``bda`` cannot hold.
+    Raises ConfigError for windows, for camera groups, and where the augmentation of the ego frame
+    has a translation, which BEVDet's 3 x 3 ``bda`` cannot hold.
     """
     _require_one_stack(batch)
     ida = batch["ida_mat"]
     bda = batch["bda_mat"]
     if bda[:, :3, 3].any():
         raise ConfigError(
-            "img_inputs cannot hold a translation of the ego frame: BEVDet's bda is a 3 x 3 matrix; leave "
-            "translate_std_m out of BevAugment"
+            "img_inputs cannot hold a translation of the ego frame: BEVDet's bda is a 3 x 3 "
+            "matrix; leave translate_std_m out of BevAugment"
         )
     rotations = torch.zeros_like(ida[..., :3, :3])
     rotations[..., :2, :2], rotations[..., 2, 2] = ida[..., :2, :2], 1.0
@@ -96,16 +99,18 @@ def mmdet3d_samples(
     point_range: Sequence[float] | None = None,
     as_data_samples: bool = False,
 ) -> dict[str, Any]:
-    """Return ``{"inputs": {"img", "points"}, "data_samples": [...]}``, as mmdetection3d collates its samples.
+    """Return ``{"inputs": {"img", "points"}, "data_samples": [...]}``, as mmdetection3d collates
+    its samples.
 
-    Boxes are float32 [M, 9] on their own device: x y z of the bottom's centre, length, width, height, yaw in
-    -pi .. pi, velocity x y (0 where unknown). Left out are boxes outside the dataset's classes, without lidar or radar
-    points (``use_valid_flag``), and, with ``point_range`` [x, y, z, x, y, z], those whose centre is not above its
-    rectangle (`ObjectRangeFilter`).
+    Boxes are float32 [M, 9] on their own device: x y z of the bottom's centre, length, width,
+    height, yaw in -pi .. pi, velocity x y (0 where unknown). Left out are boxes outside the
+    dataset's classes, without lidar or radar points (``use_valid_flag``), and, with ``point_range``
+    [x, y, z, x, y, z], those whose centre is not above its rectangle (`ObjectRangeFilter`).
 
-    ``box_frame`` must be the loader's. Points are given in this frame, and ``lidar2img`` leads from it to ``img``.
-    A data sample is a dict with ``gt_bboxes_3d``, ``gt_labels_3d`` and ``metainfo``; with ``as_data_samples`` it is
-    mmdetection3d's ``Det3DDataSample`` with ``LiDARInstance3DBoxes``, which needs mmdet3d.
+    ``box_frame`` must be the loader's. Points are given in this frame, and ``lidar2img`` leads from
+    it to ``img``. A data sample is a dict with ``gt_bboxes_3d``, ``gt_labels_3d`` and ``metainfo``;
+    with ``as_data_samples`` it is mmdetection3d's ``Det3DDataSample`` with
+    ``LiDARInstance3DBoxes``, which needs mmdet3d.
 
     Raises ConfigError for batches with temporal windows, with camera groups or without labels.
     """
@@ -115,36 +120,39 @@ def mmdet3d_samples(
     inputs: dict[str, Any] = {"img": list(batch["img"])}
     if "points" in batch:
         inputs["points"] = _points(batch, box_frame)
-    found = []
-    for at in range(len(batch["sample_key"])):
-        boxes, labels = _boxes(batch, at, point_range)
-        found.append(
+    samples = []
+    for row in range(len(batch["sample_key"])):
+        boxes, labels = _boxes(batch, row, point_range)
+        samples.append(
             {
                 "gt_bboxes_3d": boxes,
                 "gt_labels_3d": labels,
-                "metainfo": _facts(batch, at, box_frame),
+                "metainfo": _facts(batch, row, box_frame),
             }
         )
     return {
         "inputs": inputs,
-        "data_samples": [_data_sample(one) for one in found] if as_data_samples else found,
+        "data_samples": [_data_sample(sample) for sample in samples]
+        if as_data_samples
+        else samples,
     }
 
 
 def _require_one_stack(batch: Mapping[str, Any]) -> None:
     if isinstance(batch["img"], dict):
         raise ConfigError(
-            f"img is a dict of the camera groups {', '.join(batch['img'])}: the adapters for mmdetection3d take "
-            "images of one size; leave camera_groups out of Transforms"
+            f"img is a dict of the camera groups {', '.join(batch['img'])}: the adapters "
+            "for mmdetection3d take images of one size; leave camera_groups out of Transforms"
         )
     if batch["ida_mat"].ndim != 4:
         raise ConfigError(
-            f"img has {batch['ida_mat'].ndim - 3} axes before the cameras: the adapters for mmdetection3d take batches "
-            "without a temporal window; give them one frame at a time"
+            f"img has {batch['ida_mat'].ndim - 3} axes before the cameras: the adapters for "
+            "mmdetection3d take batches without a temporal window; give them one frame at a time"
         )
     if "intrinsics" not in batch:
         raise ConfigError(
-            "the adapters for mmdetection3d need calibrated cameras: the dataset knows no calibration"
+            "the adapters for mmdetection3d need calibrated cameras: the dataset knows no "
+            "calibration"
         )
 
 
@@ -159,12 +167,12 @@ def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]
 
 
 def _boxes(
-    batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None
+    batch: Mapping[str, Any], row: int, point_range: Sequence[float] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    boxes = batch["gt_boxes_3d"][at]
-    labels = batch["gt_labels_3d"][at]
-    velocity = torch.nan_to_num(batch["gt_velocity"][at][:, :2], nan=0.0)
-    keep = (labels >= 0) & batch["gt_valid"][at]
+    boxes = batch["gt_boxes_3d"][row]
+    labels = batch["gt_labels_3d"][row]
+    velocity = torch.nan_to_num(batch["gt_velocity"][row][:, :2], nan=0.0)
+    keep = (labels >= 0) & batch["gt_valid"][row]
     if point_range is not None:
         x0, y0, _, x1, y1, _ = point_range
         keep &= (boxes[:, 0] > x0) & (boxes[:, 0] < x1) & (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
@@ -174,23 +182,23 @@ def _boxes(
     return rows, labels[keep]
 
 
-def _facts(batch: Mapping[str, Any], at: int, box_frame: BoxFrame) -> dict[str, Any]:
+def _facts(batch: Mapping[str, Any], row: int, box_frame: BoxFrame) -> dict[str, Any]:
     """Return the ``metainfo`` of a sample, with mmdetection3d's names; matrices as numpy arrays."""
     height, width = batch["img"].shape[-2:]
     cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
-    cam2img[:, :3, :3] = batch["intrinsics"][at].cpu()
-    lidar2img = batch[f"{box_frame}2img"][at].cpu()
-    moved = batch["ida_mat"][at].cpu().clone()
+    cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
+    lidar2img = batch[f"{box_frame}2img"][row].cpu()
+    moved = batch["ida_mat"][row].cpu().clone()
     moved[:, :2, 3], moved[:, :2, 2] = moved[:, :2, 2], 0.0  # there it acts on (u, v, 0, 1)
     return {
-        "sample_idx": batch["sample_key"][at],
+        "sample_idx": batch["sample_key"][row],
         "img_shape": (height, width),
         "num_views": len(cam2img),
         "cam2img": cam2img.numpy(),
         "lidar2img": lidar2img.numpy(),
         "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
         "img_aug_matrix": moved.numpy(),
-        "lidar_aug_matrix": batch["bda_mat"][at].cpu().numpy(),
+        "lidar_aug_matrix": batch["bda_mat"][row].cpu().numpy(),
     }
 
 
@@ -199,9 +207,11 @@ def _data_sample(sample: dict[str, Any]) -> Any:
     from mmengine.structures import InstanceData
 
     boxes = sample["gt_bboxes_3d"]
-    made = Det3DDataSample(metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes})
-    made.gt_instances_3d = InstanceData(
+    data_sample = Det3DDataSample(
+        metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes}
+    )
+    data_sample.gt_instances_3d = InstanceData(
         bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]),
         labels_3d=sample["gt_labels_3d"],
     )
-    return made
+    return data_sample

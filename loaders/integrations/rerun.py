@@ -1,12 +1,13 @@
-"""A clip as a recording of Rerun (https://rerun.io): cameras, boxes, lidar points and the vehicle's path over time.
+"""A clip as a recording of Rerun (https://rerun.io): cameras, boxes, lidar points and the vehicle's
+path over time.
 
 ``fuelrail view DATASET --rerun clip.rrd`` and ``rerun clip.rrd``, or from Python::
 
     record_clip("DATASET", "scene-0103-000004", "clip.rrd")
 
-Needs the extra ``viewer``. Entities: ``world/ego`` moves with the vehicle; below it are each camera with
-its stored image, ``lidar``, and ``boxes``; ``world/path`` is the whole way. The world's origin is the first frame's
-ego, so that float32, which Rerun draws with, has no large coordinates.
+Needs the extra ``viewer``. Entities: ``world/ego`` moves with the vehicle; below it are each camera
+with its stored image, ``lidar``, and ``boxes``; ``world/path`` is the whole way. The world's origin
+is the first frame's ego, so that float32, which Rerun draws with, has no large coordinates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class RecordOptions(Settings, frozen=True, kw_only=True):
     rerun: Annotated[
         str | None,
         flag(
-            "write the sample's whole clip for Rerun instead of a picture: open it with `rerun FILE`",
+            (
+                "write the sample's whole clip for Rerun instead of a picture: open it with "
+                "`rerun FILE`"
+            ),
             metavar="FILE.rrd",
         ),
     ] = None
@@ -52,18 +56,20 @@ class RecordReport(msgspec.Struct, frozen=True, kw_only=True):
     def as_text(self) -> str:
         """Return a line on what was recorded."""
         return (
-            f"clip {self.clip_id}: {self.num_frames} frames, {self.num_images} images, {self.num_boxes:,} boxes, "
-            f"{self.num_points:,} points"
+            f"clip {self.clip_id}: {self.num_frames} frames, {self.num_images} images, "
+            f"{self.num_boxes:,} boxes, {self.num_points:,} points"
         )
 
 
 def record_clip(
     dataset: str | os.PathLike[str], key: str | None, output: str | os.PathLike[str]
 ) -> RecordReport:
-    """Write the clip of a sample (None: of the first one) to an ``.rrd`` file; frames in their order.
+    """Write the clip of a sample (None: of the first one) to an ``.rrd`` file; frames in their
+    order.
 
-    Images are as stored: where a lens bends lines, boxes and image differ by that. Raises ConfigError without rerun-sdk
-    or where the file cannot be written, and DatasetErrors for samples that cannot be read.
+    Images are as stored: where a lens bends lines, boxes and image differ by that. Raises
+    ConfigError without rerun-sdk or where the file cannot be written, and DatasetErrors for samples
+    that cannot be read.
     """
     with needs("a recording", "fuelrail[viewer]"):
         import rerun as rr
@@ -151,7 +157,9 @@ def _log_sample(
 
 
 def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
-    """Return the points of the first lidar, [P, 3] in ego at the sample's time; none where there is no lidar."""
+    """Return the points of the first lidar, [P, 3] in ego at the sample's time; none where there
+    is no lidar.
+    """
     if not sample.points:
         return np.zeros((0, 3))
     lidar2ego = sample.geometry.lidar2ego[0]

@@ -1,16 +1,18 @@
-"""The order of Fuelrail over any map-style dataset: samplers for torch's DataLoader, and batches by number for others.
+"""The order of Fuelrail over any map-style dataset: samplers for torch's DataLoader, and batches by
+number for others.
 
 ::
 
     sampler = fr.order.BatchSampler(len(dataset), fr.OrderSpec(seed=7), global_batch=64)
-    loader = sampler.count(torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4))
+    loader = sampler.count(torch.utils.data.DataLoader(dataset, batch_sampler=sampler,
+    num_workers=4))
     for batch in loader:                         # one epoch, or its rest
         train(batch)
         state = loader.state_dict()              # what was received up to this batch, not what workers have fetched
 
-A DataLoader draws batches from its sampler long before the trainer receives them, so a sampler alone cannot know the
-position of the training. :meth:`BatchSampler.count` wraps a loader and counts what it hands out. Without it
-`state_dict` raises an error as soon as a batch was drawn.
+A DataLoader draws batches from its sampler long before the trainer receives them, so a sampler
+alone cannot know the position of the training. :meth:`BatchSampler.count` wraps a loader and counts
+what it hands out. Without it `state_dict` raises an error as soon as a batch was drawn.
 
 Importing this module imports numpy and msgspec only. pyarrow is imported where columns are read.
 """
@@ -39,41 +41,51 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.windows import FrameWindow
 
 _PART: Final = "a part of an epoch"
-_WHOLE: Final = "a whole epoch"
+_ENTIRE: Final = "a whole epoch"
 _HOW: Final = (
-    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its "
-    "state; or make a fr.order.StatefulSampler for torchdata's StatefulDataLoader"
+    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, "
+    "and save and load its state; or make a fr.order.StatefulSampler for torchdata's "
+    "StatefulDataLoader"
 )
 
 
 class BatchSampler:
-    """This rank's batches of row numbers in the order of a spec, for ``DataLoader(batch_sampler=...)``.
+    """This rank's batches of row numbers in the order of a spec, for
+    ``DataLoader(batch_sampler=...)``.
 
-    ``data`` is the number of rows, or columns by name with a value a row (numpy arrays, lists, Arrow). Filters, weights
-    and mixes of parts name columns. Four names have a meaning: ``key`` for lists of keys, ``clip_id`` and ``frame`` for
-    lanes and windows (without ``frame`` the rows of a clip count in stored order).
+    ``data`` is the number of rows, or columns by name with a value a row (numpy arrays, lists,
+    Arrow). Filters, weights and mixes of parts name columns. Four names have a meaning: ``key`` for
+    lists of keys, ``clip_id`` and ``frame`` for lanes and windows (without ``frame`` the rows of a
+    clip count in stored order).
 
     Args:
-        data: as above; with ``mix`` a mapping of dataset names to such data. Rows are then those of a
-            ``ConcatDataset`` of the datasets in this order.
+        data: as above; with ``mix`` a mapping of dataset names to such data. Rows are then those of
+            a ``ConcatDataset`` of the datasets in this order.
         spec: the order; None: ``OrderSpec()``. Without a kind it is shuffled.
         global_batch: rows of a batch over all ranks, a multiple of their number.
-        world: rank and number of ranks, or a device mesh; None: as torch.distributed, Megatron or the launcher has it.
-        drop_last: leave out the rows at an epoch's end that do not fill a batch; else they are filled up with the
-            epoch's first rows, as DistributedSampler does.
-        blocks: rows of a block, for kind ``windowed``, whose window counts blocks; or the length of each block.
-        mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`), or stages of a run with such.
-        window: the frames of a sample. ``pad="drop"`` leaves out rows without all of them, others need ``entries``.
+        world: rank and number of ranks, or a device mesh; None: as torch.distributed, Megatron or
+            the launcher has it.
+        drop_last: leave out the rows at an epoch's end that do not fill a batch; else they are
+            filled up with the epoch's first rows, as DistributedSampler does.
+        blocks: rows of a block, for kind ``windowed``, whose window counts blocks; or the length of
+            each block.
+        mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`), or stages
+            of a run with such.
+        window: the frames of a sample. ``pad="drop"`` leaves out rows without all of them, others
+            need ``entries``.
         entries: yield an `Entry` in place of each row number.
-        ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted (:meth:`count`).
+        ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted
+            (:meth:`count`).
 
-    With ``OrderSpec(pack=...)`` a batch holds ``global_batch`` packs over all ranks, each of several rows: the rows
-    come pack by pack, and `Entry.pack` says where one begins. Epochs then differ in length. With
-    ``OrderSpec(bucket=...)`` `Entry.bucket` says which bucket the batch is of.
+    With ``OrderSpec(pack=...)`` a batch holds ``global_batch`` packs over all ranks, each of
+    several rows: the rows come pack by pack, and `Entry.pack` says where one begins. Epochs then
+    differ in length. With ``OrderSpec(bucket=...)`` `Entry.bucket` says which bucket the batch is
+    of.
 
-    Iterating yields the rest of the epoch, then each time the following one. ``sampler[k]`` is batch k of a run from
-    its beginning, through all epochs, for loops that count their steps. Raises OrderError for data and a spec that do
-    not fit, WorldError for ranks that cannot share the batch.
+    Iterating yields the rest of the epoch, then each time the following one. ``sampler[k]`` is
+    batch k of a run from its beginning, through all epochs, for loops that count their steps.
+    Raises OrderError for data and a spec that do not fit, WorldError for ranks that cannot share
+    the batch.
     """
 
     def __init__(
@@ -93,7 +105,8 @@ class BatchSampler:
         spec = OrderSpec() if spec is None else spec
         if window is not None and window.pad != "drop" and not entries:
             raise OrderError(
-                f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames"
+                f"window with pad={window.pad!r} needs entries=True: row numbers alone have "
+                "no frames"
             )
         self._rows = OrderedRows(
             data=data,
@@ -117,7 +130,9 @@ class BatchSampler:
         self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
         self._origin = Cursor()
         self._num_received = 0
-        """Where the newest pass began, and the steps that the trainer has received of it: counted, not computed."""
+        """Where the newest pass began, and the steps that the trainer has received of it:
+        counted, not computed.
+        """
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
         self._expects_pass = False
@@ -137,25 +152,33 @@ class BatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch, the same on every rank; in packs, of the epoch of the position."""
+        """Batches of a whole epoch, the same on every rank; in packs, of the epoch of the
+        position.
+        """
         return self._batching.of_epoch(self._walk().start.epoch).num_steps
 
     def __len__(self) -> int:
         return self.steps_per_epoch
 
     def __getitem__(self, step: int) -> list[Any]:
-        """Return batch ``step`` of a run, counted from 0 through all epochs; leaves the position as it is."""
+        """Return batch ``step`` of a run, counted from 0 through all epochs; leaves the position
+        as it is.
+        """
         if step < 0:
             raise IndexError(f"batches are counted from 0, got {step}")
-        epoch, at = Walk(Cursor(), self._batching).place(step)
-        return self._rows.batches(epoch, self._batching.of_epoch(epoch), range(at, at + 1))[0]
+        epoch, step_of_epoch = Walk(Cursor(), self._batching).place(step)
+        return self._rows.batches(
+            epoch, self._batching.of_epoch(epoch), range(step_of_epoch, step_of_epoch + 1)
+        )[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, then over the next one.
 
-        Raises OrderError where an earlier iteration was left before its end and nobody counted what was received.
+        Raises OrderError where an earlier iteration was left before its end and nobody counted what
+        was received.
         """
-        # A generator: torch's loaders make two iterators, and draw from one. The first draw decides which pass it is.
+        # A generator: torch's loaders make two iterators, and draw from one. The first draw decides
+        # which pass it is.
         counted = self._expects_pass
         self._expects_pass = False
         if not counted:
@@ -168,7 +191,7 @@ class BatchSampler:
         if not counted:
             self._origin = walk.following
             self._num_received = 0
-            self._uncounted = _WHOLE
+            self._uncounted = _ENTIRE
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
@@ -182,10 +205,11 @@ class BatchSampler:
         return Walk(received.rolled(self._batching), self._batching)
 
     def count(self, loader: Iterable[Any] | None = None) -> CountedLoader:
-        """Return ``loader``, which draws its batches from this sampler, with a state; None: the batches themselves.
+        """Return ``loader``, which draws its batches from this sampler, with a state; None: the
+        batches themselves.
 
-        Raises OrderError for a torch DataLoader that has another sampler, such as one that a trainer has put around
-        this one, or other batches.
+        Raises OrderError for a torch DataLoader that has another sampler, such as one that a
+        trainer has put around this one, or other batches.
         """
         self._check(loader)
         return CountedLoader(self, self if loader is None else loader)
@@ -194,8 +218,9 @@ class BatchSampler:
         actual = getattr(loader, "batch_sampler", self)
         if actual is not self:
             raise OrderError(
-                f"the loader's batch_sampler is a {type(actual).__name__}, not this sampler; give it batch_sampler="
-                "sampler, and do not let a trainer wrap it: every rank has its own batches already"
+                f"the loader's batch_sampler is a {type(actual).__name__}, not this "
+                "sampler; give it batch_sampler=sampler, and do not let a trainer wrap it: "
+                "every rank has its own batches already"
             )
 
     def begin(self, counting: CountedLoader) -> Walk:
@@ -209,15 +234,17 @@ class BatchSampler:
         return walk
 
     def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
-        """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError for an older pass."""
+        """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError
+        for an older pass.
+        """
         if self._pass is not counting or self._expects_pass:
-            what = (
+            reason = (
                 "draws no batch from this sampler"
                 if self._expects_pass
                 else "is not the newest of its sampler"
             )
             raise OrderError(
-                f"a counted iteration {what}; make a sampler and a loader for each iteration"
+                f"a counted iteration {reason}; make a sampler and a loader for each iteration"
             )
         if self._ledger.is_kept:
             self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
@@ -231,14 +258,15 @@ class BatchSampler:
             self._expects_pass = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as plain JSON types: equal on every rank, valid on any number of them.
+        """Return the position, as plain JSON types: equal on every rank, valid on any number of
+        them.
 
         Raises OrderError where batches were drawn and not counted (:meth:`count`).
         """
         if self._uncounted:
             raise OrderError(
-                f"the position is not known: a loader drew {self._uncounted} from this sampler, which may be ahead of "
-                f"what the trainer received; {_HOW}"
+                f"the position is not known: a loader drew {self._uncounted} from this "
+                f"sampler, which may be ahead of what the trainer received; {_HOW}"
             )
         self._ledger.reached("state")
         return state_at(self._identity, self._walk().start, self._batching.global_batch)
@@ -246,8 +274,8 @@ class BatchSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
 
-        Raises StateMismatchError for a state of other data, another order or drop_last, showing both sides, and
-        WorldError for more samples than an epoch has.
+        Raises StateMismatchError for a state of other data, another order or drop_last, showing
+        both sides, and WorldError for more samples than an epoch has.
         """
         decoded = decode_state(state, self._identity)
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
@@ -262,10 +290,12 @@ class BatchSampler:
 
 
 class StatefulSampler(BatchSampler):
-    """The batches of `BatchSampler` for torchdata's StatefulDataLoader, which saves a state with each batch.
+    """The batches of `BatchSampler` for torchdata's StatefulDataLoader, which saves a state with
+    each batch.
 
-    `state_dict` is the position after the batch drawn last; the loader returns the one of the batch that the trainer
-    received last. An iteration that is left before its end is repeated by the next one, unless a state is loaded.
+    `state_dict` is the position after the batch drawn last; the loader returns the one of the batch
+    that the trainer received last. An iteration that is left before its end is repeated by the next
+    one, unless a state is loaded.
     """
 
     _drawn: Cursor | None = None
@@ -284,7 +314,9 @@ class StatefulSampler(BatchSampler):
         self._origin = walk.following
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
+        """Return the position after the batch that was drawn last; see
+        `BatchSampler.state_dict`.
+        """
         return state_at(self._identity, self._drawn or self._origin, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,7 +326,8 @@ class StatefulSampler(BatchSampler):
 
 
 class Sampler(BatchSampler):
-    """The rows of `BatchSampler` one by one, for ``DataLoader(batch_size=sampler.rank_batch, sampler=...)``.
+    """The rows of `BatchSampler` one by one, for ``DataLoader(batch_size=sampler.rank_batch,
+    sampler=...)``.
 
     Raises OrderError for an order in packs, whose batches differ in their number of rows.
     """
@@ -319,15 +352,18 @@ class Sampler(BatchSampler):
         size = getattr(loader, "batch_size", None)
         if actual is not self or size != self.rank_batch:
             raise OrderError(
-                f"a loader with sampler=sampler and batch_size={self.rank_batch} (sampler.rank_batch) is needed, got "
-                f"{type(loader).__name__} with {type(actual).__name__} and batch_size={size}"
+                f"a loader with sampler=sampler and batch_size={self.rank_batch} "
+                f"(sampler.rank_batch) is needed, got {type(loader).__name__} with "
+                f"{type(actual).__name__} and batch_size={size}"
             )
 
 
 class CountedLoader:
-    """A loader that counts the batches it hands out, so that its sampler knows the position of the training.
+    """A loader that counts the batches it hands out, so that its sampler knows the position of the
+    training.
 
-    Each iteration is the rest of the sampler's epoch; ``len`` is the number of batches in a whole one.
+    Each iteration is the rest of the sampler's epoch; ``len`` is the number of batches in a whole
+    one.
     """
 
     def __init__(self, sampler: BatchSampler, loader: Iterable[Any]) -> None:
@@ -340,8 +376,8 @@ class CountedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch.
 
-        Raises OrderError where another iteration has started since, and at the end where the loader has not handed out
-        each batch of the sampler as one.
+        Raises OrderError where another iteration has started since, and at the end where the loader
+        has not handed out each batch of the sampler as one.
         """
         counting = CountedLoader(
             self.sampler, self.loader
@@ -356,8 +392,9 @@ class CountedLoader:
             self.sampler.end(counting)
         if number != walk.num_steps:
             raise OrderError(
-                f"the loader handed out {number} batches, and the sampler has {walk.num_steps} here: it joins, splits "
-                "or leaves out batches, so the position is not known; do that outside of sampler.count(loader)"
+                f"the loader handed out {number} batches, and the sampler has "
+                f"{walk.num_steps} here: it joins, splits or leaves out batches, so the "
+                "position is not known; do that outside of sampler.count(loader)"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,11 +406,11 @@ class CountedLoader:
         self.sampler.load_state_dict(state)
 
 
-def _find_world(given: World | DeviceMesh | None) -> World:
-    if isinstance(given, World):
-        return given
-    if given is None and "torch" not in sys.modules and "RANK" not in os.environ:
+def _find_world(world: World | DeviceMesh | None) -> World:
+    if isinstance(world, World):
+        return world
+    if world is None and "torch" not in sys.modules and "RANK" not in os.environ:
         return World()
     from fuelrail.loaders.distributed import resolve_world
 
-    return resolve_world(given)
+    return resolve_world(world)

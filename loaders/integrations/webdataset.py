@@ -9,21 +9,25 @@
     for sample in dataset.decode(decode_member, "rgb", pre=[]):
         sample["meta.json.zst"], sample["geometry.safetensors.zst"], sample["cam_front.jpg"]
 
-webdataset's own handlers unpickle some members by their names' endings. `decode_member` therefore answers for every
-member that is not json, npy, safetensors, jpg or png: it returns the bytes. ``pre=[]`` leaves members that end in
-``.gz`` compressed, which webdataset otherwise expands without a limit.
+webdataset's own handlers unpickle some members by their names' endings. `decode_member` therefore
+answers for every member that is not json, npy, safetensors, jpg or png: it returns the bytes.
+``pre=[]`` leaves members that end in ``.gz`` compressed, which webdataset otherwise expands without
+a limit.
 
-webdataset does not undo zstd on whole shards itself. Those of the frame layout are read through a pipe; their members
-have no codec's suffix. webdataset may miss that the pipe failed, and then gives fewer samples: ``fuelrail verify`` or
-``zstd -t`` tells::
+webdataset does not undo zstd on whole shards itself. Those of the frame layout are read through a
+pipe; their members have no codec's suffix. webdataset may miss that the pipe failed, and then gives
+fewer samples: ``fuelrail verify`` or ``zstd -t`` tells::
 
-    dataset = webdataset.WebDataset("pipe:zstd -dcq DATASET/train-{000000..000007}.tar.zst", shardshuffle=False)
+    dataset = webdataset.WebDataset("pipe:zstd -dcq DATASET/train-{000000..000007}.tar.zst",
+    shardshuffle=False)
 
 Members stored with a dictionary (``meta.json.dict.zst``) take it from the dataset::
 
-    dataset.decode(partial(decode_member, dictionary=open_dataset("DATASET").dictionary), "rgb", pre=[])
+    dataset.decode(partial(decode_member, dictionary=open_dataset("DATASET").dictionary), "rgb",
+    pre=[])
 
-It gives webdataset's order and resumption, not Fuelrail's; use it to look into shards, or to move over step by step.
+It gives webdataset's order and resumption, not Fuelrail's; use it to look into shards, or to move
+over step by step.
 """
 
 from __future__ import annotations
@@ -46,15 +50,16 @@ _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = None) -> Any:
     """Decode one member; a handler for ``WebDataset.decode``.
 
-    ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``. The storage codec is
-    undone first. Then ``.safetensors`` gives a dict of numpy arrays, and ``.json``, ``.npy``, ``.jpg`` and ``.png`` are
-    left to webdataset's handlers. A ``.png`` of 16 bits, such as instance masks, gives its values, uint16 [H, W] or
-    [H, W, 3]: webdataset's handlers would cut them at 255. Every other member gives its bytes, so that no handler of
+    ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``.
+    The storage codec is undone first. Then ``.safetensors`` gives a dict of numpy arrays, and
+    ``.json``, ``.npy``, ``.jpg`` and ``.png`` are left to webdataset's handlers. A ``.png`` of 16
+    bits, such as instance masks, gives its values, uint16 [H, W] or [H, W, 3]: webdataset's
+    handlers would cut them at 255. Every other member gives its bytes, so that no handler of
     webdataset unpickles it, opens it as another kind of file, or passes it to another program.
 
-    Raises CodecError for a damaged member, SchemaError for damaged safetensors, ImageError for a jpg or png that starts
-    as neither and for a damaged png of 16 bits (webdataset wraps them in its DecodingError, which names sample and
-    shard).
+    Raises CodecError for a damaged member, SchemaError for damaged safetensors, ImageError for a
+    jpg or png that starts as neither and for a damaged png of 16 bits (webdataset wraps them in its
+    DecodingError, which names sample and shard).
     """
     field, codec = split_name(name)
     raw = decode(codec, stored, dictionary=dictionary)
@@ -65,9 +70,11 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
         ending in _IMAGE_STARTS
         and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]
     ):
-        # webdataset opens it with Pillow, which chooses by the content: PostScript would start Ghostscript.
+        # webdataset opens it with Pillow, which chooses by the content: PostScript would start
+        # Ghostscript.
         raise ImageError(
-            f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}"
+            f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes "
+            f"{bytes(raw[:8]).hex(' ')}"
         )
     if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
         return _pixels(raw)
@@ -77,7 +84,9 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
 
 
 def _pixels(png: Buffer) -> NDArray[np.uint16]:
-    """Decode a PNG of 16 bits to uint16 [H, W] or, RGB, [H, W, 3]; raises ImageError for a damaged one."""
+    """Decode a PNG of 16 bits to uint16 [H, W] or, RGB, [H, W, 3]; raises ImageError for a
+    damaged one.
+    """
     pixels = cv2.imdecode(
         np.frombuffer(unpack_png(png, bits=(16,)), np.uint8), cv2.IMREAD_UNCHANGED
     )

@@ -1,11 +1,12 @@
 """Bad samples: raise, or substitute the next good one of the order; counted, listed, bounded.
 
-What takes the place of a bad sample depends on dataset and order alone: the sample at the next position of the epoch
-(after the last, the first; in lanes, the lane's next frame), and if that is bad too the one behind it. So all runs,
-ranks and resumed runs agree, and no rank has fewer batches than the others.
+What takes the place of a bad sample depends on dataset and order alone: the sample at the next
+position of the epoch (after the last, the first; in lanes, the lane's next frame), and if that is
+bad too the one behind it. So all runs, ranks and resumed runs agree, and no rank has fewer batches
+than the others.
 
-A sample is bad when its bytes differ from those written, do not decode, or are cut off. Storage that refuses or does
-not answer is not a reason to train on another sample: that is always raised.
+A sample is bad when its bytes differ from those written, do not decode, or are cut off. Storage
+that refuses or does not answer is not a reason to train on another sample: that is always raised.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class BadSamplePolicy(CheckedSettings, frozen=True):
     """What to do with bad samples: wrong digest, cut off, not decodable.
 
     Attributes:
-        on_error: ``"raise"``, or ``"substitute"``: replace it with the next good sample of the order, the same one in
-            every run.
-        max_bad: maximum number of distinct bad samples to substitute on this rank before an error is raised.
+        on_error: ``"raise"``, or ``"substitute"``: replace it with the next good sample of the
+            order, the same one in every run.
+        max_bad: maximum number of distinct bad samples to substitute on this rank before an error
+            is raised.
         file: file that lists the bad samples, one JSON line each; None: they are only logged.
 
     Raises ConfigError for values out of range.
@@ -62,7 +64,10 @@ class BadSamplePolicy(CheckedSettings, frozen=True):
 
 
 class BadSamples:
-    """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
+    """The bad samples of one loader.
+
+    Thread-safe. ``count`` is the number of distinct ones so far.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,9 @@ class BadSamples:
         self._where = where
         self._rank = rank
         self.note: Callable[[int, int, str | None, str], None] | None = None
-        """Called for each sample that takes another's place: epoch, position, and the keys of both."""
+        """Called for each sample that takes another's place: epoch, position, and the keys of
+        both.
+        """
         self._bad: set[int] = set()
         self._lock = threading.Lock()
 
@@ -101,10 +108,11 @@ class BadSamples:
                     self.note(*event)
 
     def replace(self, task: Task, frame: int, error: Exception) -> Task:
-        """Return the task with the next sample of the order, all its frames, in place of one that has a bad frame.
+        """Return the task with the next sample of the order, all its frames, in place of one that
+        has a bad frame.
 
-        Raises ``error`` itself where the policy says so and where it is not the sample that is bad; BadSamplesError
-        where there are more than allowed.
+        Raises ``error`` itself where the policy says so and where it is not the sample that is bad;
+        BadSamplesError where there are more than allowed.
         """
         if self._policy.on_error == "raise" or not isinstance(error, BAD_SAMPLE):
             raise error
@@ -140,7 +148,8 @@ class BadSamples:
                 )
             if len(self._bad) > self._policy.max_bad:
                 raise BadSamplesError(
-                    f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"
+                    f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are "
+                    f"allowed; the last: {error}"
                 ) from error
         return replaced
 

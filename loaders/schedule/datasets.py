@@ -1,6 +1,8 @@
-"""Open the datasets of a loader, check that they fit together, and give each a storage and a reader.
+"""Open the datasets of a loader, check that they fit together, and give each a storage and a
+reader.
 
-A batch may hold samples of several datasets, so they must have the same rig and the same meaning of labels.
+A batch may hold samples of several datasets, so they must have the same rig and the same meaning of
+labels.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ _NUM_LOOKED_AT = 4
 
 
 class Chosen(NamedTuple):
-    """What is loaded of a dataset: cameras (None: all), channels of its table and of its layers, and attributes."""
+    """What is loaded of a dataset: cameras (None: all), channels of its table and of its layers,
+    and attributes.
+    """
 
     cameras: Sequence[str] | None = None
     channels: Sequence[Channel] = ()
     attributes: AttributeColumns = AttributeColumns()
-    shown: Sequence[str] | None = None
+    batch_names: Sequence[str] | None = None
     """The names that the cameras have in a batch; None: their own."""
 
 
@@ -53,19 +57,24 @@ def open_all(
     cache_dir: str | os.PathLike[str] | None,
     retry: RetryPolicy | None,
 ) -> dict[str, Dataset]:
-    """Return the datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
+    """Return the datasets by name, opened; one alone has the name of its manifest, several need a
+    ``mix``.
 
-    Raises ConfigError for what is not a dataset, or no mapping of names to them, and what `open_dataset` raises.
+    Raises ConfigError for what is not a dataset, or no mapping of names to them, and what
+    `open_dataset` raises.
     """
 
-    def opened(one: object) -> Dataset:
-        if isinstance(one, Dataset):
-            return one
-        if not (isinstance(one, str) or hasattr(one, "__fspath__")):
+    def opened(place: object) -> Dataset:
+        if isinstance(place, Dataset):
+            return place
+        if not (isinstance(place, str) or hasattr(place, "__fspath__")):
             raise ConfigError(
-                f"dataset={one!r} must be a folder, a URL, an open dataset, or a dict of names to several of these"
+                f"dataset={place!r} must be a folder, a URL, an open dataset, or a dict of "
+                "names to several of these"
             )
-        return open_dataset(one, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+        return open_dataset(
+            place, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+        )
 
     if (mix is None) != (not isinstance(dataset, Mapping)):
         raise ConfigError(
@@ -79,7 +88,7 @@ def open_all(
         raise ConfigError(
             f"dataset={dataset!r}: a mix needs at least one dataset, each with a name"
         )
-    return {name: opened(one) for name, one in dataset.items()}
+    return {name: opened(location) for name, location in dataset.items()}
 
 
 def check_compatible(
@@ -92,37 +101,41 @@ def check_compatible(
 
     ``chosen`` is what is loaded of each dataset.
     """
-    (first, one), *others = datasets.items()
-    for name, other in others:
+    (first, first_dataset), *more = datasets.items()
+    for name, second in more:
         entries = [
-            (*chosen[which].channels, *chosen[which].attributes.channels) for which in (first, name)
+            (*chosen[dataset_name].channels, *chosen[dataset_name].attributes.channels)
+            for dataset_name in (first, name)
         ]
-        here, there = ({channel.name for channel in of_one} for of_one in entries)
-        if lacking := sorted(here ^ there):
+        first_names, second_names = ({channel.name for channel in of_one} for of_one in entries)
+        if lacking := sorted(first_names ^ second_names):
             raise ConfigError(
-                f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
-                f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
-                "channels and attributes that both have (Transforms.select)"
+                f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the "
+                f"selected channels only {(first if lacking[0] in first_names else name)!r} "
+                f"has {lacking[0]!r}; give both such a layer, or select channels and "
+                "attributes that both have (Transforms.select)"
             )
         cameras = [
-            list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)
+            list(chosen[dataset_name].batch_names or chosen[dataset_name].cameras or ())
+            for dataset_name in (first, name)
         ]
         facts: dict[str, Sequence[object]] = {
             "cameras": cameras,
-            **_facts(one, other, points=points),
+            **_facts(first_dataset, second, points=points),
         }
         facts |= _channel_facts(*entries)
-        for what, sides in facts.items():
+        for fact, sides in facts.items():
             if sides[0] != sides[1]:
                 raise ConfigError(
-                    f"datasets {first!r} and {name!r} cannot be mixed in one batch, their {what} differ: "
-                    f"{first!r} has {sides[0]}, {name!r} has {sides[1]}; reshard one of them to match the other"
+                    f"datasets {first!r} and {name!r} cannot be mixed in one batch, their "
+                    f"{fact} differ: {first!r} has {sides[0]}, {name!r} has {sides[1]}; "
+                    "reshard one of them to match the other"
                 )
 
 
-def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
-    def both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
-        return fact(one), fact(other)
+def _facts(first: Dataset, second: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
+    def of_both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
+        return fact(first), fact(second)
 
     def columns(dataset: Dataset) -> object:
         return [
@@ -130,49 +143,53 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         ]
 
     facts = {
-        "classes": both(lambda dataset: list(dataset.manifest.classes)),
-        "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
-        "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
-        "calibrations": both(
+        "classes": of_both(lambda dataset: list(dataset.manifest.classes)),
+        "labels": of_both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
+        "ego poses": of_both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
+        "calibrations": of_both(
             lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none"
         ),
-        "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
+        "origins of the ego frame": of_both(lambda dataset: dataset.manifest.ego_origin),
         # A batch has the matrices from and to the lidar for all of its samples or for none.
-        "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
+        "lidars": of_both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
-    return {**facts, "lidars' columns": both(columns)} if points else facts
+    return {**facts, "lidars' columns": of_both(columns)} if points else facts
 
 
 def _channel_facts(
-    current: Sequence[Channel], others: Sequence[Channel]
+    current: Sequence[Channel], second: Sequence[Channel]
 ) -> dict[str, tuple[object, object]]:
-    """Return what differs in the entries of the same channels; what only says how they are stored may differ."""
-    by_name = {channel.name: channel for channel in others}
+    """Return what differs in the entries of the same channels; what only says how they are
+    stored may differ.
+    """
+    by_name = {channel.name: channel for channel in second}
     facts: dict[str, tuple[object, object]] = {}
     for channel in current:
-        both = [plain(one) for one in (channel, by_name[channel.name])]
-        for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
-            facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
+        entries = [plain(channel_entry) for channel_entry in (channel, by_name[channel.name])]
+        for key in sorted({*entries[0], *entries[1]} - _STORED_ONLY):
+            facts[f"channels '{channel.name}' ({key})"] = entries[0].get(key), entries[1].get(key)
     return facts
 
 
 def unknown_to(sources: Sequence[Source]) -> frozenset[str]:
     """Return which of "poses" and "calibration" the datasets of these sources do not know."""
     manifests = [source.dataset.manifest for source in sources]
-    known = {
-        "poses": [one.has_poses for one in manifests],
-        "calibration": [one.has_calibration for one in manifests],
+    facts = {
+        "poses": [manifest.has_poses for manifest in manifests],
+        "calibration": [manifest.has_calibration for manifest in manifests],
     }
-    return frozenset(name for name, are_known in known.items() if not all(are_known))
+    return frozenset(name for name, are_known in facts.items() if not all(are_known))
 
 
 def require_poses(datasets: Mapping[str, Dataset]) -> None:
-    """Raise ConfigError for a dataset without ego poses: earlier sweeps have no place in the sample's ego."""
+    """Raise ConfigError for a dataset without ego poses: earlier sweeps have no place in the
+    sample's ego.
+    """
     for name, dataset in datasets.items():
         if not dataset.manifest.has_poses:
             raise ConfigError(
-                f"dataset {name!r} has no ego poses (its source knew none), and earlier lidar sweeps need them: load "
-                "points=True, without accumulation"
+                f"dataset {name!r} has no ego poses (its source knew none), and earlier "
+                "lidar sweeps need them: load points=True, without accumulation"
             )
 
 
@@ -187,13 +204,15 @@ def make_sources(
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
-    """Make one source for each dataset, with rows numbered over all of them; raise ConfigError for an unknown split."""
+    """Make one source for each dataset, with rows numbered over all of them; raise ConfigError
+    for an unknown split.
+    """
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        of = chosen.get(name, Chosen())
+        selection = chosen.get(name, Chosen())
         storage = with_layers(
-            open_storage(dataset), layers.get(name, ()), of.channels, open_storage
+            open_storage(dataset), layers.get(name, ()), selection.channels, open_storage
         )
         reader = SampleReader(
             dataset,
@@ -201,9 +220,9 @@ def make_sources(
             points=points,
             sweeps=sweeps,
             extra=False,
-            channels=of.channels,
-            cameras=of.cameras,
-            shown=of.shown,
+            channels=selection.channels,
+            cameras=selection.cameras,
+            batch_names=selection.batch_names,
         )
         first_row = dataset.split(split).first_sample
         own_name = name if named else None
@@ -215,7 +234,7 @@ def make_sources(
                 base=base,
                 storage=storage,
                 reader=reader,
-                attributes=of.attributes,
+                attributes=selection.attributes,
             )
         )
         base += len(dataset.index)
@@ -231,13 +250,16 @@ def require_lidar(sources: Sequence[Source]) -> None:
         manifest = source.dataset.manifest
         if not manifest.lidars:
             raise ConfigError(
-                f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
+                f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; "
+                "use box_frame='ego'"
             )
         source.reader.needs_lidar = True
 
 
 def image_facts(sources: Sequence[Source]) -> ImageFacts:
-    """Return sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
+    """Return sizes from the manifests, and how the images of a few samples, spread over the
+    datasets, are coded.
+    """
     sizes = [
         size
         for source in sources
@@ -248,11 +270,11 @@ def image_facts(sources: Sequence[Source]) -> ImageFacts:
     is_baseline = []
     for source in sources:
         num_samples = len(source.dataset.index)
-        for at in sorted(
+        for row in sorted(
             {number * num_samples // _NUM_LOOKED_AT for number in range(_NUM_LOOKED_AT)}
         ):
             try:
-                images = source.reader.sample(at).images.values()
+                images = source.reader.sample(row).images.values()
                 is_baseline += [
                     info.format == "jpeg" and not info.progressive for info in map(probe, images)
                 ]

@@ -1,4 +1,6 @@
-"""Layers of a loader: open them, and refuse those whose values belong to another view of the samples."""
+"""Layers of a loader: open them, and refuse those whose values belong to another view of the
+samples.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Layers = Mapping[str, "tuple[Layer, ...]"]
 """The layers of each dataset, by the dataset's name."""
 
 _OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
-"""What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
+"""What decides the view of a sample: settings that only change dtypes or frames of reference are
+not among them.
+"""
 
 _FORM: Final = (
     'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'
@@ -32,9 +36,10 @@ class LayerOptions(CheckedSettings, frozen=True):
 
     Attributes:
         path: folder or URL of the layer.
-        missing: where the layer has no row for a sample: ``"error"`` when the loader is made, ``"mask"`` the value in
-            the batch, or ``"drop"`` the sample from the order.
-        teacher: digest, or name, of the weights that must have made the layer, as `inspect` shows it.
+        missing: where the layer has no row for a sample: ``"error"`` when the loader is made,
+            ``"mask"`` the value in the batch, or ``"drop"`` the sample from the order.
+        teacher: digest, or name, of the weights that must have made the layer, as `inspect` shows
+            it.
 
     Raises ConfigError for values that are not allowed.
     """
@@ -46,62 +51,68 @@ class LayerOptions(CheckedSettings, frozen=True):
 
 def open_layers(
     datasets: Mapping[str, Dataset],
-    given: Mapping[str, Any] | None,
+    layers: Mapping[str, Any] | None,
     opening: Mapping[str, Any],
     *,
     is_mix: bool,
 ) -> Layers:
     """Open the layers of the datasets.
 
-    ``given`` maps names to places or to `LayerOptions`; of a mix, dataset names to such maps. ``opening`` are the
-    keywords of `open_layer`.
+    ``given`` maps names to places or to `LayerOptions`; of a mix, dataset names to such maps.
+    ``opening`` are the keywords of `open_layer`.
 
     Raises ConfigError for what is not such a map, and what `open_layer` raises.
     """
-    if not given:
+    if not layers:
         return dict.fromkeys(datasets, ())
-    by_dataset = given if is_mix else {next(iter(datasets)): given}
+    by_dataset = layers if is_mix else {next(iter(datasets)): layers}
     if unknown := [name for name in by_dataset if name not in datasets]:
         raise ConfigError(
-            f"layers={given!r:.200}: {unknown[0]!r} is not a dataset of the mix; there are: {', '.join(datasets)}; "
+            f"layers={layers!r:.200}: {unknown[0]!r} is not a dataset of the mix; there "
+            f"are: {', '.join(datasets)}; "
             'give layers={"DATASET": {"LAYER": PATH}}'
         )
     opened: dict[str, tuple[Layer, ...]] = {}
     for name, base in datasets.items():
         of_one = by_dataset.get(name, {})
         if not isinstance(of_one, Mapping):
-            raise ConfigError(_FORM.format(given))
-        found = []
+            raise ConfigError(_FORM.format(layers))
+        layers_of_dataset = []
         for layer, place in of_one.items():
             if not isinstance(layer, str):
-                raise ConfigError(_FORM.format(given))
+                raise ConfigError(_FORM.format(layers))
             if isinstance(place, LayerOptions | Mapping):
                 options = as_settings(place, LayerOptions, f"layers['{layer}']")
             elif isinstance(place, str | os.PathLike):
                 options = LayerOptions(place)
             else:
-                raise ConfigError(_FORM.format(given))
-            found.append(open_layer(layer, options.path, base, options.missing, **opening))
-            made_by = found[-1].manifest.recipe.get("teacher")
+                raise ConfigError(_FORM.format(layers))
+            layers_of_dataset.append(
+                open_layer(layer, options.path, base, options.missing, **opening)
+            )
+            made_by = layers_of_dataset[-1].manifest.recipe.get("teacher")
             if options.teacher not in (None, made_by):
                 raise ConfigError(
-                    f"layer '{layer}' ('{options.path}') was made by the teacher {made_by or 'of unknown weights'}, "
-                    f"not by {options.teacher}: give its layer, or make it again"
+                    f"layer '{layer}' ('{options.path}') was made by the teacher "
+                    f"{made_by or 'of unknown weights'}, not by {options.teacher}: give its "
+                    "layer, or make it again"
                 )
-        opened[name] = tuple(found)
+        opened[name] = tuple(layers_of_dataset)
     return opened
 
 
 def fingerprints_of(layers: Layers, *, is_mix: bool) -> dict[str, Any] | None:
-    """Return the fingerprints for the loader's state: by layer, of a mix by dataset and layer; None without layers."""
-    found = {
-        name: {one.name: one.manifest.fingerprint for one in of_one}
+    """Return the fingerprints for the loader's state: by layer, of a mix by dataset and layer;
+    None without layers.
+    """
+    fingerprints = {
+        name: {layer.name: layer.manifest.fingerprint for layer in of_one}
         for name, of_one in layers.items()
         if of_one
     }
-    if not found:
+    if not fingerprints:
         return None
-    return dict(found) if is_mix else next(iter(found.values()))
+    return dict(fingerprints) if is_mix else next(iter(fingerprints.values()))
 
 
 def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:
@@ -115,9 +126,11 @@ def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:
 def check_views(
     layers: Layers, seed: int, content: Mapping[str, object], *, is_mix: bool, window: Window | None
 ) -> None:
-    """Raise ConfigError, with both sides, for a layer of other views than a loader with these settings shows."""
+    """Raise ConfigError, with both sides, for a layer of other views than a loader with these
+    settings shows.
+    """
     settings = view_settings(seed, content)
-    for layer in _of_views(layers):
+    for layer in _view_layers(layers):
         view = layer.manifest.view
         if (
             is_mix
@@ -126,7 +139,8 @@ def check_views(
         ):
             raise ConfigError(
                 f"layer '{layer.name}' holds values of single augmented views (per_view), and "
-                f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make the layer with view 'fixed'"
+                f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make "
+                "the layer with view 'fixed'"
             )
         if view.settings != settings:
             raise ConfigError(
@@ -138,16 +152,20 @@ def check_views(
 
 def check_epoch(layers: Layers, epoch: int) -> None:
     """Raise ConfigError for a layer whose values belong to the views of another epoch."""
-    for layer in _of_views(layers):
+    for layer in _view_layers(layers):
         made_in = layer.manifest.view.epoch
         if made_in != epoch:
             raise ConfigError(
-                f"layer '{layer.name}' holds values of the views of epoch {made_in}, the loader is at epoch {epoch}: "
-                f"call set_epoch({made_in}), or give the layer of epoch {epoch}"
+                f"layer '{layer.name}' holds values of the views of epoch {made_in}, the "
+                f"loader is at epoch {epoch}: call set_epoch({made_in}), or give the layer "
+                f"of epoch {epoch}"
             )
 
 
-def _of_views(layers: Layers) -> Sequence[Layer]:
+def _view_layers(layers: Layers) -> Sequence[Layer]:
     return [
-        one for of_one in layers.values() for one in of_one if one.manifest.view.kind == "per_view"
+        layer
+        for of_one in layers.values()
+        for layer in of_one
+        if layer.manifest.view.kind == "per_view"
     ]

@@ -1,4 +1,6 @@
-"""What a loader or a sampler writes into the ledger of its run: by one process, when batches are handed out."""
+"""What a loader or a sampler writes into the ledger of its run: by one process, when batches are
+handed out.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ class LedgerOptions(CheckedSettings, frozen=True):
 
     Attributes:
         path: the file, of this run alone; a run that is continued appends to it.
-        digest_every: also write a digest of this process's batch every N steps of an epoch; None: no digests.
+        digest_every: also write a digest of this process's batch every N steps of an epoch; None:
+            no digests.
 
     Raises ConfigError for values that are not allowed.
     """
@@ -81,23 +84,26 @@ class LedgerOptions(CheckedSettings, frozen=True):
             )
 
 
-def ledger_options(given: object) -> LedgerOptions | None:
-    """Return the options of a ledger that was given as them, a dict of their fields, or a path; raise ConfigError."""
-    if given is None or isinstance(given, LedgerOptions):
-        return given
-    if isinstance(given, Mapping):
-        return as_settings(given, LedgerOptions, "ledger")
-    if isinstance(given, str | os.PathLike):
-        return LedgerOptions(path=given)
+def ledger_options(value: object) -> LedgerOptions | None:
+    """Return the options of a ledger that was given as them, a dict of their fields, or a path;
+    raise ConfigError.
+    """
+    if value is None or isinstance(value, LedgerOptions):
+        return value
+    if isinstance(value, Mapping):
+        return as_settings(value, LedgerOptions, "ledger")
+    if isinstance(value, str | os.PathLike):
+        return LedgerOptions(path=value)
     raise ConfigError(
-        f"ledger={given!r} must be a path, a LedgerOptions, a dict of its fields, or None"
+        f"ledger={value!r} must be a path, a LedgerOptions, a dict of its fields, or None"
     )
 
 
 class RunLedger:
     """The ledger of a loader's run; without ``options`` it does nothing.
 
-    The file is that of the first process. Others write only what replaced their bad samples, to ``PATH.rankN``.
+    The file is that of the first process. Others write only what replaced their bad samples, to
+    ``PATH.rankN``.
     """
 
     def __init__(
@@ -109,7 +115,8 @@ class RunLedger:
     ) -> None:
         """Read the file, where there is one.
 
-        Raises LedgerError for a ledger that is not whole, StateMismatchError for one of another training sequence.
+        Raises LedgerError for a ledger that is not whole, StateMismatchError for one of another
+        training sequence.
         """
         self.is_kept = options is not None
         self._since = self._following = Cursor()
@@ -141,10 +148,12 @@ class RunLedger:
         self._last_setup = setups[-1] if setups else None
         if self._last_setup is not None and starts:
             last = starts[-1]
-            found = identity_of(self._last_setup, options.path)
+            recorded = identity_of(self._last_setup, options.path)
             try:
                 decode_state(
-                    state_at(found, Cursor(*last.place), last.global_batch), identity, strict=False
+                    state_at(recorded, Cursor(*last.place), last.global_batch),
+                    identity,
+                    strict=False,
                 )
             except StateMismatchError as error:
                 whose = f"ledger '{options.path}' is of another run: give this one its own"
@@ -159,14 +168,16 @@ class RunLedger:
         """
         if not self.is_kept:
             return
-        given = {name: getattr(arguments, name) for name in (*RECORDED, *_FUNCTIONS)}
+        values = {name: getattr(arguments, name) for name in (*RECORDED, *_FUNCTIONS)}
         functions = {
-            name: f"{one.__module__}:{getattr(one, '__qualname__', type(one).__name__)}"
+            name: f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}"
             for name in _FUNCTIONS
-            if (one := given.pop(name)) is not None
+            if (value := values.pop(name)) is not None
         }
-        places = {name: one.url or str(Path(one.root).resolve()) for name, one in datasets.items()}
-        plain = {"datasets": places, "order": order, "functions": functions, **given}
+        places = {
+            name: value.url or str(Path(value.root).resolve()) for name, value in datasets.items()
+        }
+        plain = {"datasets": places, "order": order, "functions": functions, **values}
         loader = msgspec.json.decode(msgspec.json.encode(plain, enc_hook=os.fspath))
         self._setup = msgspec.structs.replace(self._setup, loader=loader)
 
@@ -174,11 +185,14 @@ class RunLedger:
         """Raise ConfigError: several processes that take turns know no common place."""
         if self.is_kept:
             raise ConfigError(
-                "a loader with a ledger is iterated in the trainer's process: set num_workers=0 around it"
+                "a loader with a ledger is iterated in the trainer's process: set "
+                "num_workers=0 around it"
             )
 
     def refuse_uncounted(self, how: str) -> None:
-        """Raise OrderError: the caller does not know what the trainer received; ``how`` to count it."""
+        """Raise OrderError: the caller does not know what the trainer received; ``how`` to count
+        it.
+        """
         if self.is_kept:
             raise OrderError(f"a sampler with a ledger must know what the trainer received; {how}")
 
@@ -189,7 +203,9 @@ class RunLedger:
         self._is_started = False
 
     def enter(self, start: Cursor) -> None:
-        """Note where an iteration starts; one that continues where the last one ended is part of its segment."""
+        """Note where an iteration starts; one that continues where the last one ended is part of
+        its segment.
+        """
         start = start.rolled(self._batching)
         if not self._is_started or start != self._following:
             self.reached("end")
@@ -198,7 +214,9 @@ class RunLedger:
         self._following = start
 
     def hand_out(self, before: Cursor, after: Cursor, digest: Callable[[], int] | None) -> None:
-        """Note a step that is handed out; ``digest`` computes that of its batch, signed, where one is due."""
+        """Note a step that is handed out; ``digest`` computes that of its batch, signed, where
+        one is due.
+        """
         if not self.is_kept or self._number:
             return
         place = (before.epoch, before.samples_consumed)
@@ -233,22 +251,25 @@ class RunLedger:
                 )
                 self._reached = None
         following = after.rolled(batching)
-        # A reader needs the length of each epoch behind, also of those without a step, which are passed over.
+        # A reader needs the length of each epoch behind, also of those without a step, which are
+        # passed over.
         for epoch in range(after.epoch + 1, following.epoch + 1):
             self._following = Cursor(epoch)
             self.reached("epoch")
         self._following = following
 
     def reached(self, why: Literal["state", "epoch", "end"]) -> None:
-        """Note that all batches up to here were handed out: a state is saved, an epoch ends, or the iteration does."""
+        """Note that all batches up to here were handed out: a state is saved, an epoch ends, or
+        the iteration does.
+        """
         if not self.is_kept or self._number or not self._is_started:
             return
         with _WRITING:
             self._mark(self._following, why)
 
-    def _mark(self, here: Cursor, why: Literal["state", "epoch", "end"]) -> None:
+    def _mark(self, cursor: Cursor, why: Literal["state", "epoch", "end"]) -> None:
         last = self._file.records[-1]
-        place = (here.epoch, here.samples_consumed)
+        place = (cursor.epoch, cursor.samples_consumed)
         if isinstance(last, PlaceReached) and last.place == place:
             return
         if (
@@ -260,16 +281,17 @@ class RunLedger:
         is_dense = (
             why == "state"
             and before is not None
-            and before.epoch == here.epoch
-            and here.samples_consumed - before.samples_consumed <= self._batching.global_batch
+            and before.epoch == cursor.epoch
+            and cursor.samples_consumed - before.samples_consumed <= self._batching.global_batch
         )
-        # A mark is lost at worst with a crash of the machine; syncing it at every step would cost more than the step.
+        # A mark is lost at worst with a crash of the machine; syncing it at every step would cost
+        # more than the step.
         varies = why == "epoch" and self._batching.lengths is not None
-        length = self._batching.of_epoch(here.epoch - 1).epoch_length if varies else None
+        length = self._batching.of_epoch(cursor.epoch - 1).epoch_length if varies else None
         self._file.append(
             PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense
         )
-        self._reached = here if why == "state" else None
+        self._reached = cursor if why == "state" else None
 
     def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
         """Note that a sample takes the place of a bad one; any thread may call this."""
@@ -291,7 +313,9 @@ class RunLedger:
 
 
 def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
-    """Return what the positions of a run are positions of; raise LedgerError for what is not an identity."""
+    """Return what the positions of a run are positions of; raise LedgerError for what is not an
+    identity.
+    """
     try:
         return msgspec.convert(setup.identity, Identity)
     except msgspec.ValidationError as error:
@@ -313,16 +337,18 @@ def _process_number(world: World) -> int:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that decide the content of samples, and Python's."""
+    """Return the versions of the installed packages that decide the content of samples, and
+    Python's.
+    """
     from importlib.metadata import (
         PackageNotFoundError,
         version,
     )  # slow to import, and most loaders have no ledger
 
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

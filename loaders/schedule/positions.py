@@ -38,9 +38,12 @@ class Part(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The samples at B positions, of T frames each (T is 1 without windows). In packs B counts their samples.
+    """The samples at B positions, of T frames each (T is 1 without windows).
 
-    With channels at times of their own the samples that these need are among the T, behind the frames.
+    In packs B counts their samples.
+
+    With channels at times of their own the samples that these need are among the T, behind the
+    frames.
     """
 
     parts: Rows
@@ -56,16 +59,19 @@ class Places(NamedTuple):
 
 
 class PositionIndex:
-    """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
+    """Maps the positions of any epoch to their places.
+
+    Pure; safe to call from any number of threads.
+    """
 
     def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:
         """Take one part, or the ``parts`` that the order mixes."""
         self.epoch_length = order.epoch_length
         self.order = order
         self._windows = [part.window for part in parts]
-        left = windows_without(self._windows, order)
+        lookups = windows_without(self._windows, order)
         self._parts = tuple(
-            part._replace(window=one) for part, one in zip(parts, left, strict=True)
+            part._replace(window=lookup) for part, lookup in zip(parts, lookups, strict=True)
         )
         window = self._parts[0].window
         self.frames = 1 if window is None else window.num_rows
@@ -73,7 +79,8 @@ class PositionIndex:
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
-        """Return the places at ``positions`` (B,) of an epoch, in packs of all their samples: the flag ``pack``.
+        """Return the places at ``positions`` (B,) of an epoch, in packs of all their samples: the
+        flag ``pack``.
 
         Raises OrderError for positions outside.
         """
@@ -81,32 +88,38 @@ class PositionIndex:
         rows = np.empty((len(samples), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
         for number, part in enumerate(self._parts):
-            here = slice(None) if len(self._parts) == 1 else parts == number
+            mask = slice(None) if len(self._parts) == 1 else parts == number
             if part.window is None:
-                rows[here] = samples[here][:, None] + part.first_row
+                rows[mask] = samples[mask][:, None] + part.first_row
             else:
-                shown = part.window(samples[here])
-                rows[here], present[here] = shown.samples + part.first_row, shown.present
+                window_samples = part.window(samples[mask])
+                rows[mask], present[mask] = (
+                    window_samples.samples + part.first_row,
+                    window_samples.present,
+                )
         return Places(parts=parts, rows=rows, present=present, valid=valid, flags=flags)
 
     def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, NDArray[np.bool_]]:
-        """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of windows too.
+        """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of
+        windows too.
 
-        That is, by sample and position: which of ``samples``, the position, and whether it is the position's own
-        sample; each (k,).
+        That is, by sample and position: which of ``samples``, the position, and whether it is the
+        position's own sample; each (k,).
         """
         lookup = self._parts[part].window
-        which, centres = (
+        indices, centres = (
             (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
         )
-        found, positions = self._epoch(epoch).find(centres, part)
-        is_own = centres[found] == samples[which[found]]
-        which = which[found]
-        by_sample = np.lexsort((positions, which))
-        return which[by_sample], positions[by_sample], is_own[by_sample]
+        matches, positions = self._epoch(epoch).find(centres, part)
+        is_own = centres[matches] == samples[indices[matches]]
+        indices = indices[matches]
+        by_sample = np.lexsort((positions, indices))
+        return indices[by_sample], positions[by_sample], is_own[by_sample]
 
     def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
-        """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
+        """Raise StateMismatchError where a run of this order's identity has shown what this one
+        leaves out.
+        """
         check_unseen(
             self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
         )
@@ -126,13 +139,13 @@ class PositionIndex:
             valid &= is_first
             step += batches.start // batches.global_batch
             columns = (positions, rows, valid, parts, present)
-            for at, (position, row, is_valid, part, exists) in enumerate(
+            for batch_row, (position, row, is_valid, part, exists) in enumerate(
                 zip(*[column.tolist() for column in columns], strict=True)
             ):
                 yield Scheduled(
                     epoch=epoch,
                     step=step,
-                    at=at,
+                    batch_row=batch_row,
                     position=position,
                     rows=row,
                     valid=is_valid,
@@ -142,14 +155,18 @@ class PositionIndex:
                 )
 
     def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
-        """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each frame, (B * T,)."""
+        """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each
+        frame, (B * T,).
+        """
         places = self.places(epoch, positions)
         bases = np.array([part.base for part in self._parts])
         numbers: Rows = (places.rows + bases[places.parts][:, None]).reshape(-1)
         return numbers
 
     def next_position(self, epoch: int, position: int) -> int:
-        """Return the position whose sample replaces a bad one: the next one, in lanes the lane's next frame."""
+        """Return the position whose sample replaces a bad one: the next one, in lanes the lane's
+        next frame.
+        """
         # Another lane's would be of another clip.
         in_order = self._epoch(epoch)
         return (position + in_order.num_lanes) % len(in_order)

@@ -25,12 +25,16 @@ MAX_SAMPLES: Final = 512
 FIRST_BUNDLE: Final = 16
 
 EARLY_BUNDLE: Final = 4
-"""Samples in the first bundle, and in those that follow until the window is nearly full for once: the first batch
-waits for neither the whole window nor, with a large index, for the look-ups that it reads."""
+"""Samples in the first bundle, and in those that follow until the window is nearly full for once:
+the first batch waits for neither the whole window nor, with a large index, for the look-ups that it
+reads.
+"""
 
 
 class RequestStream(NamedTuple):
-    """One dataset's reader, which has its rows, and storage session, which its samples are requested from."""
+    """One dataset's reader, which has its rows, and storage session, which its samples are
+    requested from.
+    """
 
     rows: SampleReader
     session: LayeredSession
@@ -40,10 +44,12 @@ class RequestStream(NamedTuple):
 def prefetch(
     coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int
 ) -> Iterator[Requested]:
-    """Yield the coming samples, each requested when less than ``max_bytes`` of samples before it are outstanding.
+    """Yield the coming samples, each requested when less than ``max_bytes`` of samples before it
+    are outstanding.
 
-    So ``max_bytes`` and one sample are outstanding at most. Requests are sent in bundles of a quarter of that, so that
-    neighbours among them can be fetched as one range. Closing this iterator cancels what is outstanding.
+    So ``max_bytes`` and one sample are outstanding at most. Requests are sent in bundles of a
+    quarter of that, so that neighbours among them can be fetched as one range. Closing this
+    iterator cancels what is outstanding.
     """
     window: collections.deque[tuple[Requested, int]] = collections.deque()
     waiting = num_requested = 0
@@ -76,7 +82,8 @@ def prefetch(
                             ]
                         )
                     except FuelrailError as failure:
-                        # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
+                        # Raised when its turn comes, so that the outcome does not depend on the
+                        # look-ahead.
                         broken = (scheduled, failure)
                         more = False
                         break
@@ -119,23 +126,23 @@ def _request(
     """
     reads: list[tuple[PendingSample, ...]] = [()] * len(bundle)
     for part, (_, session, numbers) in enumerate(streams):
-        wanted: list[tuple[int, IndexRow]] = []
+        pairs: list[tuple[int, IndexRow]] = []
         number = num_requested
         for scheduled, entries in bundle:
             if scheduled.part == part:
-                seen: set[int] = set()
-                for at, pair in enumerate(zip(scheduled.rows, entries, strict=True)):
-                    if numbers is None or pair[0] not in seen:
-                        wanted.append(pair)
-                        seen.add(pair[0])
+                rows_seen: set[int] = set()
+                for place, pair in enumerate(zip(scheduled.rows, entries, strict=True)):
+                    if numbers is None or pair[0] not in rows_seen:
+                        pairs.append(pair)
+                        rows_seen.add(pair[0])
                         if numbers is not None:
-                            numbers.note(number + at)
+                            numbers.note(number + place)
             number += len(entries)
-        pending = iter(session.request(wanted))
-        for at, (scheduled, _) in enumerate(bundle):
+        pending = iter(session.request(pairs))
+        for place, (scheduled, _) in enumerate(bundle):
             if scheduled.part == part and numbers is None:
-                reads[at] = tuple(islice(pending, len(scheduled.rows)))
+                reads[place] = tuple(islice(pending, len(scheduled.rows)))
             elif scheduled.part == part:
                 by_row = {row: next(pending) for row in dict.fromkeys(scheduled.rows)}
-                reads[at] = tuple([by_row[row] for row in scheduled.rows])
+                reads[place] = tuple([by_row[row] for row in scheduled.rows])
     return reads

@@ -34,7 +34,9 @@ _SEARCHED_AT_A_TIME = 1 << 16
 
 
 class ScheduleRequest(NamedTuple):
-    """Arguments of a schedule: one dataset, or several and their ratios; a split; an order; temporal windows."""
+    """Arguments of a schedule: one dataset, or several and their ratios; a split; an order;
+    temporal windows.
+    """
 
     datasets: Mapping[str, Dataset]
     mix: Mapping[str, int] | Sequence[MixStage] | None
@@ -68,9 +70,11 @@ class Schedule(NamedTuple):
         if not self.reads:
             return RequestStream(source.reader, LayeredSession(_NoSession()))
         if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
-            # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
+            # Which samples a step has, and in which turn, is known when its turn comes: the cache
+            # keeps what it has.
             return RequestStream(source.reader, source.storage.session())
-        # Samples that channels of other times need are often the same ones, and then requested once.
+        # Samples that channels of other times need are often the same ones, and then requested
+        # once.
         numbers = (
             RequestNumbers()
             if len(self.sources) > 1 or source.reader.num_frames is not None
@@ -98,7 +102,8 @@ def make_schedule(
 ) -> Schedule:
     """Compile the order and open the datasets' storages.
 
-    Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
+    Raises ConfigError and OrderError for arguments that do not fit together, and what
+    `compile_order` raises.
     """
     datasets, mix, split, spec, window, points, sweeps, chosen, layers = request
     check_compatible(datasets, points=points, chosen=chosen)
@@ -108,8 +113,8 @@ def make_schedule(
         dataset.split(split)  # an unknown split is an error before anything is computed
     times = isinstance(window, TimeWindow)
     clips = {
-        name: None if window is None else ClipTable.of_split(one, split, times=times)
-        for name, one in datasets.items()
+        name: None if window is None else ClipTable.of_split(opened, split, times=times)
+        for name, opened in datasets.items()
     }
     order: EndlessOrder
     if mix is None:
@@ -136,7 +141,7 @@ def make_schedule(
             clips=tables,
             layers=layers,
         )
-        fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
+        fingerprints = {name: opened.manifest.fingerprint for name, opened in datasets.items()}
     sources = make_sources(
         datasets,
         split,
@@ -170,16 +175,16 @@ def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> W
     if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
         raise OrderError(
             f"{window}: no sample of dataset "
-            f"'{source.dataset.root}' has any of these frames in its clip, so every window would be one frame "
-            "repeated; its clips are too short, or it stores single frames"
+            f"'{source.dataset.root}' has any of these frames in its clip, so every window "
+            "would be one frame repeated; its clips are too short, or it stores single frames"
         )
     return lookup
 
 
 def _finds_any(lookup: WindowLookup, num_samples: int) -> bool:
-    others = np.flatnonzero(lookup.window.offsets)
+    offset_columns = np.flatnonzero(lookup.window.offsets)
     for first in range(0, num_samples, _SEARCHED_AT_A_TIME):
         numbers = np.arange(first, min(first + _SEARCHED_AT_A_TIME, num_samples))
-        if lookup(numbers).present[:, others].any():
+        if lookup(numbers).present[:, offset_columns].any():
             return True
     return False

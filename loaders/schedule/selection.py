@@ -1,4 +1,5 @@
-"""What of the datasets is loaded where a loader is not told: the size of images, and the label; and what there is.
+"""What of the datasets is loaded where a loader is not told: the size of images, and the label; and
+what there is.
 
 Nothing here imports torch: commands refuse wrong names before they do.
 """
@@ -54,7 +55,9 @@ class Selectable:
         return types
 
     def default(self, cameras: Collection[str]) -> tuple[str, ...]:
-        """Return what a batch has where nothing is selected: the label of images, and the layers' channels."""
+        """Return what a batch has where nothing is selected: the label of images, and the
+        layers' channels.
+        """
         labels: list[str] = []
         if BOXES not in self._dataset.index.names:
             for name in LABELS:
@@ -100,7 +103,8 @@ def stored_image(
     datasets: Mapping[str, Dataset],
     cameras: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> ImageAugment:
-    """Return the settings that leave the images as they are stored; ``cameras`` are as in `Transforms.cameras`.
+    """Return the settings that leave the images as they are stored; ``cameras`` are as in
+    `Transforms.cameras`.
 
     Raises ConfigError where the images of the cameras that are loaded differ in size.
     """

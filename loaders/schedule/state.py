@@ -1,9 +1,10 @@
-"""Loader state: a few numbers for the position of a run in a training sequence, and the identity of that sequence.
+"""Loader state: a few numbers for the position of a run in a training sequence, and the identity of
+that sequence.
 
-The identity is the dataset, split, order and windows, which decide the samples and their order, and the settings that
-decide the content of a sample. A state holds no shuffled list, no generator and no queue content, so it is the same on
-every rank, and restoring it costs one seek for any position. Batches that were prefetched but not delivered do
-not count as consumed.
+The identity is the dataset, split, order and windows, which decide the samples and their order, and
+the settings that decide the content of a sample. A state holds no shuffled list, no generator and
+no queue content, so it is the same on every rank, and restoring it costs one seek for any position.
+Batches that were prefetched but not delivered do not count as consumed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _NONE: Final = "none"
 
 
 class Identity(Settings, frozen=True, omit_defaults=True):
-    """What a position is a position of. Two loaders with one identity give the same samples with the same content."""
+    """What a position is a position of.
+
+    Two loaders with one identity give the same samples with the same content.
+    """
 
     dataset: str | dict[str, str]
     """The dataset's fingerprint; for a mix, those of all datasets by name."""
@@ -44,11 +48,13 @@ class Identity(Settings, frozen=True, omit_defaults=True):
 
 
 def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
-    """Return what decides the content of a sample, as plain JSON types with a digest: the seed and the settings.
+    """Return what decides the content of a sample, as plain JSON types with a digest: the seed and
+    the settings.
 
-    ``settings`` are of the loader's arguments, by name: structs, dicts of structs, or booleans. None, False and
-    augmentations that draw nothing are left out. The decoder is not part of it, for backends differ by rounding only;
-    nor are transform and collate_fn, for code has no name that outlives a run.
+    ``settings`` are of the loader's arguments, by name: structs, dicts of structs, or booleans.
+    None, False and augmentations that draw nothing are left out. The decoder is not part of it, for
+    backends differ by rounding only; nor are transform and collate_fn, for code has no name that
+    outlives a run.
     """
     plain: dict[str, Any] = {"seed": seed}
     for name, value in settings.items():
@@ -59,9 +65,11 @@ def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Return settings, or a mapping of them by name, as plain JSON types; everything else as it is."""
+    """Return settings, or a mapping of them by name, as plain JSON types; everything else as it
+    is.
+    """
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if not isinstance(value, msgspec.Struct):
         return value
     # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
@@ -71,9 +79,11 @@ def _plain(value: object) -> object:
 
 
 class LoaderState(Settings, frozen=True):
-    """The state as a dict of plain JSON types: epoch, samples of it consumed over all ranks, and the identity.
+    """The state as a dict of plain JSON types: epoch, samples of it consumed over all ranks, and
+    the identity.
 
-    ``global_batch_size`` is for the record: a run may continue with another one, after the samples consumed.
+    ``global_batch_size`` is for the record: a run may continue with another one, after the samples
+    consumed.
     """
 
     version: int
@@ -91,8 +101,9 @@ class LoaderState(Settings, frozen=True):
 def encode_state(state: LoaderState) -> dict[str, Any]:
     """Return the state as plain JSON types, for ``state_dict``.
 
-    The identity is one text of JSON: checkpoints that are loaded in place, as torch.distributed.checkpoint does it,
-    look for the entries that the loading side has, so one that only the saved state has would go unnoticed.
+    The identity is one text of JSON: checkpoints that are loaded in place, as
+    torch.distributed.checkpoint does it, look for the entries that the loading side has, so one
+    that only the saved state has would go unnoticed.
     """
     encoded: dict[str, Any] = msgspec.to_builtins(state)
     return {**encoded, "identity": msgspec.json.encode(state.identity).decode()}
@@ -113,8 +124,9 @@ def state_at(identity: Identity, place: Cursor, global_batch: int) -> dict[str, 
 def decode_state(encoded: object, expected: Identity, *, strict: bool = True) -> LoaderState:
     """Check a state dict against this loader's identity.
 
-    Raises StateMismatchError showing both sides where version, dataset, split, order, frames or settings differ, or the
-    dict is not a loader state. Without ``strict`` the settings may differ, and nothing else.
+    Raises StateMismatchError showing both sides where version, dataset, split, order, frames or
+    settings differ, or the dict is not a loader state. Without ``strict`` the settings may differ,
+    and nothing else.
     """
     if not isinstance(encoded, Mapping):
         raise StateMismatchError(
@@ -136,21 +148,23 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     theirs = _so_far(state.identity, state)
     ours = _so_far(expected, state)
     differing = [
-        f"{name}: state has {other!r}, loader has {current!r}"
+        f"{name}: state has {stated!r}, loader has {current!r}"
         for name in Identity.__struct_fields__
         if name != "settings"
-        and (other := getattr(theirs, name)) != (current := getattr(ours, name))
+        and (stated := getattr(theirs, name)) != (current := getattr(ours, name))
     ]
     if differing:
         raise StateMismatchError(
-            f"loader state belongs to another training sequence; {'; '.join(differing)}; load it into a loader of the "
-            "dataset and settings that it was saved with, or start without it"
+            f"loader state belongs to another training sequence; {'; '.join(differing)}; "
+            "load it into a loader of the dataset and settings that it was saved with, or "
+            "start without it"
         )
     if strict and state.identity.settings != expected.settings:
         raise StateMismatchError(
             f"loader state was saved with other settings of the samples' content; "
-            f"{settings_that_differ(state.identity.settings, expected.settings or {}, 'state')}; make the loader with "
-            "the state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
+            f"{settings_that_differ(state.identity.settings, expected.settings or {}, 'state')}; "
+            "make the loader with the state's settings, or continue with the loader's by "
+            "load_state_dict(state, strict=False)"
         )
     return state
 
@@ -162,18 +176,19 @@ def settings_of_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _so_far(identity: Identity, state: LoaderState) -> Identity:
-    """Return an identity without the stages that begin after a state, and the layers that it has besides the state's.
+    """Return an identity without the stages that begin after a state, and the layers that it has
+    besides the state's.
 
-    So a run may get further stages, over layers that were made from what it has learnt. Nor has it what the order
-    leaves out besides what the state's does, which `check_unseen` looks at.
+    So a run may get further stages, over layers that were made from what it has learnt. Nor has it
+    what the order leaves out besides what the state's does, which `check_unseen` looks at.
     """
     order = identity.order
-    known = state.identity.layers or {}
+    state_layers = state.identity.layers or {}
     left_out = state.identity.order.get("without", [])
     if isinstance(left_out, list) and isinstance(ours := order.get("without"), list):
-        kept = ours[: len(left_out)]
-        order = {name: one for name, one in order.items() if name != "without"} | (
-            {"without": kept} if kept else {}
+        first_entries = ours[: len(left_out)]
+        order = {name: item for name, item in order.items() if name != "without"} | (
+            {"without": first_entries} if first_entries else {}
         )
     if left_out:  # whose positions are not those of the stages
         return msgspec.structs.replace(identity, order=order)
@@ -195,35 +210,38 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
         IndexError,
     ):  # an order without stages, or what is not a state of ours
         return msgspec.structs.replace(identity, order=order)
-    layers = {name: one for name, one in (identity.layers or {}).items() if name in known}
+    layers = {name: item for name, item in (identity.layers or {}).items() if name in state_layers}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)
 
 
 def _check_numbers(state: LoaderState) -> None:
     if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
         raise StateMismatchError(
-            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both must be 0 or more, and "
-            "below 2**62"
+            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both "
+            "must be 0 or more, and below 2**62"
         )
     if not 1 <= state.global_batch_size < _MAX_NUMBER:
         raise StateMismatchError(
-            f"loader state has global_batch_size {state.global_batch_size}; it must be 1 or more, and below 2**62"
+            f"loader state has global_batch_size {state.global_batch_size}; it must be 1 or "
+            "more, and below 2**62"
         )
 
 
 def settings_that_differ(
-    other: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
+    first: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
 ) -> str:
-    """Return both sides of each setting, and of a struct of each entry, that differs; ``whose`` are the first ones."""
-    if other is None:
+    """Return both sides of each setting, and of a struct of each entry, that differs; ``whose``
+    are the first ones.
+    """
+    if first is None:
         return f"settings: {whose} names none"
-    left = _flat(other)
+    left = _flat(first)
     right = _flat(current)
     names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
-    shown = [name for name in names if name != "digest"] or names
+    names_shown = [name for name in names if name != "digest"] or names
     return "; ".join(
         f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}"
-        for name in shown
+        for name in names_shown
     )
 
 
@@ -232,7 +250,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            flat.update({f"{name}.{entry}": repr(one) for entry, one in value.items()})
+            flat.update({f"{name}.{entry}": repr(item) for entry, item in value.items()})
         else:
             flat[name] = repr(value)
     return flat

@@ -1,4 +1,6 @@
-"""The trainer's end of a process that makes batches: it starts that process, and again when it ends."""
+"""The trainer's end of a process that makes batches: it starts that process, and again when it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,11 @@ def serve_elsewhere(
     finishes: bool,
     pinned: bool,
 ) -> BatchClient | StepClient | None:
-    """Return the client of a process that runs the loader ``make(*parts)``, on the CPU; None where it runs here.
+    """Return the client of a process that runs the loader ``make(*parts)``, on the CPU; None where
+    it runs here.
 
-    Unless it ``finishes`` the batches, they are normalised and transformed here. Raises ConfigError.
+    Unless it ``finishes`` the batches, they are normalised and transformed here. Raises
+    ConfigError.
     """
     arguments, datasets = parts
     if arguments.where is None:
@@ -72,7 +76,7 @@ def serve_elsewhere(
         raise ConfigError(
             "where='node' has one number of threads for several ranks: give num_workers a number"
         )
-    own = msgspec.structs.replace(
+    remote_arguments = msgspec.structs.replace(
         arguments,
         **dict.fromkeys(("device", "trace", "ledger", "where")),
         check_ranks=False,
@@ -83,7 +87,7 @@ def serve_elsewhere(
     )
     setup = Setup(
         make,
-        (own, datasets),
+        (remote_arguments, datasets),
         finishes,
         torch.get_num_threads(),
         memory_bytes=default_memory_bytes(),
@@ -103,13 +107,16 @@ def connect_own() -> tuple[Any, Any]:
     check_main_guard()
     if multiprocessing.current_process().daemon:
         raise ConfigError(
-            "where='process' cannot be used in a process that may have no children: leave it out there"
+            "where='process' cannot be used in a process that may have no children: leave "
+            "it out there"
         )
     return start_process(serve_one, "fuelrail-batches")
 
 
 class _Link:
-    """A connection, the process behind it, and the memory that it shares; of one process of the trainer's."""
+    """A connection, the process behind it, and the memory that it shares; of one process of the
+    trainer's.
+    """
 
     def __init__(self, connect: Connect, setup: bytes, *, pinned: bool) -> None:
         self.pid = os.getpid()
@@ -133,7 +140,9 @@ class _Link:
             self.connection.send(message)
 
     def receive(self) -> Any:
-        """Return the next message, with the file descriptor of a new block; None for none for some time."""
+        """Return the next message, with the file descriptor of a new block; None for none for
+        some time.
+        """
         with _losses():
             if not self.connection.poll(_POLL_S):
                 return None
@@ -172,13 +181,15 @@ def pickled_setup(setup: Setup) -> bytes:
         return pickle.dumps(setup)
     except Exception as error:
         raise ConfigError(
-            f"where= makes batches in another process, and an argument of the loader cannot be pickled ({error}): "
-            "make functions those of a module, or objects of a class of a module that hold plain values"
+            "where= makes batches in another process, and an argument of the loader cannot "
+            f"be pickled ({error}): make functions those of a module, or objects of a class "
+            "of a module that hold plain values"
         ) from error
 
 
 class BatchClient:
-    """Batches of a loader that are made in another process, which is started at the first iteration.
+    """Batches of a loader that are made in another process, which is started at the first
+    iteration.
 
     Raises ConfigError for a setup that cannot be pickled.
     """
@@ -212,13 +223,13 @@ class BatchClient:
             try:
                 link = self._linked()
                 link.send(Start(self._iterations, walk.start, received))
-                for made in self._messages(link, is_stopped):
+                for message in self._messages(link, is_stopped):
                     if (
-                        made.number < received
+                        message.number < received
                     ):  # made for a rank that shares the batch and had not received it
-                        link.send(Received(1, sorted(made.batch.blocks())))
+                        link.send(Received(1, sorted(message.batch.blocks())))
                         continue
-                    batch = link.memory.open(made.batch)
+                    batch = link.memory.open(message.batch)
                     link.send(Received(1, link.memory.returned()))
                     received = received + 1
                     attempts = 0
@@ -229,7 +240,9 @@ class BatchClient:
                 self._lost(received, attempts, error)
 
     def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[Made]:
-        """Yield what is made for this iteration; map new blocks, and give those back that are free."""
+        """Yield what is made for this iteration; map new blocks, and give those back that are
+        free.
+        """
         while not is_stopped.is_set():
             message = link.receive()
             if message is None:
@@ -255,17 +268,21 @@ class BatchClient:
         return self._link
 
     def _lost(self, received: int, attempts: int, error: Exception) -> None:
-        """Forget a process that ended; raise ChildProcessError if no batch came from the last ones."""
+        """Forget a process that ended; raise ChildProcessError if no batch came from the last
+        ones.
+        """
         link = self._link
         self._link = None
         if link is not None:
             link.end()
-        what = f"the process that makes the batches ended before batch {received} of this iteration"
+        event = (
+            f"the process that makes the batches ended before batch {received} of this iteration"
+        )
         if link is not None and link.process is not None:
-            what += f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"  # noqa: E501
+            event += f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"  # noqa: E501
         if attempts >= _ATTEMPTS:
-            raise ChildProcessError(f"{what}, {attempts} times in a row") from error
-        _LOG.warning("%s; another one is started", what)
+            raise ChildProcessError(f"{event}, {attempts} times in a row") from error
+        _LOG.warning("%s; another one is started", event)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches in the process."""
@@ -274,7 +291,9 @@ class BatchClient:
                 self._link.send(tuning)
 
     def close(self) -> None:
-        """End the iteration under way, so that no thread waits for it; the process waits for the next one."""
+        """End the iteration under way, so that no thread waits for it; the process waits for the
+        next one.
+        """
         self._is_stopped.set()
         if self._link is not None:
             with contextlib.suppress(_LostError):

@@ -1,11 +1,13 @@
-"""Batches in memory that processes share: written once, by the process that makes them, and viewed by all others.
+"""Batches in memory that processes share: written once, by the process that makes them, and viewed
+by all others.
 
-A block of memory is an anonymous file (``memfd_create``). It has no name, so nothing is left in /dev/shm whichever
-process is killed: the kernel frees it with the last process that has it open. Its size is not limited by the size of
-/dev/shm either, but by the memory of the container.
+A block of memory is an anonymous file (``memfd_create``). It has no name, so nothing is left in
+/dev/shm whichever process is killed: the kernel frees it with the last process that has it open.
+Its size is not limited by the size of /dev/shm either, but by the memory of the container.
 
-The image buffers of a batch are decoded into such a block; all other tensors are packed into one more. What remains of
-the batch, its structure and whatever is not a plain tensor, travels as a pickle that names tensors by their numbers.
+The image buffers of a batch are decoded into such a block; all other tensors are packed into one
+more. What remains of the batch, its structure and whatever is not a plain tensor, travels as a
+pickle that names tensors by their numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ KEEP_BYTES: Final = 1 << 30
 
 
 class Exported(NamedTuple):
-    """A batch in shared memory: a pickle with a persistent id for each tensor, and where each tensor is."""
+    """A batch in shared memory: a pickle with a persistent id for each tensor, and where each
+    tensor is.
+    """
 
     payload: bytes
     tensors: list[tuple[int, Piece]]
@@ -69,7 +73,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle a batch without its plain tensors, and return these; raise ConfigError for what cannot be pickled."""
+    """Pickle a batch without its plain tensors, and return these; raise ConfigError for what
+    cannot be pickled.
+    """
     out = io.BytesIO()
     pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
     try:
@@ -87,7 +93,10 @@ def load_with(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class SharedMemory:
-    """Blocks of this process's memory that others can map, up to ``limit_bytes`` together. Thread-safe."""
+    """Blocks of this process's memory that others can map, up to ``limit_bytes`` together.
+
+    Thread-safe.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -109,9 +118,10 @@ class SharedMemory:
         with self._lock:
             if self._total + size > self.limit_bytes:
                 raise ConfigError(
-                    f"batches in shared memory take {self._total} bytes, and {size} more are over the limit of "
-                    f"{self.limit_bytes}, a quarter of the free memory for each rank of this host: take a smaller "
-                    "batch_size, prefetch_factor or image size, or keep fewer batches"
+                    f"batches in shared memory take {self._total} bytes, and {size} more "
+                    f"are over the limit of {self.limit_bytes}, a quarter of the free "
+                    "memory for each rank of this host: take a smaller batch_size, "
+                    "prefetch_factor or image size, or keep fewer batches"
                 )
             file = os.memfd_create("fuelrail-batches", os.MFD_CLOEXEC)
             os.ftruncate(file, size)
@@ -135,24 +145,27 @@ class SharedMemory:
         """Return where a tensor is in a block; None for memory of other kinds."""
         address = tensor.data_ptr()
         with self._lock:
-            at = bisect.bisect_right(self._starts, (address, 2**64, 0)) - 1
-            start, end, number = self._starts[at] if at >= 0 else (0, 0, 0)
+            number_of_block = bisect.bisect_right(self._starts, (address, 2**64, 0)) - 1
+            start, end, number = (
+                self._starts[number_of_block] if number_of_block >= 0 else (0, 0, 0)
+            )
         if not tensor.nbytes or not start <= address < end:
             return None
         offset = (address - start) // tensor.itemsize
         return number, Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def export(self, batch: Any) -> tuple[Exported, dict[int, torch.Tensor]]:
-        """Return a batch for other processes, and what keeps each of its blocks from being used again.
+        """Return a batch for other processes, and what keeps each of its blocks from being used
+        again.
 
         Raises ConfigError for a batch that cannot be pickled.
         """
         payload, tensors = dump(batch)
-        found = [self.find(tensor) for tensor in tensors]
-        small = [tensor for tensor, place in zip(tensors, found, strict=True) if place is None]
+        places = [self.find(tensor) for tensor in tensors]
+        small = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
         held = {
             place[0]: tensor
-            for tensor, place in zip(tensors, found, strict=True)
+            for tensor, place in zip(tensors, places, strict=True)
             if place is not None
         }
         if small:
@@ -161,8 +174,8 @@ class SharedMemory:
             assert place is not None, "a block of a pool"
             held[place[0]] = packed.block
             pieces = iter(packed.pieces)
-            found = [(place[0], next(pieces)) if one is None else one for one in found]
-        return Exported(payload, [one for one in found if one is not None]), held
+            places = [(place[0], next(pieces)) if entry is None else entry for entry in places]
+        return Exported(payload, [entry for entry in places if entry is not None]), held
 
 
 class MappedMemory:
@@ -192,7 +205,8 @@ class MappedMemory:
 
     def open(self, exported: Exported) -> Any:
         """Return a batch whose tensors are views of the blocks."""
-        # An array on a memoryview for each batch: all views of it refer to it, so its end is the last view's.
+        # An array on a memoryview for each batch: all views of it refer to it, so its end is the
+        # last view's.
         lent = {
             number: np.frombuffer(self._bases[number].data, np.uint8)
             for number in exported.blocks()
@@ -200,9 +214,9 @@ class MappedMemory:
         for number, array in lent.items():
             ref = weakref.ref(array, self._returned.append)
             self._lent[id(ref)] = ref, number
-        whole = {number: torch.from_numpy(array) for number, array in lent.items()}
+        blocks = {number: torch.from_numpy(array) for number, array in lent.items()}
         views = [
-            whole[number].view(dtype).as_strided(shape, strides, offset)
+            blocks[number].view(dtype).as_strided(shape, strides, offset)
             for number, (dtype, shape, strides, offset) in exported.tensors
         ]
         return load_with(exported.payload, views)
@@ -221,7 +235,7 @@ def lock_pages(base: NDArray[np.uint8]) -> None:
     code = cuda.cudaHostRegister(base.ctypes.data, base.nbytes, 0)
     if code:
         raise ConfigError(
-            f"CUDA cannot page-lock {base.nbytes} bytes of shared memory (error {int(code)}): raise the limit of "
-            "locked memory (ulimit -l), or pass pin_memory=False"
+            f"CUDA cannot page-lock {base.nbytes} bytes of shared memory (error "
+            f"{int(code)}): raise the limit of locked memory (ulimit -l), or pass pin_memory=False"
         )
     weakref.finalize(base, cuda.cudaHostUnregister, base.ctypes.data).atexit = False

@@ -1,8 +1,9 @@
 """One process that makes the batches of all ranks of a host, ``where="node"``.
 
-The ranks find it by an abstract Unix socket, whose name is made of the user, the job, as the launcher's environment
-states it, and the number of this loader among those of its process: all ranks make theirs in the same order. The first
-local rank starts it, in a session of its own; it ends with the last rank. Only processes of the same user are served.
+The ranks find it by an abstract Unix socket, whose name is made of the user, the job, as the
+launcher's environment states it, and the number of this loader among those of its process: all
+ranks make theirs in the same order. The first local rank starts it, in a session of its own; it
+ends with the last rank. Only processes of the same user are served.
 
 A connection says first which local rank it is, and the process begins when each local rank has one
 that lives: a job that was killed as it began leaves a process whose connections are dead, and the
@@ -53,14 +54,15 @@ _RANK_BYTES: Final = 20
 
 
 def connect_node() -> Callable[[], tuple[None, Connection]]:
-    """Return what connects this rank's next loader to the process of its host, and starts that where it is missing.
+    """Return what connects this rank's next loader to the process of its host, and starts that
+    where it is missing.
 
     Raises ConfigError without the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
     """
     if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
-            "where='node' needs LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT in the environment, as torchrun sets "
-            "them: start the ranks by it, or take where='process'"
+            "where='node' needs LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT in the "
+            "environment, as torchrun sets them: start the ranks by it, or take where='process'"
         )
     job = [os.environ.get(name, "") for name in _JOB]
     digest = hashlib.sha256("\n".join([*job, str(next(_numbers))]).encode()).hexdigest()
@@ -82,13 +84,14 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
                 started = None
             elif started is not None and started.poll() is not None:
                 raise ChildProcessError(
-                    f"the process that makes this host's batches ended with exit code {started.returncode}; the "
-                    "lines above say why"
+                    "the process that makes this host's batches ended with exit code "
+                    f"{started.returncode}; the lines above say why"
                 )
             if time.monotonic() > until_s:
                 raise ChildProcessError(
-                    f"no process makes this host's batches after {_START_S:g} s: the rank with LOCAL_RANK=0 starts "
-                    "it when it iterates a loader with where='node', which all ranks of a host must do"
+                    f"no process makes this host's batches after {_START_S:g} s: the rank "
+                    "with LOCAL_RANK=0 starts it when it iterates a loader with "
+                    "where='node', which all ranks of a host must do"
                 )
             if local_rank == "0" and started is None:
                 started = _start(names)
@@ -233,26 +236,26 @@ class _Host:
             setup: Setup = pickle.loads(content)
         except Exception as error:
             raise ConfigError(
-                f"the loader cannot be made in the process of where='node' ({error}): functions must be of a module "
-                "that can be imported"
+                f"the loader cannot be made in the process of where='node' ({error}): "
+                "functions must be of a module that can be imported"
             ) from error
         rank = setup.arguments[0].world.rank
-        known = self._servers.get(rank)
-        if known is None:
-            known = self._servers[rank] = setup, RankServer(setup)
-        if _plain(known[0]) != _plain(setup):
+        entry = self._servers.get(rank)
+        if entry is None:
+            entry = self._servers[rank] = setup, RankServer(setup)
+        if _plain(entry[0]) != _plain(setup):
             raise ConfigError(
-                f"processes of data-parallel rank {rank} make loaders with different arguments for where='node': make "
-                "the same loaders in the same order on all ranks"
+                f"processes of data-parallel rank {rank} make loaders with different "
+                "arguments for where='node': make the same loaders in the same order on all ranks"
             )
-        return known[1]
+        return entry[1]
 
     def _begin(self) -> None:
         for setup, server in self._servers.values():
             if setup.shares_cpus:
-                own = setup.arguments[0].num_workers
+                num_workers = setup.arguments[0].num_workers
                 ready = setup.arguments[0].prefetch_factor
-                server.tune(Tuning(own * len(server.clients), ready))
+                server.tune(Tuning(num_workers * len(server.clients), ready))
             thread = threading.Thread(target=server.serve)
             thread.start()
             self.threads.append(thread)
@@ -262,7 +265,9 @@ class _Host:
 
 
 def _plain(setup: Setup) -> tuple[object, object]:
-    """Return what must be equal for all clients of one rank, without what may be equal and compares as different."""
+    """Return what must be equal for all clients of one rank, without what may be equal and
+    compares as different.
+    """
     arguments, datasets = setup.arguments
     functions = dict.fromkeys(("transform", "batch_transform", "collate_fn", "layers"))
     return msgspec.structs.replace(arguments, **functions), datasets

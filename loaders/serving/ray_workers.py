@@ -1,9 +1,9 @@
 """Batches made by Ray actors on other machines, ``where=RemoteWorkers(...)``.
 
-An actor makes one whole step of a rank from the order's place and the number of the step, and keeps nothing: whichever
-actor makes it, the batch is the same. So a step that is lost with its actor or node is asked of another one, a late one
-of two, and each step is handed out once, in its turn. Batches come through Ray's object store and are copied into the
-loader's memory.
+An actor makes one whole step of a rank from the order's place and the number of the step, and keeps
+nothing: whichever actor makes it, the batch is the same. So a step that is lost with its actor or
+node is asked of another one, a late one of two, and each step is handed out once, in its turn.
+Batches come through Ray's object store and are copied into the loader's memory.
 """
 
 from __future__ import annotations
@@ -46,22 +46,27 @@ _LATE: Final = 3.0
 """Times the usual duration after which a step is asked of another actor too."""
 _LATE_S: Final = 1.0
 _START_S: Final = 30.0
-"""What is late before any step was made: actors import torch first, and a cluster may lack CPUs for one of them."""
+"""What is late before any step was made: actors import torch first, and a cluster may lack CPUs
+for one of them.
+"""
 _TIMES: Final = 32
 _ATTEMPTS: Final = 10
 _HUNGRY: Final = 0.05
 _WINDOW: Final = 16
-"""Steps after which the number of actors is changed, by one: up if the trainer waited, down if all steps were ready."""
+"""Steps after which the number of actors is changed, by one: up if the trainer waited, down if
+all steps were ready.
+"""
 
 
 class RemoteWorkers(CheckedSettings, frozen=True):
     """Actors of a Ray cluster that make a rank's batches. Needs the extra ``ray``.
 
     Attributes:
-        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.
-            A process that is connected to a cluster stays with that one.
+        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local
+            one that is started. A process that is connected to a cluster stays with that one.
         num_workers: number of actors, the largest one if ``min_workers`` is smaller.
-        min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
+        min_workers: smallest number of actors: more of them are started while the trainer waits for
+            batches.
         cpus: CPUs of each actor, and its decoding threads.
 
     Raises ConfigError for values that are not allowed.
@@ -120,7 +125,10 @@ class _Actor:
 
 
 class StepClient:
-    """Batches of a loader that Ray actors make; they are started at the first iteration. See `BatchClient`."""
+    """Batches of a loader that Ray actors make; they are started at the first iteration.
+
+    See `BatchClient`.
+    """
 
     def __init__(
         self, options: RemoteWorkers, setup: bytes, counts: Counts, *, pinned: bool
@@ -137,7 +145,9 @@ class StepClient:
         self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._late: dict[Any, _Actor] = {}
-        """Steps that another actor made first, which keep theirs busy: it may even lack a node with a free CPU."""
+        """Steps that another actor made first, which keep theirs busy: it may even lack a node
+        with a free CPU.
+        """
 
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what an actor raises for them."""
@@ -153,7 +163,7 @@ class StepClient:
     def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
         number = 0
-        taken = 0
+        num_taken = 0
         waits = 0.0
         ready = 0
         begin_s = time.monotonic()
@@ -177,10 +187,10 @@ class StepClient:
             del result
             yield batch
             del batch
-            taken += 1
-            if taken == _WINDOW:
+            num_taken += 1
+            if num_taken == _WINDOW:
                 self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                taken = 0
+                num_taken = 0
                 waits = 0.0
                 ready = 0
                 begin_s = time.monotonic()
@@ -191,7 +201,8 @@ class StepClient:
                 step.asked[reference].num_asked -= 1
 
     def _actor(self, step: _Step) -> _Actor | None:
-        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing.
+        """Return the actor with the fewest steps of those that were not asked for this one; start
+        what is missing.
 
         One that has made none may have no node: it gets a second step only where all are such.
         """
@@ -205,9 +216,9 @@ class StepClient:
                 list(self._late), num_returns=len(self._late), timeout=0
             )[0]:
                 self._late.pop(reference).num_asked -= 1
-        asked = list(step.asked.values())
-        rank = lambda one: (not one.has_made and one.num_asked > 0, one.num_asked)  # noqa: E731
-        return min((one for one in self._actors if one not in asked), key=rank, default=None)
+        busy = list(step.asked.values())
+        rank = lambda actor: (not actor.has_made and actor.num_asked > 0, actor.num_asked)  # noqa: E731
+        return min((actor for actor in self._actors if actor not in busy), key=rank, default=None)
 
     def _ask(self, step: _Step, place: Cursor) -> None:
         if (actor := self._actor(step)) is not None:
@@ -218,7 +229,10 @@ class StepClient:
         return bool(self._ray.wait(list(step.asked), timeout=0)[0])
 
     def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
-        """Wait for a step; ask for it again where it is lost or late. None when the iteration was stopped."""
+        """Wait for a step; ask for it again where it is lost or late.
+
+        None when the iteration was stopped.
+        """
         ray = self._ray
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
@@ -255,32 +269,34 @@ class StepClient:
         step.attempts += 1
         if step.attempts >= _ATTEMPTS:
             raise ChildProcessError(
-                f"step {step.number} of this iteration was lost {_ATTEMPTS} times, with its actor, its node or for "
-                f"want of memory ({' '.join(str(error).split())[:300]})"
+                f"step {step.number} of this iteration was lost {_ATTEMPTS} times, with its "
+                f"actor, its node or for want of memory ({' '.join(str(error).split())[:300]})"
             ) from error
 
     def _adapt(self, waited: float, ready: int) -> None:
-        most = self._options.num_workers
-        if waited > _HUNGRY and self._wanted < most:
+        max_workers = self._options.num_workers
+        if waited > _HUNGRY and self._wanted < max_workers:
             self._wanted += 1
-        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or most):
+        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or max_workers):
             self._wanted -= 1
-            self._actors.remove(min(self._actors, key=lambda one: one.num_asked))
+            self._actors.remove(min(self._actors, key=lambda actor: actor.num_asked))
 
     def _open(self, result: _Result) -> Any:
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
-        made: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for content, dtype, shape in result.tensors:
             memory = self._buffers.take(content.nbytes)
             np.copyto(memory, content)
-            made.append(torch.from_numpy(memory).view(dtype).view(shape))
-        return load_with(result.payload, made)
+            tensors.append(torch.from_numpy(memory).view(dtype).view(shape))
+        return load_with(result.payload, tensors)
 
     def tune(self, tuning: Tuning) -> None:
         """Do nothing: actors have the threads of their CPUs."""
 
     def close(self) -> None:
-        """End the iteration under way, so that no thread waits for it; the actors wait for the next one."""
+        """End the iteration under way, so that no thread waits for it; the actors wait for the
+        next one.
+        """
         self._is_stopped.set()
 
     def end(self) -> None:

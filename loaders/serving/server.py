@@ -1,19 +1,25 @@
-"""The process that makes batches for others: a loader for each data-parallel rank, and its trainers as clients.
+"""The process that makes batches for others: a loader for each data-parallel rank, and its trainers
+as clients.
 
-All clients of one data-parallel rank get the same batches from one decode: there is one with ``where="process"``, and
-as many as the rank has model-parallel parts on this node with ``where="node"``. What a client sends:
+All clients of one data-parallel rank get the same batches from one decode: there is one with
+``where="process"``, and as many as the rank has model-parallel parts on this node with
+``where="node"``. What a client sends:
 
-=========== ====================================================================================================
+===========
+====================================================================================================
 message     meaning
-=========== ====================================================================================================
+===========
+====================================================================================================
 `Start`     make batches for an iteration from this place; all clients of a rank iterate alike
 `Stop`      make no more of them
 `Received`  batches taken, and blocks of memory that are free again
 `Tuning`    numbers of threads and of ready batches
-=========== ====================================================================================================
+===========
+====================================================================================================
 
-The server sends `Made` for a batch, after a `Block` and its file descriptor for memory that the client does not know,
-`Forget` for memory that is gone, and `Failed`. It keeps nothing but batches that are not free yet.
+The server sends `Made` for a batch, after a `Block` and its file descriptor for memory that the
+client does not know, `Forget` for memory that is gone, and `Failed`. It keeps nothing but batches
+that are not free yet.
 """
 
 from __future__ import annotations
@@ -46,7 +52,9 @@ class Setup(NamedTuple):
     make: Callable[..., Any]
     arguments: tuple[Any, ...]
     finishes: bool
-    """Whether the batches are normalised and transformed here; else the trainer does it on its device."""
+    """Whether the batches are normalised and transformed here; else the trainer does it on its
+    device.
+    """
     num_threads: int
     """Threads of torch in the trainer's process: sums may depend on it."""
     memory_bytes: int
@@ -57,7 +65,9 @@ class Setup(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make the batches of an iteration from ``place`` on, of which the client has ``received`` some already."""
+    """Make the batches of an iteration from ``place`` on, of which the client has ``received``
+    some already.
+    """
 
     number: int
     place: Cursor
@@ -141,7 +151,7 @@ class Client:
             self._held.clear()
             self._changed.notify_all()
 
-    def send(self, made: Made, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
+    def send(self, message: Made, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
         """Send a batch, and the blocks that the client does not know yet."""
         with self._changed:
             self._held.update(held)
@@ -150,16 +160,18 @@ class Client:
             if gone := sorted(self._known - memory.files.keys()):
                 self.connection.send(Forget(gone))
                 self._known.difference_update(gone)
-            for number in sorted(made.batch.blocks() - self._known):
+            for number in sorted(message.batch.blocks() - self._known):
                 file, num_bytes = memory.files[number]
                 self.connection.send(Block(number, num_bytes))
                 reduction.send_handle(self.connection, file, 0)
                 self._known.add(number)
-            self.connection.send(made)
+            self.connection.send(message)
 
 
 class RankServer:
-    """Makes the batches of one data-parallel rank for its clients, in the thread that calls :meth:`serve`."""
+    """Makes the batches of one data-parallel rank for its clients, in the thread that calls
+    :meth:`serve`.
+    """
 
     def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
         """Make the loader; its batches are in ``memory``, else in shared memory."""
@@ -215,15 +227,17 @@ class RankServer:
         return [client for client in self.clients if client.is_connected]
 
     def _due(self) -> Start | None:
-        """Return the next iteration, when all clients have asked for one: from the slowest's place."""
+        """Return the next iteration, when all clients have asked for one: from the slowest's
+        place.
+        """
         starts = [client.start for client in self._connected()]
-        asked = [start for start in starts if start is not None and start.number > self._done]
-        if not asked or len(asked) < len(starts):
+        pending = [start for start in starts if start is not None and start.number > self._done]
+        if not pending or len(pending) < len(starts):
             return None
-        return min(asked, key=lambda start: (start.number, start.received))
+        return min(pending, key=lambda start: (start.number, start.received))
 
     def _run(self, start: Start) -> None:
-        made = start.received
+        number = start.received
         try:
             with contextlib.closing(
                 self._loader.batches_from(start.place, start.received)
@@ -231,30 +245,32 @@ class RankServer:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
-                    if not self._send(Made(start.number, made, exported, self.facts()), held):
+                    if not self._send(Made(start.number, number, exported, self.facts()), held):
                         return
                     del held
-                    made += 1
+                    number += 1
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
             for client in self._connected():
                 with contextlib.suppress(OSError):
                     client.connection.send(Failed(start.number, pickled_error(error)))
 
-    def _send(self, made: Made, held: dict[int, torch.Tensor]) -> bool:
-        """Send a batch to all who have asked for it, when each has room; return whether anybody still has."""
+    def _send(self, message: Made, held: dict[int, torch.Tensor]) -> bool:
+        """Send a batch to all who have asked for it, when each has room; return whether anybody
+        still has.
+        """
 
         def receivers() -> list[Client]:
             return [
-                one
-                for one in self._connected()
-                if one.start is not None and one.start.number == made.start
+                receiver
+                for receiver in self._connected()
+                if receiver.start is not None and receiver.start.number == message.start
             ]
 
         with self.changed:
             self.changed.wait_for(lambda: all(client.room > 0 for client in receivers()))
             clients = receivers()
         for client in clients:
-            client.send(made, held, self._memory)
+            client.send(message, held, self._memory)
         return bool(clients)
 
     def make(self, place: Cursor, number: int) -> Any:

@@ -39,11 +39,13 @@ def open_storage(
 ) -> Storage:
     """Return the storage of an open dataset.
 
-    ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread`` elsewhere. ``verify`` checks
-    every span against its xxh3. ``storage_options`` go to fsspec (None: those the dataset was opened with).
-    ``cache_dir`` keeps spans on a local disk, up to ``cache_size`` bytes.
+    ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread``
+    elsewhere. ``verify`` checks every span against its xxh3. ``storage_options`` go to fsspec
+    (None: those the dataset was opened with). ``cache_dir`` keeps spans on a local disk, up to
+    ``cache_size`` bytes.
 
-    Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache that cannot be used.
+    Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache
+    that cannot be used.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")

@@ -31,11 +31,14 @@ def rounded_up(length: int) -> int:
 
 
 class Buffers:
-    """Byte buffers of any length, handed out as arrays and taken back when the last view is gone. Thread-safe.
+    """Byte buffers of any length, handed out as arrays and taken back when the last view is gone.
 
-    Fresh memory costs a page fault every 4 KiB, which is dearer than filling it. Here a buffer comes back when the
-    array dies that every view and tensor refers to, so one that is kept is simply not reused. Lengths are ``rounded``,
-    by default to one of eight sizes an octave, so that a buffer can serve again; up to ``keep_bytes`` lie ready.
+    Thread-safe.
+
+    Fresh memory costs a page fault every 4 KiB, which is dearer than filling it. Here a buffer
+    comes back when the array dies that every view and tensor refers to, so one that is kept is
+    simply not reused. Lengths are ``rounded``, by default to one of eight sizes an octave, so that
+    a buffer can serve again; up to ``keep_bytes`` lie ready.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> NDArray[np.uint8]:
-        """Return ``length`` bytes with undefined content, uint8 (n,); raise ConfigError where there is no memory.
+        """Return ``length`` bytes with undefined content, uint8 (n,); raise ConfigError where there
+        is no memory.
 
-        The buffer is free again when the returned array and all views of it, numpy's and torch's, are gone.
+        The buffer is free again when the returned array and all views of it, numpy's and torch's,
+        are gone.
         """
         size = self._rounded(length)
         with self._lock:
@@ -66,11 +71,12 @@ class Buffers:
             self._free_bytes -= 0 if base is None else size
             if base is None:
                 base = self._new(size)
-            # numpy lets a view of a view refer to the array that owns the memory, which would be `base`. An array on a
-            # memoryview ends that chain: all views of it refer to it.
+            # numpy lets a view of a view refer to the array that owns the memory, which would be
+            # `base`. An array on a memoryview ends that chain: all views of it refer to it.
             lent = np.frombuffer(base.data, np.uint8)
-            # The callback is C code on purpose. Batches die in the training loop, and a Ctrl-C that struck at the start
-            # of a Python function called from there would be printed and dropped.
+            # The callback is C code on purpose. Batches die in the training loop, and a Ctrl-C that
+            # struck at the start of a Python function called from there would be printed and
+            # dropped.
             ref = weakref.ref(lent, self._returned.append)
             self._lent[id(ref)] = ref, base
         return lent[:length]
@@ -92,6 +98,6 @@ class Buffers:
             ValueError,
         ) as error:  # numpy's, torch's, and numpy's beyond all addresses
             raise ConfigError(
-                f"no memory for a buffer of {size} bytes: take a smaller batch_size, prefetch_factor or image size, or "
-                f"fewer frames ({error})"
+                f"no memory for a buffer of {size} bytes: take a smaller batch_size, "
+                f"prefetch_factor or image size, or fewer frames ({error})"
             ) from error

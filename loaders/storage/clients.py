@@ -1,8 +1,10 @@
-"""Byte ranges of remote files, requested on an event loop: one small interface over fsspec and obstore.
+"""Byte ranges of remote files, requested on an event loop: one small interface over fsspec and
+obstore.
 
-fsspec reaches every protocol and knows all ways to credentials. obstore (the Rust crate ``object_store``) speaks S3 at
-a fraction of the CPU time: it is taken for ``s3://`` where it is installed and can be given the same credentials,
-see :func:`make_client`. Neither retries here: that is :mod:`fuelrail.loaders.storage.requests`'s matter.
+fsspec reaches every protocol and knows all ways to credentials. obstore (the Rust crate
+``object_store``) speaks S3 at a fraction of the CPU time: it is taken for ``s3://`` where it is
+installed and can be given the same credentials, see :func:`make_client`. Neither retries here: that
+is :mod:`fuelrail.loaders.storage.requests`'s matter.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _S3_OPTIONS: Final = {
 
 
 class RangeClient(Protocol):
-    """Reads byte ranges of a dataset's files. Methods run on fsspec's event loop; any exception is a fault."""
+    """Reads byte ranges of a dataset's files.
+
+    Methods run on fsspec's event loop; any exception is a fault.
+    """
 
     kind: str
 
@@ -54,7 +59,9 @@ class RangeClient(Protocol):
 
 
 class FsspecClient:
-    """Any fsspec file system: its coroutine where it has one, else its blocking call in a few threads."""
+    """Any fsspec file system: its coroutine where it has one, else its blocking call in a few
+    threads.
+    """
 
     kind = "fsspec"
 
@@ -88,7 +95,9 @@ class FsspecClient:
 
 
 def _read_local(path: str, start: int, end: int) -> bytes:
-    """Read a range of a file in a folder: unlike an object of a store it may be a FIFO, or a link out of the folder."""
+    """Read a range of a file in a folder: unlike an object of a store it may be a FIFO, or a
+    link out of the folder.
+    """
     with open_file(path) as file:
         file.seek(start)
         return file.read(end - start)
@@ -136,9 +145,11 @@ class ObstoreClient:
 def make_client(
     url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto"
 ) -> RangeClient:
-    """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports all options.
+    """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports
+    all options.
 
-    ``kind`` may also be "fsspec" or "obstore". Raises ConfigError for a missing library and wrong options.
+    ``kind`` may also be "fsspec" or "obstore". Raises ConfigError for a missing library and wrong
+    options.
     """
     fs, path = filesystem(url, storage_options)
     if kind == "fsspec" or (kind == "auto" and not url.startswith(("s3://", "s3a://"))):
@@ -163,7 +174,9 @@ def make_client(
 
 
 def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Translate s3fs's options; None where one has no counterpart, so that s3fs itself must be used."""
+    """Translate s3fs's options; None where one has no counterpart, so that s3fs itself must be
+    used.
+    """
     flat = dict(storage_options)
     nested = flat.pop("client_kwargs", None) or {}
     flat = {**nested, **flat}
@@ -176,7 +189,8 @@ def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None
             config[_S3_OPTIONS[name]] = value
     if anonymous:
         config["skip_signature"] = True
-    # The rest of what boto would find; where that is more than obstore takes, s3fs does the reading.
+    # The rest of what boto would find; where that is more than obstore takes, s3fs does the
+    # reading.
     try:
         import botocore.exceptions
         import botocore.session
@@ -202,7 +216,9 @@ def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 class _BotoCredentials:
-    """Credentials as boto finds them (environment, profiles, SSO, instance roles), refreshed by boto."""
+    """Credentials as boto finds them (environment, profiles, SSO, instance roles), refreshed by
+    boto.
+    """
 
     def __init__(self, credentials: Any) -> None:
         self._credentials = credentials
@@ -219,7 +235,9 @@ class _BotoCredentials:
 
 
 def _boto_credentials() -> _BotoCredentials | None:
-    """Return boto's credentials; None where boto is not installed or finds none: obstore then looks for itself."""
+    """Return boto's credentials; None where boto is not installed or finds none: obstore then
+    looks for itself.
+    """
     try:
         import botocore.session
     except ImportError:

@@ -1,4 +1,6 @@
-"""Open shard files within the process's limit, and describe the change when one changed during a run."""
+"""Open shard files within the process's limit, and describe the change when one changed during a
+run.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ T = TypeVar("T")
 
 _FILES_AT_MOST: Final = 512
 _ADVISED_BYTES: Final = 128 << 10
-"""The bytes of one advice: the kernel reads its read-ahead (or a disk's request) at most and forgets the rest, 128 KiB
-unless the system sets it lower."""
+"""The bytes of one advice: the kernel reads its read-ahead (or a disk's request) at most and
+forgets the rest, 128 KiB unless the system sets it lower.
+"""
 
 
 class OpenShards(Generic[T]):
@@ -72,15 +75,19 @@ class OpenShards(Generic[T]):
 
 
 def open_files_limit(num_storages: int) -> int:
-    """Return how many shards each of the storages may have open: half of the process's descriptors in all."""
+    """Return how many shards each of the storages may have open: half of the process's
+    descriptors in all.
+    """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(_FILES_AT_MOST, allowed // 2 // num_storages))
 
 
 class ShardFile:
-    """An open shard of the size that the manifest states; closed when the last reference to it is gone.
+    """An open shard of the size that the manifest states; closed when the last reference to it is
+    gone.
 
-    Raises OSError where it cannot be opened, TruncatedShardError or ShardError where its size is another.
+    Raises OSError where it cannot be opened, TruncatedShardError or ShardError where its size is
+    another.
     """
 
     def __init__(self, path: Path, expected_bytes: int) -> None:
@@ -102,7 +109,9 @@ class ShardFile:
             os.close(self.fd)
 
     def has_in_memory(self, position: int) -> bool | None:
-        """Return whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
+        """Return whether a byte is in the page cache; None where the file system cannot say.
+
+        False beyond the end.
 
         Where it says no, the kernel may have started to read that page.
         """
@@ -114,45 +123,60 @@ class ShardFile:
             return None
 
     def read_ahead(self, start: int, length: int) -> None:
-        """Have the kernel read a range into the page cache, without waiting for it. Raises OSError."""
-        for at in range(start, start + length, _ADVISED_BYTES):
+        """Have the kernel read a range into the page cache, without waiting for it.
+
+        Raises OSError.
+        """
+        for offset in range(start, start + length, _ADVISED_BYTES):
             os.posix_fadvise(
-                self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED
+                self.fd,
+                offset,
+                min(_ADVISED_BYTES, start + length - offset),
+                os.POSIX_FADV_WILLNEED,
             )
 
     def was_replaced(self) -> bool:
-        """Return whether the name now leads to another file, or the file was written to since it was opened."""
+        """Return whether the name now leads to another file, or the file was written to since it
+        was opened.
+        """
         try:
             now = self.path.stat()
         except OSError:
             return True
-        then = self._opened
+        opened = self._opened
         return (now.st_ino, now.st_size, now.st_mtime_ns) != (
-            then.st_ino,
-            then.st_size,
-            then.st_mtime_ns,
+            opened.st_ino,
+            opened.st_size,
+            opened.st_mtime_ns,
         )
 
 
 def explained(
     dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None
 ) -> ShardError:
-    """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
+    """Return the error with the sample's address, and whether dataset or shard was replaced
+    since it was opened.
+    """
     try:
         fingerprint = load_manifest(dataset.root, EITHER).fingerprint
     except DatasetError:
         fingerprint = None
-    what = error.message
+    message = error.message
     if fingerprint is not None and fingerprint != dataset.manifest.fingerprint:
-        what = f"{what}; {replaced(dataset, fingerprint)}"
+        message = f"{message}; {replaced(dataset, fingerprint)}"
     elif file is not None and file.was_replaced():
-        what = f"{what}; the shard was replaced or written to while in use, by other bytes than the manifest describes"
-    return type(error)(what, shard=dataset.shards.name(row.shard), offset=row.offset, key=row.key)
+        message = (
+            f"{message}; the shard was replaced or written to while in use, by other bytes than "
+            "the manifest describes"
+        )
+    return type(error)(
+        message, shard=dataset.shards.name(row.shard), offset=row.offset, key=row.key
+    )
 
 
 def replaced(dataset: Dataset, fingerprint: str) -> str:
     """Return the clause on a dataset that is another one by now."""
     return (
-        f"the dataset was replaced while in use: its fingerprint was {dataset.manifest.fingerprint} when it was opened "
-        f"and is {fingerprint} now; open it again"
+        "the dataset was replaced while in use: its fingerprint was "
+        f"{dataset.manifest.fingerprint} when it was opened and is {fingerprint} now; open it again"
     )

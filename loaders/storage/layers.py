@@ -1,8 +1,9 @@
 """A dataset and its layers as one storage: a sample's span is whole when those of its layers are.
 
-Requests, cache, retries and the replacement of bad samples see one storage, whose spans are `LayeredSpan`. Each layer
-has a backend of its own, which fits the place of the layer. Requests to it are numbered by its own rows; the future
-uses of the base, by which a cache evicts, are translated.
+Requests, cache, retries and the replacement of bad samples see one storage, whose spans are
+`LayeredSpan`. Each layer has a backend of its own, which fits the place of the layer. Requests to
+it are numbered by its own rows; the future uses of the base, by which a cache evicts, are
+translated.
 """
 
 from __future__ import annotations
@@ -36,32 +37,37 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.layers import Layer
 
-_Found = tuple[int, "IndexRow"] | FuelrailError | None
-"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
+_RowResult = tuple[int, "IndexRow"] | FuelrailError | None
+"""A layer's row of a sample; None where it has none; or the error to raise when it is the
+sample's turn.
+"""
 
 
 class LayerPart(NamedTuple):
-    """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
+    """A layer that is read: its storage, and the decoded fields by the names that it stores,
+    with those of a loader.
+    """
 
     layer: Layer
     storage: Storage
     fields: Mapping[str, str]
 
-    def find(self, position: int, key: str) -> _Found:
+    def find(self, position: int, key: str) -> _RowResult:
         """Return the layer's row of a sample of the base, None where it has none.
 
-        Where it must have one it is an OrderError, where the row has another key an IndexFileError: returned, so that
-        it is raised at the sample's turn, however far ahead this is called.
+        Where it must have one it is an OrderError, where the row has another key an IndexFileError:
+        returned, so that it is raised at the sample's turn, however far ahead this is called.
         """
         layer = self.layer
         try:
-            found = layer.find(position, key)
+            result = layer.find(position, key)
         except FuelrailError as error:
             return error
-        if found is not None or layer.missing != "error":
-            return found
+        if result is not None or layer.missing != "error":
+            return result
         return OrderError(
-            f"layer '{layer.name}' has no value for sample '{key}'; LayerOptions(missing='mask') marks it in the batch"
+            f"layer '{layer.name}' has no value for sample '{key}'; "
+            "LayerOptions(missing='mask') marks it in the batch"
         )
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
@@ -73,7 +79,9 @@ class LayerPart(NamedTuple):
         row = stored.row
         shard = data.shards.name_of(row)
         try:
-            found = read_members(row, stored.span, shard, self.fields, dictionary=data.dictionary)
+            contents = read_members(
+                row, stored.span, shard, self.fields, dictionary=data.dictionary
+            )
         except MemberError as error:
             message = f"layer '{self.layer.name}': {error.message}"
             raise type(error)(message, key=error.key, member=error.member) from error
@@ -81,10 +89,12 @@ class LayerPart(NamedTuple):
             raise IndexFileError(
                 f"layer '{self.layer.name}' ('{data.location}'): {error}"
             ) from error
-        return {self.fields[field]: content for field, content in found.items()}
+        return {self.fields[field]: content for field, content in contents.items()}
 
     def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:
-        """Add to a row what ``read`` returns; an error of a shard says which layer's shard it is."""
+        """Add to a row what ``read`` returns; an error of a shard says which layer's shard it
+        is.
+        """
         try:
             return StoredRow(row, read())
         except ShardError as error:
@@ -104,8 +114,8 @@ def with_layers(
     chosen = {channel.name for channel in channels}
     parts = []
     for layer in layers:
-        both = zip(layer.manifest.channels, layer.channels, strict=True)
-        fields = {own.field: joined.field for own, joined in both if joined.name in chosen}
+        pairs = zip(layer.manifest.channels, layer.channels, strict=True)
+        fields = {stored.field: joined.field for stored, joined in pairs if joined.name in chosen}
         if fields:
             parts.append(LayerPart(layer, open_storage(layer.data), fields))
     return LayeredStorage(base, parts)
@@ -121,15 +131,20 @@ class LayeredStorage:
         self.needs_whole_spans = base.needs_whole_spans
 
     def span(self, index: int, row: IndexRow) -> LayeredSpan:
-        """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
+        """Return one sample's bytes and those of its layers, now.
+
+        Raise ShardError with shard, offset and key.
+        """
         base = self._base.span(index, row)
         layers = []
         for part in self.parts:
-            found = part.find(index, row.key)
-            if isinstance(found, FuelrailError):
-                raise found
+            result = part.find(index, row.key)
+            if isinstance(result, FuelrailError):
+                raise result
             layers.append(
-                None if found is None else part.stored(found[1], partial(part.storage.span, *found))
+                None
+                if result is None
+                else part.stored(result[1], partial(part.storage.span, *result))
             )
         return LayeredSpan(base, tuple(layers))
 
@@ -157,31 +172,33 @@ class LayeredSession:
     def __init__(self, base: Session, parts: Sequence[_PartSession] = ()) -> None:
         self._base = base
         self._parts = parts
-        self._found: dict[int, list[_Found]] = {}
+        self._results: dict[int, list[_RowResult]] = {}
         self._num_requested = 0
 
     def look_up(self, index: int, row: IndexRow) -> int:
-        """Find the layers' rows for a sample that will be requested; return the number of their bytes."""
-        found = self._found[index] = [one.part.find(index, row.key) for one in self._parts]
-        return sum([one[1].length for one in found if isinstance(one, tuple)])
+        """Find the layers' rows for a sample that will be requested; return the number of their
+        bytes.
+        """
+        results = self._results[index] = [item.part.find(index, row.key) for item in self._parts]
+        return sum([item[1].length for item in results if isinstance(item, tuple)])
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
         """Ask for the spans of the base and of the layers' rows for these samples."""
         base = self._base.request(rows)
-        found = [
-            self._found.pop(index, []) or [one.part.find(index, row.key) for one in self._parts]
+        results = [
+            self._results.pop(index, []) or [item.part.find(index, row.key) for item in self._parts]
             for index, row in rows
         ]
-        both = zip(self._parts, zip(*found, strict=True), strict=True) if found else ()
-        layers = [one.request(of_layer, self._num_requested) for one, of_layer in both]
+        columns = zip(self._parts, zip(*results, strict=True), strict=True) if results else ()
+        layers = [item.request(of_layer, self._num_requested) for item, of_layer in columns]
         self._num_requested += len(rows)
-        return [partial(_take, *one) for one in zip(base, *layers, strict=True)]
+        return [partial(_take, *item) for item in zip(base, *layers, strict=True)]
 
     def close(self) -> None:
         """Cancel what was requested of the base and of the layers."""
         self._base.close()
-        for one in self._parts:
-            one.session.close()
+        for part in self._parts:
+            part.session.close()
 
 
 class _PartSession:
@@ -198,18 +215,22 @@ class _PartSession:
         )
         self.session = part.storage.session(uses, uses_per_step)
 
-    def request(self, found: Sequence[_Found], first: int) -> list[Callable[[], StoredRow | None]]:
+    def request(
+        self, results: Sequence[_RowResult], first: int
+    ) -> list[Callable[[], StoredRow | None]]:
         """Ask for these rows; ``first`` is the number of the first among the base's requests."""
         if self._numbers is not None:
-            for number, one in enumerate(found, first):
-                if isinstance(one, tuple):
+            for number, result in enumerate(results, first):
+                if isinstance(result, tuple):
                     self._numbers.note(number)
-        pending = iter(self.session.request([one for one in found if isinstance(one, tuple)]))
+        pending = iter(
+            self.session.request([result for result in results if isinstance(result, tuple)])
+        )
         return [
-            partial(self.part.stored, one[1], next(pending))
-            if isinstance(one, tuple)
-            else partial(_raise_if, one)
-            for one in found
+            partial(self.part.stored, result[1], next(pending))
+            if isinstance(result, tuple)
+            else partial(_raise_if, result)
+            for result in results
         ]
 
 

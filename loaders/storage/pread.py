@@ -1,11 +1,12 @@
 """Shards at local paths, network mounts included, read with ``pread`` into reused buffers.
 
-Files are not mapped: a mapped page that cannot be served ends the process with SIGBUS, or hangs the thread that touches
-it. A read returns an error, and is made again with a newly opened file, which a stale handle or a server that came back
-needs. A span is a copy that nobody changes between its check and its decoding. The copy costs 1 % of the decoding or
-less (``bench/DECISIONS.md``).
+Files are not mapped: a mapped page that cannot be served ends the process with SIGBUS, or hangs the
+thread that touches it. A read returns an error, and is made again with a newly opened file, which a
+stale handle or a server that came back needs. A span is a copy that nobody changes between its
+check and its decoding. The copy costs 1 % of the decoding or less (``bench/DECISIONS.md``).
 
-Of a dataset that exceeds the memory most samples leave the page cache as soon as they were read (:class:`Residency`).
+Of a dataset that exceeds the memory most samples leave the page cache as soon as they were read
+(:class:`Residency`).
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ class PreadShards:
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
-        """Return a sample's bytes in a buffer of its own, which is reused when its last view is gone.
+        """Return a sample's bytes in a buffer of its own, which is reused when its last view is
+        gone.
 
-        A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
-        TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
+        A read that fails, comes short or brings wrong bytes is made again on a newly opened file.
+        Raises TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline)
+        and ShardError.
         """
         self._dataset.shards.name_of(row)
 
@@ -116,7 +119,10 @@ class PreadShards:
             count = os.preadv(file.fd, [buffer[done:]], row.offset + done)
             if count == 0:
                 raise TruncatedShardError(
-                    f"sample needs bytes up to {row.offset + row.length}, the shard ends at {row.offset + done}",
+                    (
+                        f"sample needs bytes up to {row.offset + row.length}, the shard ends at "
+                        f"{row.offset + done}"
+                    ),
                     shard=file.name,
                     offset=row.offset,
                     key=row.key,
@@ -143,7 +149,8 @@ class PreadShards:
             ) from error
 
 
-# No method: the files would refer to the storage that holds them, and stay open until the garbage collector comes.
+# No method: the files would refer to the storage that holds them, and stay open until the garbage
+# collector comes.
 def _open(dataset: Dataset, number: int) -> ShardFile:
     entry = dataset.shards[number]
     return ShardFile(dataset.root / entry.name, entry.bytes)
@@ -158,7 +165,9 @@ class _PreadSession:
         self._residency = residency
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
-        """Let the kernel read ahead, unless it has: for what is in memory the advice takes half as long as reading."""
+        """Let the kernel read ahead, unless it has: for what is in memory the advice takes half
+        as long as reading.
+        """
         for _, row in rows:
             try:
                 file = self._files[row.shard]
@@ -183,9 +192,11 @@ class _PreadSession:
 
 
 class Residency:
-    """Choose the samples whose pages stay in memory: all, or a part by their digests, the same in every process.
+    """Choose the samples whose pages stay in memory: all, or a part by their digests, the same in
+    every process.
 
-    ``memory_bytes`` is the room of the page cache; None: what the machine and the control group have now.
+    ``memory_bytes`` is the room of the page cache; None: what the machine and the control group
+    have now.
     """
 
     def __init__(self, dataset: Dataset, memory_bytes: int | None = None) -> None:
@@ -201,5 +212,7 @@ class Residency:
 
 
 def page_cache_room_bytes() -> int:
-    """Return the memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    """Return the memory that the page cache may take: what the kernel calls available, or the
+    container's limit.
+    """
     return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)

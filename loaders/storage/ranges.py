@@ -1,9 +1,10 @@
 """Plan byte ranges so that all wanted spans come with few requests. Pure: no I/O, no clock.
 
-A request of any length costs a round trip, so spans that lie close together in a shard are fetched as one range,
-gap included. Two numbers decide: the largest gap worth fetching along (``max_gap_bytes``: what the connection moves in
-about one round trip), and the longest range (``max_range_bytes``: longer ones share better when split over several
-connections, and the first sample of a range waits for its last byte).
+A request of any length costs a round trip, so spans that lie close together in a shard are fetched
+as one range, gap included. Two numbers decide: the largest gap worth fetching along
+(``max_gap_bytes``: what the connection moves in about one round trip), and the longest range
+(``max_range_bytes``: longer ones share better when split over several connections, and the first
+sample of a range waits for its last byte).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class WantedSpan(NamedTuple):
 
 
 class PlannedRange(NamedTuple):
-    """One request: bytes ``start`` to ``end - 1`` of a shard, which hold the wanted spans ``members`` (positions in
-    the list that was asked for).
+    """One request: bytes ``start`` to ``end - 1`` of a shard, which hold the wanted spans
+    ``members`` (positions in the list that was asked for).
     """
 
     shard: int
@@ -37,26 +38,27 @@ class PlannedRange(NamedTuple):
 
 
 def plan_ranges(
-    wanted: Sequence[WantedSpan],
+    spans: Sequence[WantedSpan],
     *,
     max_gap_bytes: int = MAX_GAP_BYTES,
     max_range_bytes: int = MAX_RANGE_BYTES,
 ) -> list[PlannedRange]:
     """Merge wanted spans into ranges, in the order in which their first members are needed.
 
-    Every span lies wholly in exactly one range. A range begins and ends with a wanted span, has no gap over
-    ``max_gap_bytes``, and is no longer than ``max_range_bytes`` unless a single span is. Spans may repeat and overlap.
-    Raises ConfigError for a negative gap or a range limit under 1.
+    Every span lies wholly in exactly one range. A range begins and ends with a wanted span, has no
+    gap over ``max_gap_bytes``, and is no longer than ``max_range_bytes`` unless a single span is.
+    Spans may repeat and overlap. Raises ConfigError for a negative gap or a range limit under 1.
     """
     if max_gap_bytes < 0 or max_range_bytes < 1:
         raise ConfigError(
-            f"max_gap_bytes={max_gap_bytes} must be 0 or more, and max_range_bytes={max_range_bytes} 1 or more"
+            f"max_gap_bytes={max_gap_bytes} must be 0 or more, and "
+            f"max_range_bytes={max_range_bytes} 1 or more"
         )
     ranges: list[PlannedRange] = []
     members: list[int] = []
     shard = start = end = -1
-    for number in sorted(range(len(wanted)), key=wanted.__getitem__):
-        span = wanted[number]
+    for number in sorted(range(len(spans)), key=spans.__getitem__):
+        span = spans[number]
         far = max(end, span.offset + span.length)
         if (
             members

@@ -1,4 +1,6 @@
-"""Sample number to sample: the span from storage, checked, and its members parsed; images stay encoded."""
+"""Sample number to sample: the span from storage, checked, and its members parsed; images stay
+encoded.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,12 @@ class FetchedSpan(NamedTuple):
 class SampleReader:
     """Reads single samples of an open dataset, by row of its index. Thread-safe.
 
-    ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
-    Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
-    that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table or
-    of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``. ``cameras`` are the cameras whose
-    images are read, and of which samples are; None: all. ``shown`` are other names for them, in whose order they come.
+    ``storage`` None: the one that fits the place of the dataset, which checks every span against
+    its xxh3 digest. Without ``points`` lidar members are not decoded, without ``sweeps`` not those
+    of earlier sweeps; and with neither that nor ``extra`` are user members. Of further channels
+    only ``channels``, entries of the dataset's table or of layers that ``storage`` has, are read;
+    they stay raw, in ``Sample.extra``. ``cameras`` are the cameras whose images are read, and of
+    which samples are; None: all. ``shown`` are other names for them, in whose order they come.
     """
 
     def __init__(
@@ -59,15 +62,15 @@ class SampleReader:
         extra: bool = True,
         channels: Sequence[Channel] = (),
         cameras: Sequence[str] | None = None,
-        shown: Sequence[str] | None = None,
+        batch_names: Sequence[str] | None = None,
     ) -> None:
         self._dataset = dataset
         self.storage = LayeredStorage(open_storage(dataset)) if storage is None else storage
-        rig = Rig.of(dataset.manifest)
-        self.cameras = [one for one in rig.cameras if cameras is None or one in cameras]
-        if shown is not None:
+        rig = Rig.from_manifest(dataset.manifest)
+        self.cameras = [camera for camera in rig.cameras if cameras is None or camera in cameras]
+        if batch_names is not None:
             self.cameras = list(cameras or ())
-        self.shown = list(shown or self.cameras)
+        self.batch_names = list(batch_names or self.cameras)
         """The names of the cameras in a batch."""
         self.camera_rows = tuple(map(rig.cameras.index, self.cameras))
         """Rows of the cameras in the dataset's rig."""
@@ -95,18 +98,24 @@ class SampleReader:
                 name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras}
             )
         )
-        whole = self.storage.needs_whole_spans
-        self._left_out = frozenset() if whole else frozenset(dataset.index.names) - self._wanted
+        needs_whole = self.storage.needs_whole_spans
+        self._left_out = (
+            frozenset() if needs_whole else frozenset(dataset.index.names) - self._wanted
+        )
 
     def fetch(self, index: int) -> FetchedSpan:
-        """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
+        """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for
+        bad bytes.
+        """
         row = self.row(index)
         return FetchedSpan(row, self.storage.span(index, row))
 
     def row(self, index: int) -> IndexRow:
-        """Return the row of the index for the part of a sample that is read; raise OrderError outside the dataset.
+        """Return the row of the index for the part of a sample that is read; raise OrderError
+        outside the dataset.
 
-        Lidars and channels that are not selected are not in it: its span ends with the last member that may be read.
+        Lidars and channels that are not selected are not in it: its span ends with the last member
+        that may be read.
         """
         row = self._dataset.index.row(index)
         if not self._left_out or is_framed(self._dataset.shards.name_of(row)):
@@ -114,24 +123,30 @@ class SampleReader:
         return row.without(self._left_out)
 
     def rows(self, indices: Sequence[int]) -> tuple[IndexRow, ...]:
-        """Return the rows of the index for all that is read for a sample; raise OrderError outside the dataset.
+        """Return the rows of the index for all that is read for a sample; raise OrderError outside
+        the dataset.
 
-        Of those behind its frames they are of the members of ``timed`` alone, where a part of a span can be read.
+        Of those behind its frames they are of the members of ``timed`` alone, where a part of a
+        span can be read.
         """
-        found = {index: self.row(index) for index in dict.fromkeys(indices[: self.num_frames])}
+        rows_by_index = {
+            index: self.row(index) for index in dict.fromkeys(indices[: self.num_frames])
+        }
         fields = {channel.field for channel in self.timed}
         for index in indices[len(indices) if self.num_frames is None else self.num_frames :]:
-            if index not in found:
+            if index not in rows_by_index:
                 row = self._dataset.index.row(index)
                 is_whole = self.storage.needs_whole_spans or is_framed(
                     self._dataset.shards.name_of(row)
                 )
                 part = row if is_whole else row.only(fields)
-                found[index] = part if is_whole or part is not row else row.only((META,))
-        return tuple([found[index] for index in indices])
+                rows_by_index[index] = part if is_whole or part is not row else row.only((META,))
+        return tuple([rows_by_index[index] for index in indices])
 
     def values(self, fetched: FetchedSpan) -> dict[str, Value | None]:
-        """Return the values of ``timed`` of a sample by name, None for one that it lacks; raises MemberError."""
+        """Return the values of ``timed`` of a sample by name, None for one that it lacks; raises
+        MemberError.
+        """
         fields = {channel.field for channel in self.timed}
         return (
             decode_values(self._members(fetched, fields), self.timed, fetched.row.key)
@@ -139,7 +154,7 @@ class SampleReader:
             else {}
         )
 
-    def _members(self, fetched: FetchedSpan, wanted: Collection[str]) -> dict[str, memoryview]:
+    def _members(self, fetched: FetchedSpan, fields: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""
         row = fetched.row
         (span, layers) = fetched.span
@@ -147,7 +162,7 @@ class SampleReader:
             row,
             span,
             self._dataset.shards.name_of(row),
-            wanted,
+            fields,
             dictionary=self._dataset.dictionary,
         )
         for part, stored in zip(self.storage.parts, layers, strict=True):
@@ -158,17 +173,22 @@ class SampleReader:
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.
 
-        A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a SchemaError: a blank image
-        must never pass for a valid one, nor a label for one of the classes that it is not.
+        A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a
+        SchemaError: a blank image must never pass for a valid one, nor a label for one of the
+        classes that it is not.
         """
         row = fetched.row
         sample = decode_sample(row.key, self._members(fetched, self._wanted), self._fields)
         if self.camera_rows != tuple(range(self._num_cameras)):
             sample = sample.of_cameras(self.camera_rows, self._num_cameras)
         check_arrays(sample, self._rig)
-        if self.shown != self.cameras:
-            pairs = zip(self.cameras, self.shown, strict=True)
-            images = {name: sample.images[own] for own, name in pairs if own in sample.images}
+        if self.batch_names != self.cameras:
+            pairs = zip(self.cameras, self.batch_names, strict=True)
+            images = {
+                name: sample.images[stored_name]
+                for stored_name, name in pairs
+                if stored_name in sample.images
+            }
             sample = dataclasses.replace(sample, images=images)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(
@@ -186,8 +206,8 @@ class SampleReader:
         """Return the row of the sample with this key; raise OrderError where there is none."""
         index = self._dataset.find(key)
         if index is None:
-            there = (
+            hint = (
                 f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
             )
-            raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")
+            raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {hint}")
         return index

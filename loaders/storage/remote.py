@@ -1,11 +1,14 @@
-"""Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked, retried.
+"""Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked,
+retried.
 
 The requests of a session are planned (:mod:`fuelrail.loaders.storage.ranges`) and requested at once
-(:mod:`fuelrail.loaders.storage.requests`); the loader's fetch stage waits for each sample in order. A range lives
-until the last of its samples was taken and let go, so memory is bounded by the look-ahead of who asks.
+(:mod:`fuelrail.loaders.storage.requests`); the loader's fetch stage waits for each sample in order.
+A range lives until the last of its samples was taken and let go, so memory is bounded by the
+look-ahead of who asks.
 
-With a cache (:mod:`fuelrail.loaders.storage.cache.span_cache`) a span is looked for there first and put there
-afterwards. Local paths can be read this way too (``file://``), to cache a slow file system on a fast disk.
+With a cache (:mod:`fuelrail.loaders.storage.cache.span_cache`) a span is looked for there first and
+put there afterwards. Local paths can be read this way too (``file://``), to cache a slow file
+system on a fast disk.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)
 class RemoteShards:
     """Shards of a dataset that a ``client`` (`make_client`) reads by ranges. Thread-safe.
 
-    ``verify`` holds every span against its digest; a wrong one is fetched once more on its own. With a ``cache`` it is
-    always done, for a damaged span must not stay.
+    ``verify`` holds every span against its digest; a wrong one is fetched once more on its own.
+    With a ``cache`` it is always done, for a damaged span must not stay.
     """
 
     look_ahead_bytes = 256 << 20
@@ -90,12 +93,17 @@ class RemoteShards:
         self.requester = Requester(self._retry, self._options, self._on_fault)
 
     def _ensure_process(self) -> None:
-        """Start again in a forked process: event loops, connections and locks do not survive a fork."""
+        """Start again in a forked process: event loops, connections and locks do not survive a
+        fork.
+        """
         if os.getpid() != self._pid:
             self._begin()
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """Return one sample's bytes, from the cache or fetched now. Raise StorageError and the other ShardErrors."""
+        """Return one sample's bytes, from the cache or fetched now.
+
+        Raise StorageError and the other ShardErrors.
+        """
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
@@ -110,18 +118,18 @@ class RemoteShards:
 
     def stats(self) -> StorageStats:
         """Return the counters so far."""
-        made = self.requester
+        requester = self.requester
         stats = StorageStats(
             backend=self.client.kind,
             spans=self._spans,
             span_bytes=self._span_bytes,
-            requests=made.requests,
-            request_bytes=made.request_bytes,
-            retries=made.retries,
-            hedges=made.hedges,
-            hedges_won=made.hedges_won,
+            requests=requester.requests,
+            request_bytes=requester.request_bytes,
+            retries=requester.retries,
+            hedges=requester.hedges,
+            hedges_won=requester.hedges_won,
             refetched=self._refetched,
-            concurrency=made.width,
+            concurrency=requester.width,
         )
         return stats if self.cache is None else self.cache.add_stats(stats)
 
@@ -140,7 +148,10 @@ class RemoteShards:
     def fetched_again(
         self, row: IndexRow, future: concurrent.futures.Future[memoryview]
     ) -> memoryview:
-        """Fetch one span on its own, after its first coming failed a check. Raise what :meth:`span` raises."""
+        """Fetch one span on its own, after its first coming failed a check.
+
+        Raise what :meth:`span` raises.
+        """
         self._refetched += 1
         try:
             span = future.result()
@@ -199,7 +210,7 @@ class RemoteShards:
         """Return the file that holds a sample."""
         return self.dataset.shards.name_of(row)
 
-    def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
+    def _explain(self, row: IndexRow, kind: type[ShardError], message: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
         try:
             fingerprint = (
@@ -212,15 +223,17 @@ class RemoteShards:
                 else "unknown"
             )
         if fingerprint != self.dataset.manifest.fingerprint:
-            what = f"{what}; {replaced(self.dataset, fingerprint)}"
-        raise kind(what, shard=self.shard_name(row), offset=row.offset, key=row.key)
+            message = f"{message}; {replaced(self.dataset, fingerprint)}"
+        raise kind(message, shard=self.shard_name(row), offset=row.offset, key=row.key)
 
     def _on_fault(self, fault: Fault) -> None:
         _LOG.info("'%s': %s; trying again", shown_url(self._url), fault.text)
 
 
 class _Range:
-    """A range that is requested or loaded; while it is referenced, its samples need no other request."""
+    """A range that is requested or loaded; while it is referenced, its samples need no other
+    request.
+    """
 
     __slots__ = ("__weakref__", "future", "is_single", "start")
 
@@ -239,7 +252,8 @@ class _RemoteSession:
         self._storage = storage
         self._future_uses = future_uses
         self._asked = 0
-        # By part of a sample. In a small dataset, and about an epoch's end, it is asked for again before it was taken.
+        # By part of a sample. In a small dataset, and about an epoch's end, it is asked for again
+        # before it was taken.
         self._ranges: weakref.WeakValueDictionary[tuple[int, int, int], _Range] = (
             weakref.WeakValueDictionary()
         )
@@ -277,18 +291,18 @@ class _RemoteSession:
             else:
                 new[part] = [number]
         missing = list(new.values())
-        wanted = [
+        spans = [
             WantedSpan(row.shard, row.offset, row.length)
             for row in (rows[places[0]][1] for places in missing)
         ]
-        for planned in plan_ranges(wanted):
+        for planned in plan_ranges(spans):
             future = self._start(planned.shard, planned.start, planned.end)
-            asked = _Range(future, planned.start, is_single=len(planned.members) == 1)
+            pending_range = _Range(future, planned.start, is_single=len(planned.members) == 1)
             for member in planned.members:
                 for number in missing[member]:
                     index, row = rows[number]
-                    self._ranges[index, row.offset, row.length] = asked
-                    pending[number] = partial(self._take, asked, first + number, index, row)
+                    self._ranges[index, row.offset, row.length] = pending_range
+                    pending[number] = partial(self._take, pending_range, first + number, index, row)
         return [pending[number] for number in range(len(rows))]
 
     def close(self) -> None:
@@ -313,10 +327,10 @@ class _RemoteSession:
         with self._lock:
             self._under_way.discard(future)
 
-    def _take(self, asked: _Range, number: int, index: int, row: IndexRow) -> memoryview:
+    def _take(self, pending_range: _Range, number: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         try:
-            span = self._wait(asked, row)
+            span = self._wait(pending_range, row)
         except concurrent.futures.CancelledError:
             raise StorageError(
                 "the loader was closed before the sample came",
@@ -332,16 +346,18 @@ class _RemoteSession:
             )
         return storage.handed_out(span)
 
-    def _wait(self, asked: _Range, row: IndexRow) -> memoryview:
-        """Return a span out of its range once that is here, good, if need be by asking for it alone."""
+    def _wait(self, pending_range: _Range, row: IndexRow) -> memoryview:
+        """Return a span out of its range once that is here, good, if need be by asking for it
+        alone.
+        """
         storage = self._storage
         try:
-            data = asked.future.result()
+            data = pending_range.future.result()
         except FetchFailedError as error:
-            if asked.is_single or error.fault.kind != "cut":
+            if pending_range.is_single or error.fault.kind != "cut":
                 storage.fail(row, error)
         else:
-            first = row.offset - asked.start
+            first = row.offset - pending_range.start
             span = data[first : first + row.length]
             if storage.is_good(row, span):
                 return span

@@ -6,14 +6,14 @@
                         |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
                         |  fault or time-out: wait in its place (backoff, jitter), again until the deadline
 
-*Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few per cent more
-requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower. From the
-same budget comes the first retry of a request, at once: one fault says nothing of the next request. When many fail
-the budget is spent, and they back off.
+*Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few
+per cent more requests. A budget keeps it at that: when all of storage is slow, second requests
+would only make it slower. From the same budget comes the first retry of a request, at once: one
+fault says nothing of the next request. When many fail the budget is spent, and they back off.
 
-The number of requests in flight is limited. The limit decreases by 30 % while more than a fifth of the answers are
-"slow down", and increases again by an eighth in each round with fewer of them. A request that waits to be tried again
-keeps its place: somebody waits for it already.
+The number of requests in flight is limited. The limit decreases by 30 % while more than a fifth of
+the answers are "slow down", and increases again by an eighth in each round with fewer of them. A
+request that waits to be tried again keeps its place: somebody waits for it already.
 
 Everything here runs on one event loop and needs no locks.
 """
@@ -51,7 +51,9 @@ _SHORT_ANSWERS: Final = 3
 
 
 class FetchFailedError(Exception):
-    """A request that failed after all retries, because of ``fault``; the caller adds shard, offset and key."""
+    """A request that failed after all retries, because of ``fault``; the caller adds shard,
+    offset and key.
+    """
 
     def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
         super().__init__(fault.text)
@@ -75,16 +77,20 @@ class Latencies:
         bisect.insort(self._sorted, latency_s)
 
     def quantile(self, part: float) -> float | None:
-        """Return the latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
+        """Return the latency that ``part`` of the recent ones did not exceed; None before there
+        are enough of them.
+        """
         if len(self._sorted) < _ENOUGH:
             return None
         return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
 
 
 class Requester:
-    """Makes requests, at most ``places`` at a time, and a second one after ``min_hedge_s`` at the earliest.
+    """Makes requests, at most ``places`` at a time, and a second one after ``min_hedge_s`` at the
+    earliest.
 
-    Counters: ``requests`` answered and their ``request_bytes``, ``retries``, ``hedges``, ``hedges_won``.
+    Counters: ``requests`` answered and their ``request_bytes``, ``retries``, ``hedges``,
+    ``hedges_won``.
     """
 
     def __init__(
@@ -158,7 +164,9 @@ class Requester:
     async def _attempt(
         self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float
     ) -> Buffer:
-        """Make one request and perhaps its hedges; the first answer counts, the others are given up."""
+        """Make one request and perhaps its hedges; the first answer counts, the others are given
+        up.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = min(deadline, began + self._timeout_s())
@@ -203,7 +211,9 @@ class Requester:
                 task.add_done_callback(_ignore)
 
     def _count(self, *, throttled: bool = False) -> None:
-        """Count an answer or a "slow down"; change the limit after a round of as many as there are places, or 16."""
+        """Count an answer or a "slow down"; change the limit after a round of as many as there
+        are places, or 16.
+        """
         self._answers += 1
         self._throttles += throttled
         if self._answers < max(16, self.width):
@@ -233,25 +243,29 @@ class Requester:
         return True
 
     def _usual_s(self) -> float:
-        """Return the usual longest time of an answer, after which a second request (hedge) is sent."""
+        """Return the usual longest time of an answer, after which a second request (hedge) is
+        sent.
+        """
         usual_s = self._latencies.quantile(_USUAL)
         return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._min_hedge_s)
 
     def _timeout_s(self) -> float:
-        """Return the time limit of one attempt: ten times the usual time, at least 2 s, within the policy's limit."""
+        """Return the time limit of one attempt: ten times the usual time, at least 2 s, within
+        the policy's limit.
+        """
         usual_s = self._latencies.quantile(_USUAL)
         limit_s = self._retry.attempt_timeout_s
         return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
 
 
-def _wrong_length(got: int, wanted: int, num_short: int) -> Fault:
-    if got > wanted:
+def _wrong_length(got: int, expected: int, num_short: int) -> Fault:
+    if got > expected:
         return Fault(
             "invalid",
-            f"the server sent {got} bytes for a range of {wanted}: it does not serve byte ranges",
+            f"the server sent {got} bytes for a range of {expected}: it does not serve byte ranges",
         )
     kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
-    return Fault(kind, f"the answer came short: {got} of {wanted} bytes")
+    return Fault(kind, f"the answer came short: {got} of {expected} bytes")
 
 
 def _ignore(task: asyncio.Task[Buffer]) -> None:

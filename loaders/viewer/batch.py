@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _NS_PER_S: Final = 1e9
 _TO_SELECT: Final = "not in the batch; Transforms(select=[NAME, ...]) takes, by name:"
-_NEEDED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
+_REQUIRED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
 
 
 class Picture(NamedTuple):
@@ -44,7 +44,10 @@ class Picture(NamedTuple):
         Path(file).write_bytes(png(self.pixels))
 
     def __repr__(self) -> str:
-        return f"Picture({self.pixels.shape[1]} x {self.pixels.shape[0]}; save(FILE) writes it as a PNG)"
+        return (
+            f"Picture({self.pixels.shape[1]} x {self.pixels.shape[0]}; save(FILE) writes it as "
+            "a PNG)"
+        )
 
     def _repr_png_(self) -> bytes:
         return png(self.pixels)
@@ -70,7 +73,8 @@ class LoaderDisplay(ABC):
         """Return how to make it again, its arguments, first the struct, and its position."""
 
     def describe(self) -> BatchDescription:
-        """Return name, form and meaning of each entry of the next iteration's first batch, loaded apart from this one.
+        """Return name, form and meaning of each entry of the next iteration's first batch, loaded
+        apart from this one.
 
         Raises ConfigError where there is none, or where it is not a dict.
         """
@@ -78,7 +82,8 @@ class LoaderDisplay(ABC):
         return described._replace(selectable=self.selectable())
 
     def selectable(self) -> tuple[tuple[str, str, str], ...]:
-        """Return what ``Transforms(select=...)`` could add to a batch: name, kind and meaning of each.
+        """Return what ``Transforms(select=...)`` could add to a batch: name, kind and meaning of
+        each.
 
         Of a mix: what the first dataset has. Raises IndexFileError for damaged attributes.
         """
@@ -97,30 +102,36 @@ class LoaderDisplay(ABC):
         return tuple(found)
 
     def show(self, batch: Mapping[str, Any] | None = None, *, samples: int = 4) -> Picture:
-        """Draw a batch of this loader as it goes into training: after augmentation, normalisation undone, with boxes.
+        """Draw a batch of this loader as it goes into training: after augmentation, normalisation
+        undone, with boxes.
 
-        Of each sample: its cameras, and lidar points and boxes from above, in the ego frame as augmented. With a
-        temporal window the frames of a camera are in a row; boxes, which are the sample's own, are moved by their
-        velocity in the others, or left out of them without ego poses. Selected channels are drawn as `fuelrail.view`
-        draws them.
+        Of each sample: its cameras, and lidar points and boxes from above, in the ego frame as
+        augmented. With a temporal window the frames of a camera are in a row; boxes, which are the
+        sample's own, are moved by their velocity in the others, or left out of them without ego
+        poses. Selected channels are drawn as `fuelrail.view` draws them.
 
         Args:
-            batch: a batch of this loader; None: the first of the next iteration, loaded apart from this one.
+            batch: a batch of this loader; None: the first of the next iteration, loaded apart from
+                this one.
             samples: number of samples to draw, from the first one on.
 
-        Raises ConfigError where there is no batch, or where it lacks entries of `Batch` that a picture needs.
+        Raises ConfigError where there is no batch, or where it lacks entries of `Batch` that a
+        picture needs.
         """
-        found = self._next_batch() if batch is None else batch
+        entries = self._next_batch() if batch is None else batch
         if samples < 1:
             raise ConfigError(f"samples={samples} must be 1 or more")
-        if missing := [name for name in _NEEDED if name not in found]:
+        if missing := [name for name in _REQUIRED if name not in entries]:
             raise ConfigError(
-                f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it"
+                f"a batch without {missing[0]!r} cannot be drawn: let transform and "
+                "collate_fn keep it"
             )
         sheets = []
-        for at in range(min(samples, len(found["sample_key"]))):
-            title = f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}"
-            sheets.append((title, draw_sample(found, at, self)))
+        for row in range(min(samples, len(entries["sample_key"]))):
+            title = (
+                f"{entries['sample_key'][row]}   epoch {entries['epoch']}, step {entries['step']}"
+            )
+            sheets.append((title, draw_sample(entries, row, self)))
         return Picture(stack(sheets))
 
     def _next_batch(self) -> dict[str, Any]:
@@ -128,27 +139,29 @@ class LoaderDisplay(ABC):
         make, (arguments, datasets), place = self.__reduce__()
         with make(
             msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets
-        ) as other:
-            other.__setstate__(place)
-            batch = next(iter(other), None)
+        ) as preview:
+            preview.__setstate__(place)
+            batch = next(iter(preview), None)
         if not isinstance(batch, dict):
             raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")
         return batch
 
 
 class _Frames:
-    """A sample of a batch with its frames on the first axis; without a temporal window there is one."""
+    """A sample of a batch with its frames on the first axis; without a temporal window there is
+    one.
+    """
 
-    def __init__(self, batch: Mapping[str, Any], at: int) -> None:
+    def __init__(self, batch: Mapping[str, Any], row: int) -> None:
         self._batch = batch
-        self._at = at
-        self._has_windows = batch["ida_mat"][at].ndim == 4
+        self._at = row
+        self._has_windows = batch["ida_mat"][row].ndim == 4
         self.key = 0
         """Which frame is the sample's own."""
         if self._has_windows:
-            is_shown = _array(batch["frame_global_index"][at]) == int(batch["global_index"][at])
-            self.key = int(np.argmax(is_shown & _array(batch["frame_valid"][at])))
-        self.index = (at, self.key) if self._has_windows else (at,)
+            is_shown = _array(batch["frame_global_index"][row]) == int(batch["global_index"][row])
+            self.key = int(np.argmax(is_shown & _array(batch["frame_valid"][row])))
+        self.index = (row, self.key) if self._has_windows else (row,)
         """Where the sample's own frame is in entries [B, ...] or [B, T, ...]."""
 
     def entry(self, name: str) -> NDArray[Any]:
@@ -163,31 +176,33 @@ class _Frames:
         img = self._batch["img"]
         groups = transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
-        found: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
+        images_of_frames: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
             of_part = _undo(part[self._at].detach(), transforms.normalize)
             names = cameras if name is None or groups is None else groups[name].cameras
             for frame, of_frame in zip(
-                found, of_part if self._has_windows else of_part[None], strict=True
+                images_of_frames, of_part if self._has_windows else of_part[None], strict=True
             ):
                 frame.update(zip(names, of_frame, strict=True))
-        return [[of_frame[camera] for camera in cameras] for of_frame in found]
+        return [[of_frame[camera] for camera in cameras] for of_frame in images_of_frames]
 
     def boxes(self, box_frame: BoxFrame) -> list[DrawnBoxes] | None:
-        """Return the boxes in each frame's ego, moved by their velocity since the sample's own time."""
+        """Return the boxes in each frame's ego, moved by their velocity since the sample's own
+        time.
+        """
         batch = self._batch
-        at = self._at
+        row = self._at
         if "gt_boxes_3d" not in batch:
             return None
-        real = _array(batch["gt_mask"][at]) if "gt_mask" in batch else slice(None)
-        boxes3d = _array(batch["gt_boxes_3d"][at])[real]
-        label = _array(batch["gt_labels_3d"][at])[real]
+        real = _array(batch["gt_mask"][row]) if "gt_mask" in batch else slice(None)
+        boxes3d = _array(batch["gt_boxes_3d"][row])[real]
+        label = _array(batch["gt_labels_3d"][row])[real]
         half = boxes3d[:, 6] / 2
         zero = np.zeros(len(boxes3d))
         corners = box_corners(
             boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
         ).astype(np.float64)
-        velocity = np.nan_to_num(_array(batch["gt_velocity"][at])[real].astype(np.float64))
+        velocity = np.nan_to_num(_array(batch["gt_velocity"][row])[real].astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
             corners = _moved(corners, lidar2ego)
@@ -197,14 +212,14 @@ class _Frames:
         if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
             none = DrawnBoxes(corners[:0], label[:0])
             return [
-                DrawnBoxes(corners, label) if at == self.key else none
-                for at in range(len(self.since_s()))
+                DrawnBoxes(corners, label) if row == self.key else none
+                for row in range(len(self.since_s()))
             ]
         since = self.since_s()[:, None, None, None] * velocity[:, None]
         key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
         return [
-            DrawnBoxes(_moved(corners + way, of), label)
-            for way, of in zip(since, key2ego, strict=True)
+            DrawnBoxes(_moved(corners + way, matrix), label)
+            for way, matrix in zip(since, key2ego, strict=True)
         ]
 
     def since_s(self) -> NDArray[np.float64]:
@@ -213,7 +228,9 @@ class _Frames:
         return np.asarray((times - times[self.key]) / _NS_PER_S)
 
     def points(self) -> NDArray[np.floating[Any]]:
-        """Return the lidar's points in the ego of the sample's own frame, [P, 3]; none where the batch has none."""
+        """Return the lidar's points in the ego of the sample's own frame, [P, 3]; none where the
+        batch has none.
+        """
         if "points" not in self._batch or "lidar2ego" not in self._batch:
             return np.zeros((0, 3))
         points = _part(self._batch["points"], self.index)[:, :3]
@@ -224,11 +241,11 @@ class _Frames:
         )
 
 
-def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
+def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
     """Draw sample ``at`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
     cameras = loader.cameras
     transforms = loader.transforms
-    frames = _Frames(batch, at)
+    frames = _Frames(batch, row)
     images = frames.images(cameras, transforms)
     ida_mat = frames.entry("ida_mat")
     ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
@@ -251,7 +268,7 @@ def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDA
         for t, title in enumerate(titles)
     ]
     classes = loader.dataset.manifest.classes
-    values = values_of(batch, at, loader.selected)
+    values = values_of(batch, row, loader.selected)
     has_world = boxes is not None or "points" in batch
     points = frames.points() if has_world else None
     return contact_sheet(drawn, cameras, classes, values, points=points, key=frames.key)
@@ -271,7 +288,8 @@ def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
         return _array(img)
     if normalize is None:
         raise ConfigError(
-            f"'img' must be uint8 to be drawn, or normalised by Transforms(normalize=...), got {img.dtype}"
+            "'img' must be uint8 to be drawn, or normalised by Transforms(normalize=...), "
+            f"got {img.dtype}"
         )
     mean, std = (
         torch.tensor(levels, device=img.device)[:, None, None]
@@ -282,34 +300,40 @@ def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
 
 
 def values_of(
-    batch: Mapping[str, Any], at: int, channels: Sequence[Channel]
+    batch: Mapping[str, Any], row: int, channels: Sequence[Channel]
 ) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
         return []
-    frames = _Frames(batch, at)
-    found = ((one, _value(batch, one.name, frames.index)) for one in channels if one.name in batch)
-    return [(one, value) for one, value in found if value is not None]
+    frames = _Frames(batch, row)
+    values = (
+        (channel, _value(batch, channel.name, frames.index))
+        for channel in channels
+        if channel.name in batch
+    )
+    return [(channel, value) for channel, value in values if value is not None]
 
 
 def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
-    """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame); None: it has none."""
+    """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame);
+    None: it has none.
+    """
     valid = batch[f"{name}_valid"]
     value = batch[name]
     if not valid[index]:
         return None
     if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
-        own = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
+        interval = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
         return (
-            value.map(lambda part: _array(part[own]))
+            value.map(lambda part: _array(part[interval]))
             if isinstance(value, Logits)
-            else _array(value.values[own])
+            else _array(value.values[interval])
         )
     if isinstance(value, Logits):
         return value.map(lambda part: _part(part, index))
     return (
-        {one: _part(column, index) for one, column in value.items()}
+        {column_name: _part(column, index) for column_name, column in value.items()}
         if isinstance(value, dict)
         else _part(value, index)
     )
@@ -364,30 +388,35 @@ def _columns(rows: Sequence[tuple[str, str, str]]) -> str:
 def describe_batch(
     batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str
 ) -> BatchDescription:
-    """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
-    known = {name: meaning for name, (_, meaning) in batch_entries().items()}
-    for one in channels:
-        frame = f", frame {one.frame}" if one.frame else ""
-        known[one.name] = f"selected: {one.kind}{frame}, moved by law {one.law.name}"
-        known[f"{one.name}_valid"] = f"the sample has {one.name}"
-    known = {
-        name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()
+    """Return form and meaning of each entry of a batch with these selected channels, and with
+    boxes in this frame.
+    """
+    meanings = {name: meaning for name, (_, meaning) in batch_entries().items()}
+    for channel in channels:
+        frame = f", frame {channel.frame}" if channel.frame else ""
+        meanings[channel.name] = f"selected: {channel.kind}{frame}, moved by law {channel.law.name}"
+        meanings[f"{channel.name}_valid"] = f"the sample has {channel.name}"
+    meanings = {
+        name: text.replace("`box_frame`", f"the {box_frame} frame")
+        for name, text in meanings.items()
     }
     return BatchDescription(
         tuple(
-            (name, _form(value), known.get(name, "").replace("`", ""))
+            (name, _form(value), meanings.get(name, "").replace("`", ""))
             for name, value in batch.items()
         )
     )
 
 
 def _form(value: object) -> str:
-    """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
+    """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a
+    length that differs.
+    """
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
-    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
-        dims = [set(sizes) for sizes in zip(*(one.shape for one in value), strict=False)]
+    if isinstance(value, list) and value and all(isinstance(item, torch.Tensor) for item in value):
+        dims = [set(sizes) for sizes in zip(*(item.shape for item in value), strict=False)]
         shape = ", ".join(str(*sizes) if len(sizes) == 1 else "*" for sizes in dims)
         return f"list of {len(value)} {_form(value[0]).partition(' ')[0]} [{shape}]"
     if isinstance(value, list):
@@ -396,5 +425,5 @@ def _form(value: object) -> str:
     if isinstance(value, Logits):
         return _form(value.parts).replace("dict", "Logits", 1)
     if isinstance(value, Mapping):
-        return "dict of " + ", ".join(f"{name}: {_form(one)}" for name, one in value.items())
+        return "dict of " + ", ".join(f"{name}: {_form(item)}" for name, item in value.items())
     return type(value).__name__

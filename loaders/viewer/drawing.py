@@ -1,4 +1,6 @@
-"""Draw camera images with boxes and values on them, one beside the other; and lidar and boxes from above."""
+"""Draw camera images with boxes and values on them, one beside the other; and lidar and boxes
+from above.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _PLACES: Final = (
 
 
 class DrawnBoxes(NamedTuple):
-    """Boxes to draw: ``corners`` float64 [M, 8, 3] in ego, as `Boxes.corners` orders them, and ``label`` [M]."""
+    """Boxes to draw: ``corners`` float64 [M, 8, 3] in ego, as `Boxes.corners` orders them, and
+    ``label`` [M].
+    """
 
     corners: NDArray[np.float64]
     label: NDArray[np.integer]
@@ -64,9 +68,9 @@ class DrawnBoxes(NamedTuple):
 class DrawnFrame(NamedTuple):
     """The images of one moment: ``images`` are N of uint8 [3, H, W], RGB, whose sizes may differ.
 
-    ``ego2img`` [N, 4, 4] leads from ego to (u d, v d, d, 1) of these images, ``boxes`` are drawn by it, and of
-    ``ida_mat`` [N, 4, 4], stored to drawn pixels, the captions say whether an image is mirrored or rotated. ``title``
-    is written into the captions too.
+    ``ego2img`` [N, 4, 4] leads from ego to (u d, v d, d, 1) of these images, ``boxes`` are drawn by
+    it, and of ``ida_mat`` [N, 4, 4], stored to drawn pixels, the captions say whether an image is
+    mirrored or rotated. ``title`` is written into the captions too.
     """
 
     images: Sequence[NDArray[np.uint8]]
@@ -85,22 +89,27 @@ def contact_sheet(
     points: NDArray[np.floating[Any]] | None = None,
     key: int = 0,
 ) -> NDArray[np.uint8]:
-    """Draw a sample: camera images with boxes and values of channels; nearer boxes hide those behind them.
+    """Draw a sample: camera images with boxes and values of channels; nearer boxes hide those
+    behind them.
 
     Args:
-        frames: one frame, whose cameras are placed in three columns; or those of a temporal window, which are placed
-            beside each other, each camera in a row of its own.
+        frames: one frame, whose cameras are placed in three columns; or those of a temporal window,
+            which are placed beside each other, each camera in a row of its own.
         cameras: the channels of the N images.
         classes: names that the boxes' labels number.
         values: channels and their values; those on images as the images of frame ``key`` are.
-        points: [P, 3] in ego of frame ``key``: they and the boxes are drawn from above too; None: they are not.
+        points: [P, 3] in ego of frame ``key``: they and the boxes are drawn from above too; None:
+            they are not.
         key: which frame is the sample's own.
 
     Returns:
         uint8 [H', W', 3], RGB.
 
     """
-    tiles = [_tiles(frame, cameras, values if at == key else ()) for at, frame in enumerate(frames)]
+    tiles = [
+        _tiles(frame, cameras, values if number == key else ())
+        for number, frame in enumerate(frames)
+    ]
     placed = [c for c in _PLACES if c in cameras] if set(cameras) <= set(_PLACES) else list(cameras)
     if len(frames) == 1:
         sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
@@ -162,7 +171,8 @@ def _tiles(
 def project_segment(
     start: NDArray[np.float64], end: NDArray[np.float64], ego2img: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front of a camera.
+    """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front
+    of a camera.
 
     Returns two pixels (u, v), centre-origin, or None where all of it is behind.
     """
@@ -176,8 +186,11 @@ def project_segment(
 
 
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
-    """Return those changes of an image that look like faults: a mirror, a rotation of half a degree or more."""
-    # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v that points down.
+    """Return those changes of an image that look like faults: a mirror, a rotation of half a
+    degree or more.
+    """
+    # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v
+    # that points down.
     mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
     (c, d) = ida_mat[1, :2]
     degrees = math.degrees(math.atan2(c if mirrored else -c, d))
@@ -191,10 +204,10 @@ def _hide_behind(
     ego2img: NDArray[np.float64],
 ) -> None:
     """Restore the picture inside a box's outline: what lies behind it is not seen."""
-    found = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
-    if found[:, 2].min() < NEAR_M:
+    projected = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
+    if projected[:, 2].min() < NEAR_M:
         return
-    pixels = found[:, :2] / found[:, 2:3]
+    pixels = projected[:, :2] / projected[:, 2:3]
     if np.abs(pixels).max() > 20 * max(tile.shape):
         return
     inside = np.zeros(tile.shape[:2], np.uint8)
@@ -205,7 +218,9 @@ def _hide_behind(
 def _from_above(
     size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
 ) -> NDArray[np.uint8]:
-    """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its heading."""
+    """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its
+    heading.
+    """
     pane = np.full((size_px, size_px, 3), _DARK, np.uint8)
     scale = size_px / (2 * ABOVE_M)
     middle = size_px / 2
@@ -218,9 +233,11 @@ def _from_above(
         )
 
     near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
-    at = pixels(near)
+    places = pixels(near)
     height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
-    pane[np.clip(at[:, 1], 0, size_px - 1), np.clip(at[:, 0], 0, size_px - 1)] = 70 + 150 * height
+    pane[np.clip(places[:, 1], 0, size_px - 1), np.clip(places[:, 0], 0, size_px - 1)] = (
+        70 + 150 * height
+    )
     for radius in (20, 40):
         cv2.circle(
             pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA
@@ -261,21 +278,21 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
         raster = np.asarray(value)
-        colours, seen = _coloured(raster, channel.law.fill or 0.0)
-        tile[seen] = (tile[seen].astype(np.uint16) + colours[seen]) // 2
+        colours, mask = _coloured(raster, channel.law.fill or 0.0)
+        tile[mask] = (tile[mask].astype(np.uint16) + colours[mask]) // 2
         return
     limit = 20 * max(tile.shape)
     for boxes in _groups(value, channel, "boxes"):
-        for at, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
+        for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
             u, v, right, bottom = (round(side * 16) for side in corners)
-            cv2.rectangle(tile, (u, v), (right, bottom), _colour(at), 1, cv2.LINE_AA, shift=4)
+            cv2.rectangle(tile, (u, v), (right, bottom), _colour(number), 1, cv2.LINE_AA, shift=4)
     for points in _groups(value, channel, "points"):
-        for at, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
+        for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
             cv2.circle(
                 tile,
                 (round(point[0] * 16), round(point[1] * 16)),
                 32,
-                _colour(at),
+                _colour(number),
                 -1,
                 cv2.LINE_AA,
                 shift=4,
@@ -283,30 +300,32 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
 
 
 def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return colours (H, W, 3) of a raster and where it has values: labels by palette, numbers from blue to red."""
+    """Return colours (H, W, 3) of a raster and where it has values: labels by palette, numbers
+    from blue to red.
+    """
     if raster.ndim == 3:
         return raster.astype(np.uint8), np.ones(raster.shape[:2], bool)
-    seen = np.isfinite(raster) & (raster != fill)
+    mask = np.isfinite(raster) & (raster != fill)
     if raster.dtype.kind != "f":
-        return np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)], seen
-    known = raster[seen].astype(np.float64)
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    share = np.where(seen, (raster - low) / max(high - low, 1e-9), 0.0)
+        return np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)], mask
+    values = raster[mask].astype(np.float64)
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
+    share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
     coloured = np.asarray(
         cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8
     )
-    return coloured[..., ::-1], seen
+    return coloured[..., ::-1], mask
 
 
 def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
-        found = (
+        columns = (
             value[group[0]]
             if isinstance(value, dict)
-            else value[..., [channel.columns.index(one) for one in group]]
+            else value[..., [channel.columns.index(name) for name in group]]
         )
-        yield np.asarray(found, np.float64).reshape(-1, found.shape[-1])
+        yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
 
 
 def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
@@ -315,7 +334,9 @@ def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
     if isinstance(value, str | list):
         text = value if isinstance(value, str) else " | ".join(value)
     elif isinstance(value, dict):
-        text = ", ".join(f"{name} {list(np.shape(one))}" for name, one in value.items())
+        text = ", ".join(
+            f"{name} {list(np.shape(array_part))}" for name, array_part in value.items()
+        )
     else:
         array = np.asarray(value)
         is_short = array.size <= _SHORT and array.dtype.kind in "biuf"

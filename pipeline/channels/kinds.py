@@ -1,7 +1,7 @@
 """Kinds: how a channel's values become a member's bytes, come back, and become part of a batch.
 
-A kind is five functions in one record (:class:`Kind`), found by name in :data:`KINDS`. Packages add kinds by the entry
-point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
+A kind is five functions in one record (:class:`Kind`), found by name in :data:`KINDS`. Packages add
+kinds by the entry point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
 
 ========  =============================  ==================================================================
 kind      value                          in the batch
@@ -68,7 +68,9 @@ _PNG_BITS: Final = {"uint8": 8, "uint16": 16}
 
 
 class Packed(NamedTuple):
-    """Sequences of differing length: value i is ``values[offsets[i] : offsets[i + 1]]``; offsets are int64 [B + 1]."""
+    """Sequences of differing length: value i is ``values[offsets[i] : offsets[i + 1]]``; offsets
+    are int64 [B + 1].
+    """
 
     values: NDArray[np.generic]
     offsets: NDArray[np.int64]
@@ -84,15 +86,18 @@ class Kind:
 
     Attributes:
         extensions: what members of the kind may end with; the first is the usual one.
-        broken: what is wrong with an entry of the table that has this kind, as texts; no check of law or names.
-        encode: value to a member's raw bytes; raises SchemaError for a value that is not as the table says.
-        decode: raw bytes to the value, arrays as read-only views where they can be; raises SchemaError or ImageError
-            for bytes that may not be stored: dtype, shape, tokens beyond the vocabulary, NaN and infinities where the
-            table forbids them.
+        broken: what is wrong with an entry of the table that has this kind, as texts; no check of
+            law or names.
+        encode: value to a member's raw bytes; raises SchemaError for a value that is not as the
+            table says.
+        decode: raw bytes to the value, arrays as read-only views where they can be; raises
+            SchemaError or ImageError for bytes that may not be stored: dtype, shape, tokens beyond
+            the vocabulary, NaN and infinities where the table forbids them.
         check: raises what ``decode`` does, of an image by its header alone.
-        collate: values of a batch to what the batch holds. None among them is a missing value: in a stack it is filled
-            with zeros of the others' shape, in `Packed` it is empty, in a list it is None; the loader's
-            ``{name}_valid`` says which. ``shape`` is that of a value, for a batch without any.
+        collate: values of a batch to what the batch holds. None among them is a missing value: in a
+            stack it is filled with zeros of the others' shape, in `Packed` it is empty, in a list
+            it is None; the loader's ``{name}_valid`` says which. ``shape`` is that of a value, for
+            a batch without any.
         row_bytes: bytes of a row, for the codec ``zstd-pR``; 0: plain ``zstd``; None: stored raw.
     """
 
@@ -159,7 +164,9 @@ def _broken_points(channel: Channel) -> Iterator[str]:
 
 def _broken_tokens(channel: Channel) -> Iterator[str]:
     if len(channel.shape) != 1:
-        yield f"shape {list(channel.shape)} must be [T], or [null] where the number of tokens varies"
+        yield (
+            f"shape {list(channel.shape)} must be [T], or [null] where the number of tokens varies"
+        )
     if not channel.dtype or np.dtype(channel.dtype).kind not in "iu":
         yield f"dtype '{channel.dtype}' must be one of integers"
     if channel.vocabulary is None or channel.vocabulary.size < 1:
@@ -171,8 +178,8 @@ def _decode_tokens(data: Buffer, channel: Channel) -> NDArray[Any]:
     words = channel.vocabulary
     if words is not None and tokens.size and not (tokens.min() >= 0 and tokens.max() < words.size):
         raise SchemaError(
-            f"tokens of channel '{channel.name}' are {int(tokens.min())} to {int(tokens.max())}; vocabulary "
-            f"'{words.name}' has 0 to {words.size - 1}"
+            f"tokens of channel '{channel.name}' are {int(tokens.min())} to "
+            f"{int(tokens.max())}; vocabulary '{words.name}' has 0 to {words.size - 1}"
         )
     return tokens
 
@@ -186,18 +193,18 @@ def _encode_tokens(value: Value, channel: Channel) -> bytes:
 def _stack(
     values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
 ) -> NDArray[np.generic]:
-    there = [value for value in values if value is not None]
-    dtype = there[0].dtype if there else channel.numpy_dtype
-    make = np.empty if len(there) == len(values) else np.zeros
-    out = make((len(values), *(there[0].shape if there else shape)), dtype)
-    for at, value in enumerate(values):
+    present = [value for value in values if value is not None]
+    dtype = present[0].dtype if present else channel.numpy_dtype
+    make = np.empty if len(present) == len(values) else np.zeros
+    out = make((len(values), *(present[0].shape if present else shape)), dtype)
+    for row, value in enumerate(values):
         if value is not None:
             if value.shape != out.shape[1:]:
                 raise SchemaError(
-                    f"channel '{channel.name}': values of {list(out.shape[1:])} and {list(value.shape)} cannot be "
-                    "stacked"
+                    f"channel '{channel.name}': values of {list(out.shape[1:])} and "
+                    f"{list(value.shape)} cannot be stacked"
                 )
-            out[at] = value
+            out[row] = value
     return out
 
 
@@ -240,11 +247,11 @@ def _broken_ragged(channel: Channel) -> Iterator[str]:
 def _ragged(
     arrays: dict[str, NDArray[np.generic]], channel: Channel
 ) -> dict[str, NDArray[np.generic]]:
-    wanted = {spec.name: spec for spec in channel.arrays}
-    if arrays.keys() != wanted.keys():
+    specs = {spec.name: spec for spec in channel.arrays}
+    if arrays.keys() != specs.keys():
         raise SchemaError(
-            f"channel '{channel.name}' has the arrays {', '.join(sorted(arrays)):.200}; the table has "
-            f"{', '.join(wanted):.200}"
+            f"channel '{channel.name}' has the arrays {', '.join(sorted(arrays)):.200}; the "
+            f"table has {', '.join(specs):.200}"
         )
     lengths = {len(array) if array.ndim else -1 for array in arrays.values()}
     if len(lengths) != 1:
@@ -252,19 +259,20 @@ def _ragged(
             f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they share one"
         )
     for name, array in arrays.items():
-        spec = wanted[name]
+        spec = specs[name]
         if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
             raise SchemaError(
-                f"array '{name}' of channel '{channel.name}' is {array.dtype}{list(array.shape)}; the table has "
-                f"{spec.dtype}{['M', *spec.shape]}"
+                f"array '{name}' of channel '{channel.name}' is "
+                f"{array.dtype}{list(array.shape)}; the table has {spec.dtype}{['M', *spec.shape]}"
             )
-    return {name: arrays[name] for name in wanted}
+    return {name: arrays[name] for name in specs}
 
 
 def _encode_ragged(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, Mapping):
         raise SchemaError(
-            f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a dict of arrays"
+            f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a "
+            "dict of arrays"
         )
     arrays = _ragged({name: _as_array(array, channel) for name, array in value.items()}, channel)
     for array in arrays.values():
@@ -343,28 +351,34 @@ def _broken_image(channel: Channel) -> Iterator[str]:
     if channel.dtype not in _PNG_BITS or (channel.dtype == "uint16" and channel.extension != "png"):
         yield f"dtype '{channel.dtype}' must be uint8, or uint16 as PNG"
     if len(channel.shape) not in (2, 3) or (len(channel.shape) == 3 and channel.shape[2] != 3):
-        yield f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null where it varies"
+        yield (
+            f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null "
+            "where it varies"
+        )
 
 
 def _check_image(data: Buffer, channel: Channel) -> None:
     size = image_size(data, channel)
-    for side, wanted in zip(size[::-1], channel.shape, strict=False):
-        if wanted not in (None, side):
+    for side, expected in zip(size[::-1], channel.shape, strict=False):
+        if expected not in (None, side):
             raise ImageError(
-                f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has {channel.shape}"
+                f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has "
+                f"{channel.shape}"
             )
 
 
 def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
-    """Return width and height [px] of an image of the channel; raise ImageError for a header unlike the table."""
+    """Return width and height [px] of an image of the channel; raise ImageError for a header
+    unlike the table.
+    """
     info = probe(data, bits=(_PNG_BITS[channel.dtype],))
     components = 3 if len(channel.shape) == 3 else 1
     if info.num_components != components or info.format != (
         "png" if channel.extension == "png" else "jpeg"
     ):
         raise ImageError(
-            f"channel '{channel.name}' is a {info.format} of {info.num_components} components; the table has "
-            f"'.{channel.extension}' with {components}"
+            f"channel '{channel.name}' is a {info.format} of {info.num_components} "
+            f"components; the table has '.{channel.extension}' with {components}"
         )
     return info.width, info.height
 
@@ -373,11 +387,11 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
     import cv2
 
     _check_image(data, channel)
-    whole = (
+    encoded = (
         unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
     )
     flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
-    pixels = cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
+    pixels = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
     if pixels is None:
         raise ImageError(f"channel '{channel.name}' cannot be decoded: its pixel data are broken")
     return _checked(
@@ -394,7 +408,8 @@ def _encode_image(value: Value, channel: Channel) -> bytes:
     )
     if not done:
         raise ImageError(
-            f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}"
+            f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as "
+            f"{channel.extension}"
         )
     return encoded.tobytes()
 

@@ -1,12 +1,14 @@
-"""Laws: what augmentation does to a channel's values, with the maths of :mod:`fuelrail.pipeline.transforms`.
+"""Laws: what augmentation does to a channel's values, with the maths of
+:mod:`fuelrail.pipeline.transforms`.
 
-A law is three functions in one record (:class:`LawCode`), found by name in :data:`LAWS`. Packages add laws by the entry
-point group ``fuelrail.laws``, whose entry points name ``LawCode`` objects. Values are those of the kinds
-(:mod:`fuelrail.pipeline.channels.kinds`); axes in front of those that a law moves are kept, so that values stacked over
-the frames of a window, which share one map, move at once.
+A law is three functions in one record (:class:`LawCode`), found by name in :data:`LAWS`. Packages
+add laws by the entry point group ``fuelrail.laws``, whose entry points name ``LawCode`` objects.
+Values are those of the kinds (:mod:`fuelrail.pipeline.channels.kinds`); axes in front of those that
+a law moves are kept, so that values stacked over the frames of a window, which share one map, move
+at once.
 
-The roles of a law say which columns are what: groups of columns, or of a ``ragged`` channel groups of one array each,
-whose last axis has the columns.
+The roles of a law say which columns are what: groups of columns, or of a ``ragged`` channel groups
+of one array each, whose last axis has the columns.
 
 ==============  ============================  ======================================================================
 law             role                          columns of a group
@@ -68,8 +70,9 @@ class Motion:
     Attributes:
         images: camera to the map of its image.
         ego: the map of the ego frame.
-        sensor2ego: lidar to the lidar at its own time to ego at the sample's (`Geometry.lidar2keyego`), rigid (4, 4)
-            float64; of the lidars in whose frame channels are.
+        sensor2ego: lidar to the lidar at its own time to ego at the sample's
+            (`Geometry.lidar2keyego`), rigid (4, 4) float64; of the lidars in whose frame channels
+            are.
     """
 
     images: Mapping[str, ImageMap] = field(default_factory=dict)
@@ -82,10 +85,12 @@ class LawCode:
     """The code of one law.
 
     Attributes:
-        broken: what is wrong with the law of an entry, as texts; the mapping is the whole table by name.
-        move: a channel's value moved as the sample is; a new value, or the same one where nothing moves. Raises
-            SchemaError for a value that the law cannot move.
-        shape: the shape of a moved raster, given the stored shape; what kinds stack where all values are missing.
+        broken: what is wrong with the law of an entry, as texts; the mapping is the whole table by
+            name.
+        move: a channel's value moved as the sample is; a new value, or the same one where nothing
+            moves. Raises SchemaError for a value that the law cannot move.
+        shape: the shape of a moved raster, given the stored shape; what kinds stack where all
+            values are missing.
     """
 
     broken: Callable[[Channel, Mapping[str, Channel]], Iterator[str]]
@@ -109,32 +114,45 @@ def _nothing_broken(_: Channel, __: Mapping[str, Channel]) -> Iterator[str]:
 
 
 def _broken_roles(channel: Channel) -> Iterator[str]:
-    """Yield the roles that the law does not have, and groups whose columns are missing, too few or integers."""
-    known = ROLES[channel.law.name]
+    """Yield the roles that the law does not have, and groups whose columns are missing, too few
+    or integers.
+    """
+    sizes_by_role = ROLES[channel.law.name]
     arrays = {spec.name: spec for spec in channel.arrays}
     named = [name for groups in channel.law.roles.values() for group in groups for name in group]
     if twice := sorted({name for name in named if named.count(name) > 1}):
         yield f"roles name {twice} twice, and each is moved once: name them in one group"
     for role, groups in channel.law.roles.items():
-        if role not in known:
-            yield f"law '{channel.law.name}' has no role '{role}'; known: {', '.join(known)}"
+        if role not in sizes_by_role:
+            yield (
+                f"law '{channel.law.name}' has no role '{role}'; known: {', '.join(sizes_by_role)}"
+            )
             continue
         for group in groups:
             if channel.arrays:
                 spec = arrays.get(group[0]) if len(group) == 1 else None
                 if spec is None:
-                    yield f"role '{role}' names {list(group)}; a group of a ragged channel is one of its arrays"
+                    yield (
+                        f"role '{role}' names {list(group)}; a group of a ragged channel is one "
+                        "of its arrays"
+                    )
                     continue
                 dtype = spec.dtype
                 size = spec.shape[-1] if spec.shape else 1
             else:
                 if absent := [name for name in group if name not in channel.columns]:
-                    yield f"role '{role}' names the columns {absent}; there are {list(channel.columns)}"
+                    yield (
+                        f"role '{role}' names the columns {absent}; there are "
+                        f"{list(channel.columns)}"
+                    )
                     continue
                 dtype = channel.dtype
                 size = len(group)
-            if size not in known[role]:
-                yield f"role '{role}' has {size} columns in {list(group)}; allowed: {known[role]}"
+            if size not in sizes_by_role[role]:
+                yield (
+                    f"role '{role}' has {size} columns in {list(group)}; allowed: "
+                    f"{sizes_by_role[role]}"
+                )
             if role != "visible" and not dtype.startswith("float"):
                 yield f"role '{role}' needs floats; {list(group)} has dtype '{dtype}'"
 
@@ -144,11 +162,17 @@ def _needs_camera(channel: Channel, table: Mapping[str, Channel]) -> Iterator[st
     if camera is None:
         yield f"law '{channel.law.name}' needs its camera: give law.camera"
     elif camera not in table or table[camera].sensor != "camera":
-        cameras = [one.name for one in table.values() if one.sensor == "camera"]
-        yield f"law '{channel.law.name}' names the camera {camera!r:.80}; the table has: {', '.join(cameras) or 'none'}"
+        cameras = [entry.name for entry in table.values() if entry.sensor == "camera"]
+        yield (
+            f"law '{channel.law.name}' names the camera {camera!r:.80}; the table has: "
+            f"{', '.join(cameras) or 'none'}"
+        )
     elif channel.frame not in (None, f"image:{camera}"):
-        wanted = f"image:{camera}"
-        yield f"law '{channel.law.name}' of camera '{camera}' needs the frame '{wanted}'; it is {channel.frame!r:.80}"
+        frame = f"image:{camera}"
+        yield (
+            f"law '{channel.law.name}' of camera '{camera}' needs the frame '{frame}'; it is "
+            f"{channel.frame!r:.80}"
+        )
 
 
 def _needs_ego(channel: Channel) -> Iterator[str]:
@@ -156,9 +180,12 @@ def _needs_ego(channel: Channel) -> Iterator[str]:
         yield f"law '{channel.law.name}' needs the frame 'ego'; it is {channel.frame!r:.80}"
 
 
-def _needs_roles(channel: Channel, *wanted: str) -> Iterator[str]:
-    if not set(wanted) & channel.law.roles.keys():
-        yield f"law '{channel.law.name}' needs a role {' or '.join(map(repr, wanted))}: it says what moves"
+def _needs_roles(channel: Channel, *roles: str) -> Iterator[str]:
+    if not set(roles) & channel.law.roles.keys():
+        yield (
+            f"law '{channel.law.name}' needs a role {' or '.join(map(repr, roles))}: it says "
+            "what moves"
+        )
 
 
 def _broken_fill(channel: Channel) -> Iterator[str]:
@@ -177,7 +204,10 @@ def _broken_fill(channel: Channel) -> Iterator[str]:
 def _broken_image(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_camera(channel, table)
     if channel.kind not in ("image", "array") or channel.axes[:2] != ("height", "width"):
-        yield f"law 'image' moves kind image or array with the axes height, width first; not {list(channel.axes)}"
+        yield (
+            "law 'image' moves kind image or array with the axes height, width first; not "
+            f"{list(channel.axes)}"
+        )
     if channel.law.fraction is not None and channel.law.fraction < 1:
         yield f"fraction {channel.law.fraction} must be 1 or more"
     yield from _broken_fill(channel)
@@ -197,7 +227,10 @@ def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterat
     if frame != "ego" and (
         sensor == frame or sensor not in table or table[sensor].sensor != "lidar"
     ):
-        yield f"law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is {channel.frame!r:.80}"
+        yield (
+            "law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is "
+            f"{channel.frame!r:.80}"
+        )
 
 
 def _broken_ego_boxes(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
@@ -213,7 +246,10 @@ def _broken_grid(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
     extent = channel.law.extent_m or ()
     space = [name for name in ("x", "y", "z") if name in channel.axes]
     if space[:2] != ["x", "y"] or channel.kind not in ("array", "image"):
-        yield f"law 'ego_grid' moves kind array or image with the axes x and y (and z); not {list(channel.axes)}"
+        yield (
+            "law 'ego_grid' moves kind array or image with the axes x and y (and z); not "
+            f"{list(channel.axes)}"
+        )
     half = len(extent) // 2
     if len(extent) != 2 * len(space) or not np.isfinite(extent).all():
         yield f"extent_m {list(extent)} must have {2 * len(space)} finite borders in m"
@@ -227,13 +263,18 @@ def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
     if not channel.law.roles and (
         channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")
     ):
-        yield f"law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is {list(channel.shape)}"
+        yield (
+            "law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is "
+            f"{list(channel.shape)}"
+        )
 
 
 def _move_roles(
     value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]
 ) -> Value:
-    """Return a copy of the value in which each group of columns with a role is moved, in float64."""
+    """Return a copy of the value in which each group of columns with a role is moved, in
+    float64.
+    """
     is_dict = isinstance(value, dict)
     moved: Any = dict(value) if is_dict else value.copy()
     for role, move in moves.items():
@@ -250,7 +291,9 @@ def _move_roles(
 def _affine(
     linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None
 ) -> Callable[[Array], Array]:
-    """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and left out."""
+    """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and
+    left out.
+    """
 
     def move(points: Array) -> Array:
         size = points.shape[-1]
@@ -295,10 +338,11 @@ def _ego_poses(value: Value, channel: Channel, motion: Motion) -> Value:
     matrix = ego.matrix
     if not channel.law.roles:
         moved = value.astype(np.float64)
-        # The body is mirrored with its world: its own left and right are exchanged, so that its axes stay a rotation.
-        own = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
+        # The body is mirrored with its world: its own left and right are exchanged, so that its
+        # axes stay a rotation.
+        mirror = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
         moved[..., :3, 3] = moved[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3]
-        moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ own
+        moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ mirror
         return moved.astype(value.dtype)
     moves = {
         "positions": _affine(matrix[:3, :3], matrix[:3, 3]),
@@ -313,7 +357,8 @@ def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
     if motion.ego == IDENTITY:
         return value
     law = channel.law
-    # Turned before cells move: the fill of cells outside the extent is not a vector that was measured.
+    # Turned before cells move: the fill of cells outside the extent is not a vector that was
+    # measured.
     turned = (
         _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])})
         if law.roles
@@ -331,12 +376,13 @@ def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
 
 def _image_map(channel: Channel, motion: Motion) -> ImageMap:
     camera = channel.law.camera or ""
-    found = motion.images.get(camera)
-    if found is None:
+    image_map = motion.images.get(camera)
+    if image_map is None:
         raise SchemaError(
-            f"channel '{channel.name}' moves with the image of camera '{camera}', which has no map here"
+            f"channel '{channel.name}' moves with the image of camera '{camera}', which has "
+            "no map here"
         )
-    return found
+    return image_map
 
 
 def _image(value: Value, channel: Channel, motion: Motion) -> Value:
@@ -356,30 +402,32 @@ def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tu
 
 
 def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
-    """Move points through the map; clip boxes to what the crops leave, then tighten them about their turned corners.
+    """Move points through the map; clip boxes to what the crops leave, then tighten them about
+    their turned corners.
 
-    A box or point of which nothing is left keeps the place where it falls, cut off at the output's border. A number of
-    role ``visible`` becomes 0 where nothing is left of its row's boxes and points, or of its own point.
+    A box or point of which nothing is left keeps the place where it falls, cut off at the output's
+    border. A number of role ``visible`` becomes 0 where nothing is left of its row's boxes and
+    points, or of its own point.
     """
     image_map = _image_map(channel, motion)
-    left: list[Array] = []
+    inside_masks: list[Array] = []
 
     def points(rows: Array) -> Array:
         moved, inside = _moved_points(rows, image_map)
-        left.append(inside)
+        inside_masks.append(inside)
         return moved
 
     def boxes(rows: Array) -> Array:
         moved, inside = _moved_boxes(rows, image_map)
-        left.append(inside)
+        inside_masks.append(inside)
         return moved
 
     def visible(rows: Array) -> Array:
         places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
-        own = [inside for inside in left if inside.shape[: places.ndim] == places.shape]
-        if own:
+        masks = [inside for inside in inside_masks if inside.shape[: places.ndim] == places.shape]
+        if masks:
             places = places * np.any(
-                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in own], 0
+                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks], 0
             )
         return places.reshape(rows.shape)
 
@@ -394,11 +442,11 @@ def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
     moved = flat @ matrix[:2, :2].T + matrix[:2, 2]
     left, top, right, bottom = image_map.visible
     width, height = image_map.out_wh
-    least = np.asarray((left - 0.5, top - 0.5))
-    most = np.asarray((right - 0.5, bottom - 0.5))
+    low = np.asarray((left - 0.5, top - 0.5))
+    high = np.asarray((right - 0.5, bottom - 0.5))
     inside = (moved >= -0.5) & (moved <= np.asarray((width - 0.5, height - 0.5)))
-    whole: Array = np.all((flat >= least) & (flat <= most) & inside, axis=-1)
-    return moved.reshape(points.shape), whole.reshape(points.shape[:-1])
+    is_inside: Array = np.all((flat >= low) & (flat <= high) & inside, axis=-1)
+    return moved.reshape(points.shape), is_inside.reshape(points.shape[:-1])
 
 
 def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
@@ -410,14 +458,16 @@ def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
     left, top, right, bottom = image_map.visible
     low = np.clip(corners.min(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
     high = np.clip(corners.max(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
-    kept = np.concatenate((low, high), 1)[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
+    clipped = np.concatenate((low, high), 1)[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
     matrix = image_map.centre_matrix()
-    moved = kept @ matrix[:2, :2].T + matrix[:2, 2]
+    moved = clipped @ matrix[:2, :2].T + matrix[:2, 2]
     width, height = image_map.out_wh
     first = np.clip(moved.min(1), -0.5, (width - 0.5, height - 0.5))
     last = np.clip(moved.max(1), -0.5, (width - 0.5, height - 0.5))
-    seen = (high > low).all(-1) & (last > first).all(-1)
-    return np.concatenate((first, last), 1).reshape(boxes.shape), seen.reshape(boxes.shape[:-1])
+    is_visible = (high > low).all(-1) & (last > first).all(-1)
+    return np.concatenate((first, last), 1).reshape(boxes.shape), is_visible.reshape(
+        boxes.shape[:-1]
+    )
 
 
 LAWS: Final = Registry(

@@ -1,11 +1,13 @@
 """Kinds of a teacher's distributions over a vocabulary, of which k tokens a position are stored.
 
-``logits_topk`` has the k likeliest tokens with their probabilities, and the mass of all others, the tail.
-``logits_sampled`` has k draws from the distribution, each of weight 1 / k: the mean of any function of a token
-has the expectation that it has under the whole distribution (arXiv 2503.16870); a mean over top-k has not.
+``logits_topk`` has the k likeliest tokens with their probabilities, and the mass of all others, the
+tail. ``logits_sampled`` has k draws from the distribution, each of weight 1 / k: the mean of any
+function of a token has the expectation that it has under the whole distribution (arXiv 2503.16870);
+a mean over top-k has not.
 
-The k tokens are stored in ascending order, so that only the set (of draws, multiset) takes room: by the code of Elias
-and Fano, 2 + log2(V / k) bits a token at most. FORMAT.md has the layout, section 2.1.
+The k tokens are stored in ascending order, so that only the set (of draws, multiset) takes room: by
+the code of Elias and Fano, 2 + log2(V / k) bits a token at most. FORMAT.md has the layout, section
+2.1.
 """
 
 from __future__ import annotations
@@ -39,18 +41,21 @@ _HEAD_BYTES: Final = 8
 
 
 class Logits(NamedTuple):
-    """A teacher's distributions at T positions, by k tokens each: arrays; in a batch tensors with B in front.
+    """A teacher's distributions at T positions, by k tokens each: arrays; in a batch tensors with B
+    in front.
 
     Attributes:
         indices: int32 [T, k]: the tokens, in ascending order. Drawn ones may occur several times.
-        weights: float32 [T, k]: of top-k, the probability of each; of draws, 1 / k. 0 where ``known`` is False.
+        weights: float32 [T, k]: of top-k, the probability of each; of draws, 1 / k. 0 where
+            ``known`` is False.
         tail: float32 [T]: of top-k, the probability of all other tokens together; of draws, None.
         known: bool [T]: whether the position is stored.
-        offsets: in a batch of samples that differ in T: int64 [B + 1]; the positions of all samples then follow each
-            other along one axis, and sample b has ``offsets[b]`` to ``offsets[b + 1]``. Else None.
+        offsets: in a batch of samples that differ in T: int64 [B + 1]; the positions of all samples
+            then follow each other along one axis, and sample b has ``offsets[b]`` to ``offsets[b +
+            1]``. Else None.
 
-    To write one, ``indices`` is enough for draws, and ``indices`` with ``weights`` for top-k: by default the tail is
-    what these lack of 1, and all positions are known.
+    To write one, ``indices`` is enough for draws, and ``indices`` with ``weights`` for top-k: by
+    default the tail is what these lack of 1, and all positions are known.
     """
 
     indices: Any
@@ -71,14 +76,16 @@ class Logits(NamedTuple):
 
 def logits_store(text: str) -> tuple[str, int] | None:
     """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another text."""
-    found = _STORE.fullmatch(text)
-    return None if found is None else (f"logits_{found[1]}", int(found[2]))
+    match = _STORE.fullmatch(text)
+    return None if match is None else (f"logits_{match[1]}", int(match[2]))
 
 
 def logits_entry(
     name: str, store: tuple[str, int], length: int | None, size: int
 ) -> dict[str, Any]:
-    """Return the entry of the table for logits [length, size], stored as `logits_store` says; None: lengths differ."""
+    """Return the entry of the table for logits [length, size], stored as `logits_store` says;
+    None: lengths differ.
+    """
     kind, k = store
     entry: dict[str, Any] = {
         "name": name,
@@ -98,18 +105,27 @@ def broken(channel: Channel) -> Iterator[str]:
     """Yield what is wrong with an entry of the table that has one of the two kinds."""
     words = channel.vocabulary
     if len(channel.shape) != 2 or channel.shape[1] is None:
-        yield f"shape {list(channel.shape)} must be [T, k]: positions (null where they vary), and tokens of each"
+        yield (
+            f"shape {list(channel.shape)} must be [T, k]: positions (null where they vary), and "
+            "tokens of each"
+        )
     elif words is None or not 1 <= words.size <= MAX_VOCABULARY:
         yield f"vocabulary must name the vocabulary and its size, from 1 to {MAX_VOCABULARY}"
     elif channel.kind == TOPK and channel.shape[1] > words.size:
-        yield f"shape {list(channel.shape)} has more tokens a position than the vocabulary, {words.size}"
+        yield (
+            f"shape {list(channel.shape)} has more tokens a position than the vocabulary, "
+            f"{words.size}"
+        )
     else:
         num_bytes = decoded_bytes(channel.shape[0] or 0, channel.shape[1])
         if (text := LOGITS.broken(num_bytes)) is not None:
             yield f"shape {list(channel.shape)} {text}"
     allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
     if channel.dtype not in allowed:
-        yield f"dtype '{channel.dtype}' must be {' or '.join(allowed) or 'left out: draws have no values'}"
+        yield (
+            f"dtype '{channel.dtype}' must be "
+            f"{' or '.join(allowed) or 'left out: draws have no values'}"
+        )
     if channel.law.name != "fixed":
         yield f"law '{channel.law.name}' must be fixed: nothing moves a distribution"
 
@@ -135,7 +151,9 @@ class _Code(NamedTuple):
     """Bits of a token that are stored as they are; the others are counted in unary."""
     num_unary: int
     ends: tuple[int, int, int]
-    """Where in a row the low bits end, the unary ones, and the values; behind are the step and the tail."""
+    """Where in a row the low bits end, the unary ones, and the values; behind are the step and
+    the tail.
+    """
     row_bytes: int
 
 
@@ -169,7 +187,8 @@ def encode(value: Any, channel: Channel) -> bytes:
     """Return the member of a `Logits`; raises SchemaError for one that is not as the table says."""
     if not isinstance(value, Logits):
         raise SchemaError(
-            f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' takes fr.Logits"
+            f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' "
+            "takes fr.Logits"
         )
     code = code_of(channel)
     number = len(value.indices)
@@ -179,12 +198,12 @@ def encode(value: Any, channel: Channel) -> bytes:
         raise SchemaError(
             f"channel '{code.name}' has {number} positions; the table has {code.length}"
         )
-    known = (
+    mask = (
         np.ones(number, bool)
         if value.known is None
         else _part(value.known, code=code, name="known", kinds="b", shape=(number,))
     )
-    indices = indices[known].astype(np.int64)
+    indices = indices[mask].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
     _check_indices(indices, code)
@@ -192,20 +211,22 @@ def encode(value: Any, channel: Channel) -> bytes:
     if code.is_topk:
         weights = _part(
             value.weights, code=code, name="weights", kinds="f", shape=(number, code.k)
-        )[known].astype(np.float64)
+        )[mask].astype(np.float64)
         tail = (
             None
             if value.tail is None
-            else _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[known]
+            else _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[mask]
         )
         parts += _coded(np.take_along_axis(weights, order, axis=1), tail, code)
     head = np.array([number, len(indices)], "<u4").tobytes()
-    bitmap = b"" if len(indices) == number else np.packbits(known, bitorder="little").tobytes()
+    bitmap = b"" if len(indices) == number else np.packbits(mask, bitorder="little").tobytes()
     return b"".join((head, bitmap, np.concatenate(parts, axis=1).tobytes()))
 
 
 def decode(data: Buffer, channel: Channel) -> Logits:
-    """Return the `Logits` of a member; raises SchemaError for bytes that are not as the table says."""
+    """Return the `Logits` of a member; raises SchemaError for bytes that are not as the table
+    says.
+    """
     code = code_of(channel)
     view = np.frombuffer(data, np.uint8)
     if len(view) < _HEAD_BYTES:
@@ -218,20 +239,21 @@ def decode(data: Buffer, channel: Channel) -> Logits:
         or code.length not in (None, number)
     ):
         raise SchemaError(
-            f"channel '{code.name}' has {len(view)} bytes, {stored} of {number} positions; the table has "
-            f"{'any number of' if code.length is None else code.length} positions of {code.row_bytes} bytes"
+            f"channel '{code.name}' has {len(view)} bytes, {stored} of {number} positions; "
+            f"the table has {'any number of' if code.length is None else code.length} "
+            f"positions of {code.row_bytes} bytes"
         )
     _check_size(number, code)
-    known = np.ones(number, bool)
+    mask = np.ones(number, bool)
     if stored < number:
         if number % 8 and view[start - 1] >> number % 8:
             raise SchemaError(
                 f"channel '{code.name}' marks positions behind the last one, number {number - 1}"
             )
-        known = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
-        if known.sum() != stored:
+        mask = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
+        if mask.sum() != stored:
             raise SchemaError(
-                f"channel '{code.name}' marks {known.sum()} positions, and has {stored}"
+                f"channel '{code.name}' marks {mask.sum()} positions, and has {stored}"
             )
     rows = view[start:].reshape(stored, code.row_bytes)
     indices = _unpacked(rows, code)
@@ -242,14 +264,14 @@ def decode(data: Buffer, channel: Channel) -> Logits:
         else (np.full((stored, code.k), 1 / code.k, np.float32), None)
     )
     if stored == number:
-        return Logits(indices, weights, tail, known)
-    return (
-        Logits(indices, weights, tail).map(lambda part: _spread(part, known))._replace(known=known)
-    )
+        return Logits(indices, weights, tail, mask)
+    return Logits(indices, weights, tail).map(lambda part: _spread(part, mask))._replace(known=mask)
 
 
 def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
-    """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the positions open."""
+    """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the
+    positions open.
+    """
     code = code_of(channel)
     number = code.length or 0
     none = np.zeros((number, code.k), np.int32)
@@ -261,7 +283,7 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     join = np.concatenate if code.length is None else np.stack
     offsets = np.cumsum([0, *(len(row.known) for row in rows)]) if code.length is None else None
     columns = zip(*rows, strict=True)
-    return Logits(*(None if one[0] is None else join(one) for one in columns))._replace(
+    return Logits(*(None if column[0] is None else join(column) for column in columns))._replace(
         offsets=offsets
     )
 
@@ -275,19 +297,22 @@ def _check_size(positions: int, code: _Code) -> None:
 def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
     array = np.asarray(part)
     if array.dtype.kind not in kinds or array.shape != shape:
-        wanted = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
+        type_words = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
         raise SchemaError(
-            f"{name} of channel '{code.name}' are {array.dtype}{list(array.shape)}; they must be {wanted}{list(shape)}"
+            f"{name} of channel '{code.name}' are {array.dtype}{list(array.shape)}; they "
+            f"must be {type_words}{list(shape)}"
         )
     return array
 
 
 def _check_indices(indices: NDArray[Any], code: _Code) -> None:
-    """Raise SchemaError for tokens, in ascending order, that the vocabulary does not have or that occur twice."""
+    """Raise SchemaError for tokens, in ascending order, that the vocabulary does not have or
+    that occur twice.
+    """
     if indices.size and not (indices[:, 0].min() >= 0 and indices[:, -1].max() < code.size):
         raise SchemaError(
-            f"tokens of channel '{code.name}' are {indices.min()} to {indices.max()}; the vocabulary has 0 to "
-            f"{code.size - 1}"
+            f"tokens of channel '{code.name}' are {indices.min()} to {indices.max()}; the "
+            f"vocabulary has 0 to {code.size - 1}"
         )
     steps = np.diff(indices, axis=1)
     if steps.size and steps.min() < code.is_topk:
@@ -302,7 +327,7 @@ def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
     np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
     lows = bits.reshape(len(indices), code.k * code.low).astype(np.uint8)
     return np.concatenate(
-        [np.packbits(one, axis=1, bitorder="little") for one in (lows, unary)], axis=1
+        [np.packbits(columns, axis=1, bitorder="little") for columns in (lows, unary)], axis=1
     )
 
 
@@ -322,7 +347,8 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     spare = lows * 8 - code.k * code.low
     if spare and len(rows) and rows[:, lows - 1].max() >> (8 - spare):
         raise SchemaError(f"channel '{code.name}' has bits behind the last token of a position")
-    # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes of the high part.
+    # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes
+    # of the high part.
     first = np.arange(code.k) * code.low
     places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
     words: NDArray[np.uint32] = np.take(rows, places, axis=1).view("<u4")[..., 0]
@@ -336,7 +362,9 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
 def _coded(
     weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code
 ) -> list[NDArray[np.uint8]]:
-    """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps below the largest."""
+    """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps
+    below the largest.
+    """
     mass = weights.sum(axis=1)
     tail = np.maximum(1 - mass, 0) if tail is None else tail.astype(np.float64)
     right = (
@@ -346,11 +374,11 @@ def _coded(
         & (np.abs(mass + tail - 1) < _SUM_ERROR)
     )
     if not right.all():
-        at = int(np.argmin(right))
+        row = int(np.argmin(right))
         raise SchemaError(
-            f"channel '{code.name}' has weights of {weights[at].min():g} to {weights[at].max():g}, {mass[at]:g} in "
-            f"all, and a tail of {tail[at]:g} at stored position {at}: they must be probabilities, without NaN, that "
-            "add up to 1"
+            f"channel '{code.name}' has weights of {weights[row].min():g} to "
+            f"{weights[row].max():g}, {mass[row]:g} in all, and a tail of {tail[row]:g} at "
+            f"stored position {row}: they must be probabilities, without NaN, that add up to 1"
         )
     with np.errstate(divide="ignore", over="ignore"):
         logs = np.maximum(np.log(weights / weights.max(axis=1, keepdims=True)), _LEAST_LOG)
@@ -382,8 +410,8 @@ def _decoded(
         is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
     if not (is_sound and (not rows.size or odds.max() < np.inf)):
         raise SchemaError(
-            f"channel '{code.name}' has values that are no probabilities at a position: allowed are "
-            f"{words}, and a tail below 1, all without NaN"
+            f"channel '{code.name}' has values that are no probabilities at a position: "
+            f"allowed are {words}, and a tail below 1, all without NaN"
         )
     if code.dtype == "uint8":
         logs = values * -steps
@@ -392,7 +420,7 @@ def _decoded(
     return weights, np.exp(-np.logaddexp(0, -odds))
 
 
-def _spread(part: NDArray[Any], known: NDArray[np.bool_]) -> NDArray[Any]:
-    whole = np.zeros((len(known), *part.shape[1:]), part.dtype)
-    whole[known] = part
-    return whole
+def _spread(part: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[Any]:
+    spread = np.zeros((len(mask), *part.shape[1:]), part.dtype)
+    spread[mask] = part
+    return spread

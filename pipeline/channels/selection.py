@@ -1,4 +1,6 @@
-"""The whole table: what is wrong with it, which channels a reader takes, and their values in one sample."""
+"""The whole table: what is wrong with it, which channels a reader takes, and their values in one
+sample.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> Iterator[str]:
     """Yield what is wrong with a table, entry by entry.
 
-    ``known_only`` leaves out that a kind or law is unknown here, and what follows from it: a reader need not know the
-    channels that it does not select.
+    ``known_only`` leaves out that a kind or law is unknown here, and what follows from it: a reader
+    need not know the channels that it does not select.
     """
     if len(channels) > MAX_CHANNELS:
         yield f"{len(channels)} channels, at most {MAX_CHANNELS} are allowed"
@@ -31,12 +33,12 @@ def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> It
         if count > 1:
             yield f"channel {name!r:.110}: the name occurs twice"
     for channel in channels:
-        found = list(broken_entry(channel))
+        faults = list(broken_entry(channel))
         kind = KINDS.find(channel.kind)
         law = LAWS.find(channel.law.name)
         if not known_only or (kind is not None and law is not None):
-            found += _broken_code(channel, table)
-        yield from (f"channel {channel.name!r:.110}: {text}" for text in found)
+            faults += _broken_code(channel, table)
+        yield from (f"channel {channel.name!r:.110}: {text}" for text in faults)
 
 
 def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
@@ -49,7 +51,10 @@ def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str
     if kind is None or law is None:
         return
     if channel.extension not in kind.extensions:
-        yield f"field '{channel.field}' of kind '{channel.kind}' must end with one of {', '.join(kind.extensions)}"
+        yield (
+            f"field '{channel.field}' of kind '{channel.kind}' must end with one of "
+            f"{', '.join(kind.extensions)}"
+        )
     yield from kind.broken(channel)
     yield from law.broken(channel, table)
 
@@ -57,7 +62,9 @@ def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str
 def check_table(
     channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False
 ) -> None:
-    """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with a table."""
+    """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with
+    a table.
+    """
     for text in broken_table(channels, known_only=known_only):
         raise error(f"'{where}': {text}")
 
@@ -65,16 +72,16 @@ def check_table(
 def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tuple[Channel, ...]:
     """Return the entries of these names, in the table's order.
 
-    Raises ConfigError, listing the names there are, for one that is not in the table, and ManifestError for a channel
-    whose kind or law is unknown here.
+    Raises ConfigError, listing the names there are, for one that is not in the table, and
+    ManifestError for a channel whose kind or law is unknown here.
     """
-    known = {channel.name: channel for channel in channels}
+    table = {channel.name: channel for channel in channels}
     for name in names:
-        if name not in known:
+        if name not in table:
             raise ConfigError(
-                f"'{where}' has no channel {name!r:.110}; it has: {', '.join(known) or 'none'}"
+                f"'{where}' has no channel {name!r:.110}; it has: {', '.join(table) or 'none'}"
             )
-        for text in _broken_code(known[name], known):
+        for text in _broken_code(table[name], table):
             raise ManifestError(
                 f"'{where}': channel '{name}': {text}; leave it out, or install what knows it"
             )
@@ -116,8 +123,8 @@ def check_members(
 ) -> Iterator[tuple[str, str]]:
     """Yield field name and text of each extra member of a sample that is not as the table says.
 
-    ``sizes`` are width and height [px] of the stored images that the sample has, by camera. ``deep``
-    decodes the pixels of images. Channels whose kind is unknown here are not looked at.
+    ``sizes`` are width and height [px] of the stored images that the sample has, by camera.
+    ``deep`` decodes the pixels of images. Channels whose kind is unknown here are not looked at.
     """
     num_bytes = 0
     for channel in channels:
@@ -157,23 +164,28 @@ def _with_logits(value: Logits, num_bytes: int, channel: Channel) -> int:
 
 
 def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return why a raster is not of the size of its camera's stored image; None where it is, and for other laws."""
+    """Return why a raster is not of the size of its camera's stored image; None where it is, and
+    for other laws.
+    """
     law = channel.law
     if law.name != "image" or law.camera is None:
         return None
     size = sizes.get(law.camera)
     if size is None:
-        return f"the sample has no image of camera '{law.camera}', which channel '{channel.name}' lies on"
+        return (
+            f"the sample has no image of camera '{law.camera}', which channel '{channel.name}' "
+            "lies on"
+        )
     if channel.kind == "image":
-        found = image_size(data, channel)
+        raster_size = image_size(data, channel)
     else:
         height, width = KINDS[channel.kind].decode(data, channel).shape[:2]
-        found = (width, height)
+        raster_size = (width, height)
     fraction = law.fraction or 1
-    wanted = -(-size[0] // fraction), -(-size[1] // fraction)
-    if found == wanted:
+    expected_size = -(-size[0] // fraction), -(-size[1] // fraction)
+    if raster_size == expected_size:
         return None
     return (
-        f"{found[0]} x {found[1]} pixels; on the image of '{law.camera}' of {size[0]} x {size[1]} at 1/{fraction} it "
-        f"has {wanted[0]} x {wanted[1]}"
+        f"{raster_size[0]} x {raster_size[1]} pixels; on the image of '{law.camera}' of "
+        f"{size[0]} x {size[1]} at 1/{fraction} it has {expected_size[0]} x {expected_size[1]}"
     )

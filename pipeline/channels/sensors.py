@@ -1,4 +1,6 @@
-"""Cameras, lidars and 3-D boxes as entries of the table: every reader knows these, and they have this form only."""
+"""Cameras, lidars and 3-D boxes as entries of the table: every reader knows these, and they have
+this form only.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
 
 
 class CameraEntry(Settings, frozen=True):
-    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+    """One camera of the table: its channel, the source's name for it, the stored sizes that
+    occur (w, h) [px].
+    """
 
     channel: str
     source_name: str
@@ -52,7 +56,9 @@ class CameraEntry(Settings, frozen=True):
 
 
 class LidarEntry(Settings, frozen=True):
-    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
+    """One lidar of the table: its channel, the source's name, and the names of the columns of
+    its points.
+    """
 
     channel: str
     source_name: str
@@ -60,7 +66,9 @@ class LidarEntry(Settings, frozen=True):
 
 
 def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
-    """Return the entry of a camera in the table of channels; ``extension`` is that of most of its images."""
+    """Return the entry of a camera in the table of channels; ``extension`` is that of most of
+    its images.
+    """
     return Channel(
         name=camera.channel,
         kind="image",
@@ -78,7 +86,9 @@ def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
 
 
 def lidar_channel(lidar: LidarEntry) -> Channel:
-    """Return the entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
+    """Return the entry of a lidar in the table of channels; the first three columns are x, y, z
+    [m].
+    """
     return Channel(
         name=lidar.channel,
         kind="points",
@@ -100,27 +110,32 @@ def lidar_channel(lidar: LidarEntry) -> Channel:
 def choose_cameras(
     rig: Sequence[str], names: Collection[str] | None, where: str
 ) -> tuple[str, ...]:
-    """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig; None: all of them.
+    """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig;
+    None: all of them.
 
-    Raises ConfigError, naming ``where``, for no names, for one that comes twice, and for one that is not in the rig.
+    Raises ConfigError, naming ``where``, for no names, for one that comes twice, and for one that
+    is not in the rig.
     """
     if names is None:
         return tuple(rig)
     for name in names:
         if name not in rig:
             raise ConfigError(
-                f"cameras={list(names)}: '{where}' has no camera {name!r:.110}{did_you_mean(name, rig)}; it has: "
-                f"{', '.join(rig) or 'none'}"
+                f"cameras={list(names)}: '{where}' has no camera "
+                f"{name!r:.110}{did_you_mean(name, rig)}; it has: {', '.join(rig) or 'none'}"
             )
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}"
+            f"cameras={list(names)} must name a camera or more, each once; there are: "
+            f"{', '.join(rig)}"
         )
-    return tuple(one for one in rig if one in names)
+    return tuple(camera for camera in rig if camera in names)
 
 
 def lies_on(channel: Channel, cameras: Collection[str]) -> bool:
-    """Return whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
+    """Return whether a channel belongs to samples of these cameras: it lies on none, or on the
+    image of one of them.
+    """
     return channel.law.camera is None or channel.law.camera in cameras
 
 
@@ -132,8 +147,8 @@ def channel_table(
 ) -> tuple[Channel, ...]:
     """Return the table of a dataset: cameras in rig order, lidars, boxes, then other channels.
 
-    ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
-    them, and a camera without any ``.jpg`` has ``.png``.
+    ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where
+    they are among them, and a camera without any ``.jpg`` has ``.png``.
     """
     names = [camera.channel for camera in cameras]
     png = {name for name in names if f"{name}.png" in fields and f"{name}.jpg" not in fields}
@@ -143,4 +158,7 @@ def channel_table(
         *((BOXES_CHANNEL,) if BOXES in fields else ()),
         *extra,
     ]
-    return tuple(msgspec.structs.replace(one, codec=fields.get(one.field, "")) for one in channels)
+    return tuple(
+        msgspec.structs.replace(channel, codec=fields.get(channel.field, ""))
+        for channel in channels
+    )

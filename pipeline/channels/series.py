@@ -1,9 +1,11 @@
-"""Series: measurements at a sensor's own rate, as a channel that is read by time. FORMAT.md has the rules, section 2.1.
+"""Series: measurements at a sensor's own rate, as a channel that is read by time.
 
-A series is a ``ragged`` channel of law ``fixed`` with the arrays ``timestamp_ns`` and ``values``. A sample has those
-measurements of its clip that were made since the sample before, so the samples of a clip have them all. It also has the
-last one before these, and up to the first one at or after its own time, so a reader of any time between two samples
-needs the later sample alone.
+FORMAT.md has the rules, section 2.1.
+
+A series is a ``ragged`` channel of law ``fixed`` with the arrays ``timestamp_ns`` and ``values``. A
+sample has those measurements of its clip that were made since the sample before, so the samples of
+a clip have them all. It also has the last one before these, and up to the first one at or after its
+own time, so a reader of any time between two samples needs the later sample alone.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ def series_channel(
 
 
 def one_of_series(channel: Channel) -> Channel | None:
-    """Return the entry of one measurement, of kind ``array``; None for a channel that is not one."""
-    if channel.kind != "ragged" or [one.name for one in channel.arrays] != [TIMES, VALUES]:
+    """Return the entry of one measurement, of kind ``array``; None for a channel that is not
+    one.
+    """
+    if channel.kind != "ragged" or [array.name for array in channel.arrays] != [TIMES, VALUES]:
         return None
     (times, values) = channel.arrays
     if (times.dtype, times.shape, channel.law.name) != ("int64", (), "fixed"):
@@ -62,7 +66,9 @@ def one_of_series(channel: Channel) -> Channel | None:
 def parts_of_series(
     times_ns: NDArray[np.int64], values: ArrayLike, sample_times_ns: NDArray[np.int64]
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield what each sample of a clip has of a series; both times ascend, ``values`` are (M, ...)."""
+    """Yield what each sample of a clip has of a series; both times ascend, ``values`` are (M,
+    ...).
+    """
     array = np.asarray(values)
     begin = np.maximum(np.searchsorted(times_ns, sample_times_ns[:-1], side="right") - 1, 0)
     end = np.minimum(

@@ -1,4 +1,7 @@
-"""The records of the channel table, and the checks that need no registry. FORMAT.md has the table, section 2."""
+"""The records of the channel table, and the checks that need no registry.
+
+FORMAT.md has the table, section 2.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 DTYPES: Final = (
     "bool",
@@ -43,16 +46,17 @@ class Law(Settings, frozen=True, omit_defaults=True):
     """What augmentation does to a channel's values; ``name`` is that of a law of the registry.
 
     Attributes:
-        name: `fixed`, `image`, `image_points`, `ego_points`, `ego_boxes`, `ego_grid`, `ego_poses`, `classes`, or a
-            plug-in's.
+        name: `fixed`, `image`, `image_points`, `ego_points`, `ego_boxes`, `ego_grid`, `ego_poses`,
+            `classes`, or a plug-in's.
         camera: of ``image`` and ``image_points``: the camera on whose stored image the values lie.
         interpolation: of ``image`` and ``ego_grid``; None is ``nearest``.
         fill: of ``image`` and ``ego_grid``: the value where nothing was stored; None is 0.
-        fraction: of ``image``: the raster has ceil(side / fraction) pixels of each side of the camera's stored image,
-            and its pixels are exactly ``fraction`` pixels long; None is 1.
-        extent_m: of ``ego_grid``: the outer borders of the first cells along x, y (and z), then those of the last ones,
-            in m in ego's axes; the first may be larger than the last.
-        roles: which columns (of ``ragged``: which array) play which part, as groups; the law's table names the roles.
+        fraction: of ``image``: the raster has ceil(side / fraction) pixels of each side of the
+            camera's stored image, and its pixels are exactly ``fraction`` pixels long; None is 1.
+        extent_m: of ``ego_grid``: the outer borders of the first cells along x, y (and z), then
+            those of the last ones, in m in ego's axes; the first may be larger than the last.
+        roles: which columns (of ``ragged``: which array) play which part, as groups; the law's
+            table names the roles.
     """
 
     name: str
@@ -65,7 +69,9 @@ class Law(Settings, frozen=True, omit_defaults=True):
 
 
 class ArraySpec(Settings, frozen=True, omit_defaults=True):
-    """One array of a ``ragged`` channel: its dtype, its shape after the first axis M, and the unit of its values."""
+    """One array of a ``ragged`` channel: its dtype, its shape after the first axis M, and the
+    unit of its values.
+    """
 
     name: str
     dtype: str
@@ -74,7 +80,9 @@ class ArraySpec(Settings, frozen=True, omit_defaults=True):
 
 
 class Vocabulary(Settings, frozen=True):
-    """What integers of a ``tokens`` channel, and of logits, index: its name, and the number of entries."""
+    """What integers of a ``tokens`` channel, and of logits, index: its name, and the number of
+    entries.
+    """
 
     name: str
     size: int
@@ -87,16 +95,20 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
         name: ``[a-z0-9_]+``, unique; the batch's key.
         kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `texts`, `tokens`,
             `bytes`, `logits_topk`, `logits_sampled`, or a plug-in's.
-        field: the member's field name, such as ``radar_front.npy``; its part before the dot is ``name``.
+        field: the member's field name, such as ``radar_front.npy``; its part before the dot is
+            ``name``.
         law: what augmentation does to it.
-        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, texts, ``bytes`` and draws.
+        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, texts, ``bytes`` and
+            draws.
         axes: names of the axes.
         shape: their lengths; None for one that varies.
         columns: names along the last axis where it is a record.
         units: of each column, or one for all values; empty text for none.
         arrays: of ``ragged``: the arrays, which share their first axis M.
-        frame: frame of reference: ``ego``, ``global``, ``image:{camera}``, ``sensor:{name}``, or None.
-        sensor: ``camera``, ``lidar``, ``radar`` or another word where the channel is what a sensor of the rig measured.
+        frame: frame of reference: ``ego``, ``global``, ``image:{camera}``, ``sensor:{name}``, or
+            None.
+        sensor: ``camera``, ``lidar``, ``radar`` or another word where the channel is what a sensor
+            of the rig measured.
         sizes: of a camera: all sizes (width, height) [px] that occur.
         allows_nan, allows_inf: whether float values may be NaN (unknown) or infinite.
         optional: whether a sample may lack it.
@@ -146,18 +158,23 @@ def little_endian(dtype: str) -> np.dtype[np.generic]:
 def broken_entry(channel: Channel) -> Iterator[str]:
     """Yield what is wrong with an entry of any kind and law: names, dtype, axes, texts."""
     if not _NAME.fullmatch(channel.name):
-        yield f"channel name '{shown(channel.name)}' does not match [a-z0-9_]{{1,100}}"
-    for what, name in (("kind", channel.kind), ("law", channel.law.name)):
+        yield f"channel name '{shortened(channel.name)}' does not match [a-z0-9_]{{1,100}}"
+    for noun, name in (("kind", channel.kind), ("law", channel.law.name)):
         if not _PLUG_IN.fullmatch(name):
-            yield f"{what} '{shown(name)}' does not match [A-Za-z0-9_.:-]{{1,100}}"
+            yield f"{noun} '{shortened(name)}' does not match [A-Za-z0-9_.:-]{{1,100}}"
     if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(
         r"[a-z0-9_]{1,20}", channel.extension
     ):
-        yield f"field '{shown(channel.field)}' must be the channel's name, a dot and an extension"
+        yield (
+            f"field '{shortened(channel.field)}' must be the channel's name, a dot and an extension"
+        )
     if channel.dtype and channel.dtype not in DTYPES:
-        yield f"dtype '{shown(channel.dtype)}' is unknown; known: {', '.join(DTYPES)}"
+        yield f"dtype '{shortened(channel.dtype)}' is unknown; known: {', '.join(DTYPES)}"
     if len(channel.axes) != len(channel.shape) or len(channel.shape) > MAX_RANK:
-        yield f"{len(channel.axes)} axes and a shape of {len(channel.shape)}: give as many, {MAX_RANK} at most"
+        yield (
+            f"{len(channel.axes)} axes and a shape of {len(channel.shape)}: give as many, "
+            f"{MAX_RANK} at most"
+        )
     if len(set(channel.axes)) != len(channel.axes):
         yield f"axes {_listed(channel.axes)} must differ"
     sides = [side for side in channel.shape if side is not None]
@@ -184,7 +201,10 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(
         ("image:", "sensor:")
     ):
-        yield f"frame '{shown(channel.frame)}' is unknown: ego, global, image:CAMERA or sensor:NAME, or leave it out"
+        yield (
+            f"frame '{shortened(channel.frame)}' is unknown: ego, global, image:CAMERA or "
+            "sensor:NAME, or leave it out"
+        )
 
 
 def _broken_columns(channel: Channel) -> Iterator[str]:
@@ -194,37 +214,50 @@ def _broken_columns(channel: Channel) -> Iterator[str]:
     if channel.columns and (not channel.shape or channel.shape[-1] != len(channel.columns)):
         yield f"shape {list(channel.shape)} must end with the {len(channel.columns)} columns"
     if len(channel.units) not in (0, 1, len(channel.columns)):
-        yield f"{len(channel.units)} units: give one for all values, or one for each of {len(channel.columns)} columns"
+        yield (
+            f"{len(channel.units)} units: give one for all values, or one for each of "
+            f"{len(channel.columns)} columns"
+        )
     for spec in channel.arrays:
         if spec.dtype not in DTYPES:
-            yield f"array '{shown(spec.name)}' has the unknown dtype '{shown(spec.dtype)}'; known: {', '.join(DTYPES)}"
+            yield (
+                f"array '{shortened(spec.name)}' has the unknown dtype "
+                f"'{shortened(spec.dtype)}'; known: {', '.join(DTYPES)}"
+            )
         if (
             any(side < 1 for side in spec.shape)
             or len(spec.shape) >= MAX_RANK
             or math.prod(spec.shape) > _MOST_SIDE
         ):
-            yield f"array '{shown(spec.name)}' has the shape {list(spec.shape)}; sides from 1 are allowed"
+            yield (
+                f"array '{shortened(spec.name)}' has the shape {list(spec.shape)}; sides from 1 "
+                "are allowed"
+            )
     if len({spec.name for spec in channel.arrays}) != len(channel.arrays):
         yield f"arrays {_listed([spec.name for spec in channel.arrays])} must differ"
 
 
 def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
-    """Return why dtype or shape of an array differ from those of the table; None where they do not."""
+    """Return why dtype or shape of an array differ from those of the table; None where they do
+    not.
+    """
     fits = array.shape == channel.shape or (
         array.ndim == len(channel.shape)
         and all(
-            wanted is None or side == wanted
-            for side, wanted in zip(array.shape, channel.shape, strict=False)
+            expected is None or side == expected
+            for side, expected in zip(array.shape, channel.shape, strict=False)
         )
     )
     if fits and array.dtype == channel.numpy_dtype:
         return None
-    wanted = ", ".join("any" if side is None else str(side) for side in channel.shape)
-    return f"{array.dtype}{list(array.shape)}; the table has {channel.dtype}[{wanted}]"
+    expected = ", ".join("any" if side is None else str(side) for side in channel.shape)
+    return f"{array.dtype}{list(array.shape)}; the table has {channel.dtype}[{expected}]"
 
 
 def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
-    """Return why the values are not those that the table allows (NaN, infinity); None where they are."""
+    """Return why the values are not those that the table allows (NaN, infinity); None where they
+    are.
+    """
     if array.dtype.kind != "f" or (channel.allows_nan and channel.allows_inf):
         return None
     # NaN and infinities go through a sum, which costs half of a look at each value.
@@ -237,9 +270,12 @@ def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
     ):
         if not allowed and (bad := test(array)).any():
             place = f" at {np.argwhere(bad)[0].tolist()}" if array.ndim else ""
-            return f"{word}{place}; the table of channel '{channel.name}' forbids it: remove it, or set {key} there"
+            return (
+                f"{word}{place}; the table of channel '{channel.name}' forbids it: remove it, "
+                f"or set {key} there"
+            )
     return None
 
 
 def _listed(names: object) -> str:
-    return shown(", ".join(names)) if isinstance(names, (list, tuple)) else ""
+    return shortened(", ".join(names)) if isinstance(names, (list, tuple)) else ""

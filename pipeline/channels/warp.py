@@ -1,8 +1,9 @@
-"""Rasters moved by an image's map or by the ego map: each output pixel or cell is looked up where it came from.
+"""Rasters moved by an image's map or by the ego map: each output pixel or cell is looked up where
+it came from.
 
-``nearest`` takes the pixel or cell in which the place lies; ``linear`` interpolates between the centres of the nearest
-ones, those at the border being continued outwards by half a pixel. Where nothing was stored, there is ``fill``. Places
-are computed in float64.
+``nearest`` takes the pixel or cell in which the place lies; ``linear`` interpolates between the
+centres of the nearest ones, those at the border being continued outwards by half a pixel. Where
+nothing was stored, there is ``fill``. Places are computed in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _FUZZ = 1e-6
 
 
 class _Axis(NamedTuple):
-    """Along one axis: the element in which each place lies, the two whose centres are about it, and what is inside."""
+    """Along one axis: the element in which each place lies, the two whose centres are about it,
+    and what is inside.
+    """
 
     nearest: NDArray[np.intp]
     lower: NDArray[np.intp]
@@ -44,15 +47,18 @@ def warp_image(
     fill: float = 0.0,
     fraction: int = 1,
 ) -> NDArray[np.generic]:
-    """Return a raster (h, w) or (h, w, C) on a camera's stored image as (H, W[, C]) of the map's output image.
+    """Return a raster (h, w) or (h, w, C) on a camera's stored image as (H, W[, C]) of the map's
+    output image.
 
-    The raster has ceil(side / fraction) pixels of each side of the stored image. Raises SchemaError for another size.
+    The raster has ceil(side / fraction) pixels of each side of the stored image. Raises SchemaError
+    for another size.
     """
-    wanted = tuple(-(-side // fraction) for side in reversed(image_map.source_wh))
-    if raster.shape[:2] != wanted:
+    expected = tuple(-(-side // fraction) for side in reversed(image_map.source_wh))
+    if raster.shape[:2] != expected:
         raise SchemaError(
             f"a raster of {raster.shape[1]} x {raster.shape[0]} pixels; on a stored image of "
-            f"{image_map.source_wh[0]} x {image_map.source_wh[1]} at 1/{fraction} it has {wanted[1]} x {wanted[0]}"
+            f"{image_map.source_wh[0]} x {image_map.source_wh[1]} at 1/{fraction} it has "
+            f"{expected[1]} x {expected[0]}"
         )
     width, height = image_map.out_wh
     left, top, right, bottom = image_map.visible
@@ -91,8 +97,9 @@ def warp_grid(
 ) -> NDArray[np.generic]:
     """Return a raster over ego's x and y (and z) moved to augmented ego; same shape and extent.
 
-    ``axes`` names the axes; ``x``, ``y`` and ``z`` are those of space, others are kept as they are. ``extent_m`` has
-    the outer borders of the first cells along x, y (and z), then those of the last ones.
+    ``axes`` names the axes; ``x``, ``y`` and ``z`` are those of space, others are kept as they are.
+    ``extent_m`` has the outer borders of the first cells along x, y (and z), then those of the last
+    ones.
     """
     space = [name for name in ("x", "y", "z") if name in axes]
     places = [axes.index(name) for name in space]
@@ -100,19 +107,19 @@ def warp_grid(
     inverse = ego.inverse
     half = len(space)
     centres = []
-    for at, (low, high) in enumerate(zip(extent_m[:half], extent_m[half:], strict=True)):
-        size = moved.shape[at]
+    for axis, (low, high) in enumerate(zip(extent_m[:half], extent_m[half:], strict=True)):
+        size = moved.shape[axis]
         centres.append(low + (np.arange(size) + 0.5) * ((high - low) / size))
     x = centres[0][:, None]
     y = centres[1]
-    found = [inverse[row, 0] * x + inverse[row, 1] * y + inverse[row, 3] for row in (0, 1)]
+    source_places = [inverse[row, 0] * x + inverse[row, 1] * y + inverse[row, 3] for row in (0, 1)]
     if half == 3:
-        found.append(inverse[2, 2] * centres[2] + inverse[2, 3])
+        source_places.append(inverse[2, 2] * centres[2] + inverse[2, 3])
     looks = []
-    for at, (low, high, where) in enumerate(
-        zip(extent_m[:half], extent_m[half:], found, strict=True)
+    for axis, (low, high, where) in enumerate(
+        zip(extent_m[:half], extent_m[half:], source_places, strict=True)
     ):
-        size = moved.shape[at]
+        size = moved.shape[axis]
         in_cells = (where - low) * (size / (high - low))
         looks.append(_axis(in_cells, size, _within(in_cells, 0.0, size)))
     flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
@@ -128,7 +135,9 @@ def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArr
 
 
 def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> _Axis:
-    """Return the elements for places that are counted in elements from the outer border of the first one."""
+    """Return the elements for places that are counted in elements from the outer border of the
+    first one.
+    """
     finite = np.nan_to_num(places, nan=0.0, posinf=0.0, neginf=0.0)
     nearest = np.clip(np.floor(finite), 0, size - 1).astype(np.intp)
     between = np.clip(finite - 0.5, 0.0, size - 1.0)
@@ -145,7 +154,9 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
 def _look_up(
     raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float
 ) -> NDArray[np.generic]:
-    """Look up elements of the raster's first axes: one axis, or two whose places are a line each or a plane of both."""
+    """Look up elements of the raster's first axes: one axis, or two whose places are a line each
+    or a plane of both.
+    """
     plane = len(axes) == 2 and axes[0].nearest.ndim == 1
     if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
         out: NDArray[Any] = raster
@@ -169,8 +180,8 @@ def _look_up(
 
 def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> NDArray[Any]:
     if not linear:
-        taken: NDArray[Any] = raster.take(axis.nearest, number)
-        return taken
+        nearest: NDArray[Any] = raster.take(axis.nearest, number)
+        return nearest
     lower = raster.take(axis.lower, number)
     upper = raster.take(axis.upper, number)
     weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))

@@ -1,4 +1,6 @@
-"""``attributes.parquet``: attributes of each sample from the source, one row a sample in the order of the index."""
+"""``attributes.parquet``: attributes of each sample from the source, one row a sample in the
+order of the index.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ FRAME_LIMIT: Final = 2**31
 
 
 class Attributes:
-    """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are among them.
+    """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are
+    among them.
 
     Raises ConfigError for an unknown split.
     """
@@ -50,7 +53,8 @@ class Attributes:
     def names(self) -> tuple[str, ...]:
         """All attributes there are, from the file's footer alone.
 
-        Raises IndexFileError for a file that is damaged or has another number of rows than the index.
+        Raises IndexFileError for a file that is damaged or has another number of rows than the
+        index.
         """
         indexed = (*TEXTS, *_INDEX_NUMBERS)
         if not self._file.exists:
@@ -58,7 +62,9 @@ class Attributes:
         return tuple(dict.fromkeys((*indexed, *self._file.schema(len(self._dataset.index)).names)))
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """Return columns ``names`` of the split's samples, in the index's order; raise OrderError for unknown names."""
+        """Return columns ``names`` of the split's samples, in the index's order; raise
+        OrderError for unknown names.
+        """
         for name in names:
             if name not in self.names:
                 raise OrderError(no_attribute(name, self.names))
@@ -73,7 +79,8 @@ class Attributes:
             )
             if len(table) != self._end - self._first:
                 raise IndexFileError(
-                    f"attributes.parquet has {len(table)} of the split's {self._end - self._first} rows"
+                    f"attributes.parquet has {len(table)} of the split's "
+                    f"{self._end - self._first} rows"
                 )
             columns = {name: table[name] for name in from_file}
         index = self._dataset.index
@@ -86,7 +93,9 @@ class Attributes:
 
 
 class AttributeColumns(NamedTuple):
-    """Attributes of the samples from ``first_row`` on, in memory, and channels by which a batch collates them."""
+    """Attributes of the samples from ``first_row`` on, in memory, and channels by which a batch
+    collates them.
+    """
 
     channels: tuple[Channel, ...] = ()
     columns: tuple[pa.Array, ...] = ()
@@ -94,7 +103,9 @@ class AttributeColumns(NamedTuple):
 
     @classmethod
     def of_table(cls, table: pa.Table, first_row: int) -> Self:
-        """Make the columns of a table; texts, which repeat, are kept as numbers of different ones."""
+        """Make the columns of a table; texts, which repeat, are kept as numbers of different
+        ones.
+        """
         channels = []
         columns = []
         for name, column in zip(table.column_names, table.columns, strict=True):
@@ -103,31 +114,36 @@ class AttributeColumns(NamedTuple):
             channels.append(
                 Channel(name=name, kind=kind, field=field, dtype=dtype, law=Law("fixed"))
             )
-            whole = column if dtype else column.dictionary_encode().unify_dictionaries()
-            columns.append(pa.concat_arrays(whole.chunks))
+            encoded = column if dtype else column.dictionary_encode().unify_dictionaries()
+            columns.append(pa.concat_arrays(encoded.chunks))
         return cls(tuple(channels), tuple(columns), first_row)
 
-    def of(self, row: int) -> dict[str, Any]:
-        """Return the values of a row of the dataset as its channels decode them, None for one that is not known."""
+    def values(self, row: int) -> dict[str, Any]:
+        """Return the values of a row of the dataset as its channels decode them, None for one
+        that is not known.
+        """
         values = [column[row - self.first_row].as_py() for column in self.columns]
         return {
-            one.name: value if value is None or not one.dtype else np.array(value, one.dtype)
-            for one, value in zip(self.channels, values, strict=True)
+            channel.name: value
+            if value is None or not channel.dtype
+            else np.array(value, channel.dtype)
+            for channel, value in zip(self.channels, values, strict=True)
         }
 
 
-def no_attribute(name: str, known: Collection[str]) -> str:
+def no_attribute(name: str, names: Collection[str]) -> str:
     """Return a message about an unknown attribute: the nearest names, or all of them."""
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(name, names, n=3)
     hint = (
-        f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+        f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(names))}"
     )
     return f"no attribute {name!r}; {hint}"
 
 
 @dataclass(frozen=True, slots=True)
 class ClipTable:
-    """The n samples of a split sorted by clip, then by frame; a sample's place in that sorting is its *rank*.
+    """The n samples of a split sorted by clip, then by frame; a sample's place in that sorting is
+    its *rank*.
 
     Clips come in the order of their first stored sample.
     """
@@ -171,7 +187,9 @@ class ClipTable:
 
     @classmethod
     def of_split(cls, dataset: Dataset, split: str, *, times: bool = False) -> Self:
-        """Make the table of a split of a dataset; raise ConfigError for an unknown split, IndexFileError as `build`."""
+        """Make the table of a split of a dataset; raise ConfigError for an unknown split,
+        IndexFileError as `build`.
+        """
         entry = dataset.split(split)
         first = entry.first_sample
         end = entry.first_sample + entry.num_samples
@@ -188,14 +206,16 @@ class ClipTable:
         return len(self.keys)
 
     def without(self, samples: NDArray[np.int64]) -> Self:
-        """Return the table of the other samples, which keep their numbers; the rank of these is -1."""
-        kept = np.ones(len(self), dtype=bool)
-        kept[self.ranks[samples]] = False
+        """Return the table of the other samples, which keep their numbers; the rank of these is
+        -1.
+        """
+        mask = np.ones(len(self), dtype=bool)
+        mask[self.ranks[samples]] = False
         ranks = np.full_like(self.ranks, -1)
-        ranks[self.samples[kept]] = np.arange(kept.sum())
-        times_ns = None if self.times_ns is None else self.times_ns[kept]
+        ranks[self.samples[mask]] = np.arange(mask.sum())
+        times_ns = None if self.times_ns is None else self.times_ns[mask]
         return replace(
-            self, keys=self.keys[kept], samples=self.samples[kept], ranks=ranks, times_ns=times_ns
+            self, keys=self.keys[mask], samples=self.samples[mask], ranks=ranks, times_ns=times_ns
         )
 
     def clip_numbers(self) -> NDArray[np.int64]:
@@ -205,5 +225,7 @@ class ClipTable:
     def bounds(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first rank of the clip of each of ``ranks``, and the one behind its last."""
         clip = self.keys[ranks] >> _FRAME_BITS
-        first, end = (np.searchsorted(self.keys, (clip + one) << _FRAME_BITS) for one in (0, 1))
+        first, end = (
+            np.searchsorted(self.keys, (clip + offset) << _FRAME_BITS) for offset in (0, 1)
+        )
         return first, end

@@ -1,14 +1,18 @@
 """A member's bytes, stored and raw: the codec registry.
 
-============== ============= =================================================================================
+============== =============
+=================================================================================
 codec          name suffix   stored form
-============== ============= =================================================================================
+============== =============
+=================================================================================
 ``raw``        (none)        the bytes themselves: encoded images and other media that do not shrink
 ``zstd``       ``.zst``      one zstd frame that states its content size
 ``zstd-dict``  ``.dict.zst`` as ``zstd``, with the dataset's dictionary (:mod:`fuelrail.pipeline.format.codecs`)
 ``zstd-pR``    ``.pR.zst``   as ``zstd``, after splitting rows of R bytes (counted from the end) into R byte
-                             planes: column-wise and byte-shuffled at once, for float arrays such as lidar
-============== ============= =================================================================================
+                             planes: column-wise and byte-shuffled at once, for float arrays such as
+                             lidar
+============== =============
+=================================================================================
 
 All are exact, byte for byte. Sizes read from untrusted data are capped before memory is taken.
 """
@@ -36,7 +40,9 @@ MAX_MEMBER_BYTES: Final = MEMBER.most
 """Cap on one member, stored or decoded: 128 MiB."""
 
 MAX_SAMPLE_BYTES: Final = SAMPLE.most
-"""Cap on what a reader holds of one sample, 512 MiB: its span, and what its compressed members decode to."""
+"""Cap on what a reader holds of one sample, 512 MiB: its span, and what its compressed members
+decode to.
+"""
 
 MAX_MEMBERS: Final = 4096
 """Cap on the members of one sample."""
@@ -56,7 +62,9 @@ ZSTD: Final = "zstd"
 ZSTD_DICT: Final = "zstd-dict"
 
 _MIN_BLOCK_BYTES: Final = 4096
-"""The least size of planes that get blocks of their own: a block costs 3 bytes, and a table some 100."""
+"""The least size of planes that get blocks of their own: a block costs 3 bytes, and a table some
+100.
+"""
 
 MAX_ROW_BYTES: Final = 4096
 """The largest row that the codec ``zstd-pR`` takes."""
@@ -73,7 +81,8 @@ MIN_DICTIONARY_BYTES: Final = 1 << 10
 
 MAX_DICTIONARY_BYTES: Final = 1 << 20
 
-# All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
+# All of fastCover's parameters are given: left open, the library searches, and its next version may
+# do so otherwise.
 _SEGMENT_BYTES: Final = 512
 
 _MATCH_BYTES: Final = 8
@@ -84,13 +93,16 @@ _LOG2_FREQUENCIES: Final = 20
 class Zstd(threading.local):
     """One thread's compressors and its decompressor.
 
-    zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
+    zstandard's objects must not be used by two threads at once, and making one costs more than a
+    small member.
     """
 
     def __init__(
         self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False
     ) -> None:
-        """Frames are of this dictionary, and end with a ``checksum``; they state their content size."""
+        """Frames are of this dictionary, and end with a ``checksum``; they state their content
+        size.
+        """
         self._dictionary = dictionary
         self._checksum = checksum
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
@@ -111,7 +123,9 @@ _PLAIN: Final = Zstd()
 
 
 def member_cap(name: str) -> int:
-    """Return the most bytes that a member of this field name (without codec suffix) may decode to."""
+    """Return the most bytes that a member of this field name (without codec suffix) may decode
+    to.
+    """
     return _CAPS.get(name, MAX_MEMBER_BYTES)
 
 
@@ -121,14 +135,18 @@ def held_bytes(stored_bytes: int, raw_bytes: int, codec: str) -> int:
 
 
 def planes(row_bytes: int) -> str:
-    """Name of the byte-plane codec for rows of ``row_bytes`` bytes (20 for float32 x, y, z, intensity, ring)."""
+    """Name of the byte-plane codec for rows of ``row_bytes`` bytes (20 for float32 x, y, z,
+    intensity, ring).
+    """
     name = f"zstd-p{row_bytes}"
     _row_bytes(name)
     return name
 
 
 def suffix(codec: str) -> str:
-    """Return suffix that a member's name carries in the tar, e.g. ``.zst``; raise ConfigError for an unknown codec."""
+    """Return suffix that a member's name carries in the tar, e.g. ``.zst``; raise ConfigError
+    for an unknown codec.
+    """
     if codec == RAW:
         return ""
     if codec == ZSTD_DICT:
@@ -140,7 +158,8 @@ def suffix(codec: str) -> str:
 def stored_name(name: str, codec: str) -> str:
     """Return the field name in the tar: ``name`` with the codec's suffix.
 
-    Raises ConfigError for a name that reads as if a codec's suffix were part of it, for that would not split back.
+    Raises ConfigError for a name that reads as if a codec's suffix were part of it, for that would
+    not split back.
     """
     stored = name + suffix(codec)
     if split_name(stored) != (name, codec):
@@ -151,7 +170,9 @@ def stored_name(name: str, codec: str) -> str:
 
 
 def split_name(stored_name: str) -> tuple[str, str]:
-    """Split a stored field name into (field name, codec): ``meta.json.zst`` to ``meta.json`` and ``zstd``."""
+    """Split a stored field name into (field name, codec): ``meta.json.zst`` to ``meta.json`` and
+    ``zstd``.
+    """
     match = _PLANES_SUFFIX.search(stored_name)
     if match is not None and int(match.group(1)) <= MAX_ROW_BYTES:
         return stored_name[: match.start()], planes(int(match.group(1)))
@@ -169,10 +190,12 @@ def encode(
     level: int = DEFAULT_ZSTD_LEVEL,
     dictionary: Dictionary | None = None,
 ) -> Buffer:
-    """Return the stored form of ``raw``. The same input, codec, level, dictionary and zstd version: the same bytes.
+    """Return the stored form of ``raw``.
 
-    Raises MemberTooLargeError over the cap, ConfigError for an unknown codec or a level that zstd does not have, and
-    for the dictionary codec without a dictionary.
+    The same input, codec, level, dictionary and zstd version: the same bytes.
+
+    Raises MemberTooLargeError over the cap, ConfigError for an unknown codec or a level that zstd
+    does not have, and for the dictionary codec without a dictionary.
     """
     size = memoryview(raw).nbytes
     if size > MAX_MEMBER_BYTES:
@@ -200,9 +223,9 @@ def decode(
 ) -> Buffer:
     """Return the raw bytes of a stored member.
 
-    ``raw_bytes`` is the size that the index promises; without an index (None) the zstd frame's own content size
-    is taken, under the same cap. Raises CodecError when the bytes do not decode to exactly that size, and where they
-    need another dictionary than the dataset's.
+    ``raw_bytes`` is the size that the index promises; without an index (None) the zstd frame's own
+    content size is taken, under the same cap. Raises CodecError when the bytes do not decode to
+    exactly that size, and where they need another dictionary than the dataset's.
     """
     if codec == RAW:
         size = memoryview(stored).nbytes
@@ -242,13 +265,16 @@ def decode(
 
 @functools.lru_cache(maxsize=64)
 def _row_bytes(codec: str) -> int:
-    """Return the rows' bytes of a plane codec, 0 for plain zstd; raise ConfigError for any other name."""
+    """Return the rows' bytes of a plane codec, 0 for plain zstd; raise ConfigError for any other
+    name.
+    """
     if codec == ZSTD:
         return 0
     match = _PLANES.match(codec)
     if match is None or int(match.group(1)) > MAX_ROW_BYTES:
         raise ConfigError(
-            f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 to {MAX_ROW_BYTES}"
+            f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 "
+            f"to {MAX_ROW_BYTES}"
         )
     return int(match.group(1))
 
@@ -266,15 +292,15 @@ def _to_planes(raw: Buffer, row: int) -> memoryview:
 def _compress_planes(shuffled: memoryview, row: int, level: int) -> bytes:
     """Compress byte planes, each large one as blocks of its own, into one zstd frame.
 
-    Exponents and mantissas have little in common. So each gets a Huffman table that fits, and a plane that does not
-    shrink stays as it is, which is decoded at the speed of a copy.
+    Exponents and mantissas have little in common. So each gets a Huffman table that fits, and a
+    plane that does not shrink stays as it is, which is decoded at the speed of a copy.
     """
     size = len(shuffled)
     plane = size // row
     if plane < _MIN_BLOCK_BYTES:
         return _PLAIN.compressor(level).compress(shuffled)
     frame = _PLAIN.compressor(level).compressobj(size=size)
-    ends = [size - left * plane for left in reversed(range(row))]
+    ends = [size - num_behind * plane for num_behind in reversed(range(row))]
     parts: list[bytes] = []
     for begin, end in zip([0, *ends], ends, strict=False):
         parts.append(frame.compress(shuffled[begin:end]))
@@ -301,8 +327,8 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """Write the transpose of ``source`` into ``out``, both contiguous."""
     if source.size == 0:
         return
-    # OpenCV transposes bytes 4 to 7 times as fast as numpy's strided copy, which would take longer than zstd. It is
-    # imported on first use, so that reading metadata does not wait for it.
+    # OpenCV transposes bytes 4 to 7 times as fast as numpy's strided copy, which would take longer
+    # than zstd. It is imported on first use, so that reading metadata does not wait for it.
     try:
         import cv2
 
@@ -318,8 +344,8 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         AttributeError,
     ) as error:  # the latter: another thread's import of it failed half-way
         raise ConfigError(
-            f"OpenCV cannot be loaded ({error}): it needs the package opencv-python-headless and some 1 GiB of address "
-            "space (see `ulimit -v`)"
+            f"OpenCV cannot be loaded ({error}): it needs the package "
+            "opencv-python-headless and some 1 GiB of address space (see `ulimit -v`)"
         ) from error
 
 
@@ -327,7 +353,9 @@ class Dictionary:
     """A trained dictionary, ready to compress and to decompress; safe to use from many threads."""
 
     def __init__(self, data: bytes, where: str = "the dictionary") -> None:
-        """Take the bytes of ``zstd.dict``; raises CodecError where they are no dictionary of a legal size."""
+        """Take the bytes of ``zstd.dict``; raises CodecError where they are no dictionary of a
+        legal size.
+        """
         if len(data) > MAX_DICTIONARY_BYTES:
             raise CodecError(
                 f"{where} has {len(data)} bytes, over the cap of {MAX_DICTIONARY_BYTES}"
@@ -352,21 +380,24 @@ class Dictionary:
 
     def check_id(self, stored: Buffer) -> None:
         """Raise CodecError for a frame that was made with another dictionary, or without one."""
-        found = zstandard.get_frame_parameters(stored).dict_id
-        if found != self.id:
+        frame_id = zstandard.get_frame_parameters(stored).dict_id
+        if frame_id != self.id:
             raise CodecError(
-                f"the zstd frame needs the dictionary {found}, {DICTIONARY_FILE} is {self.id}"
+                f"the zstd frame needs the dictionary {frame_id}, {DICTIONARY_FILE} is {self.id}"
             )
 
 
 def train_dictionary(samples: Sequence[bytes], num_bytes: int, level: int) -> Dictionary:
-    """Train a dictionary of at most ``num_bytes`` on samples; the same ones, in their order, give the same bytes.
+    """Train a dictionary of at most ``num_bytes`` on samples; the same ones, in their order, give
+    the same bytes.
 
-    Raises ConfigError for a size out of range, and for samples that are too few or too short to train on.
+    Raises ConfigError for a size out of range, and for samples that are too few or too short to
+    train on.
     """
     if not MIN_DICTIONARY_BYTES <= num_bytes <= MAX_DICTIONARY_BYTES:
         raise ConfigError(
-            f"a dictionary of {num_bytes} bytes is not allowed: {MIN_DICTIONARY_BYTES} to {MAX_DICTIONARY_BYTES}"
+            f"a dictionary of {num_bytes} bytes is not allowed: {MIN_DICTIONARY_BYTES} to "
+            f"{MAX_DICTIONARY_BYTES}"
         )
     try:
         trained = zstandard.train_dictionary(
@@ -382,7 +413,7 @@ def train_dictionary(samples: Sequence[bytes], num_bytes: int, level: int) -> Di
     except zstandard.ZstdError as error:
         total = sum(map(len, samples))
         raise ConfigError(
-            f"{len(samples)} small members of {total} bytes in all are too little to train a dictionary of {num_bytes} "
-            f"bytes on ({error}): choose a smaller one, or none"
+            f"{len(samples)} small members of {total} bytes in all are too little to train "
+            f"a dictionary of {num_bytes} bytes on ({error}): choose a smaller one, or none"
         ) from error
     return Dictionary(trained.as_bytes())

@@ -1,7 +1,7 @@
 """Open a dataset: manifest and index, checked against each other; turn a span's bytes into members.
 
-The reader provides the bytes, from mapped files, object storage or a cache. This module turns a span into checked
-members.
+The reader provides the bytes, from mapped files, object storage or a cache. This module turns a
+span into checked members.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from fuelrail.pipeline.sample.notebook import dataset_html
 from fuelrail.pipeline.sample.schema import Sample, decode_member, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.attributes_file import AttributesFile
@@ -75,13 +75,13 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 class Dataset:
     """An open dataset: its manifest and its tables, of which what is needed is read.
 
-    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` and ``dataset[key]`` one of them as
-    stored, ``dataset.read(key, channels=...)`` a part of one. It can be pickled, and is opened again where it is
-    unpickled.
+    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` and
+    ``dataset[key]`` one of them as stored, ``dataset.read(key, channels=...)`` a part of one. It
+    can be pickled, and is opened again where it is unpickled.
 
-    ``root`` is the local folder, an absolute path; of a dataset at ``url`` it is where manifest, index and attributes
-    were fetched to, and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold
-    credentials.
+    ``root`` is the local folder, an absolute path; of a dataset at ``url`` it is where manifest,
+    index and attributes were fetched to, and the shards are not in it. ``storage_options`` are what
+    fsspec was given; they may hold credentials.
     """
 
     root: Path
@@ -101,19 +101,19 @@ class Dataset:
         """Return whether a sample has this key."""
         return isinstance(key, str) and self.find(key) is not None
 
-    def __getitem__(self, which: SupportsIndex | str) -> Sample:
+    def __getitem__(self, number_or_key: SupportsIndex | str) -> Sample:
         """Read one sample as stored, by number or key, with its images still encoded.
 
-        Negative numbers count from the end. It is for looking at samples; a loader reads many at a time. Raises
-        IndexError outside the dataset, KeyError for a key that it does not have, and ShardError or MemberError for bad
-        bytes, each with the address.
+        Negative numbers count from the end. It is for looking at samples; a loader reads many at a
+        time. Raises IndexError outside the dataset, KeyError for a key that it does not have, and
+        ShardError or MemberError for bad bytes, each with the address.
         """
-        row, span = self._found(which)
+        row, span = self._locate(number_or_key)
         path = self.shard_path(row)
         if span is None:
             span = _read(self.origin, path, row)
         check_span(row, span, path.name)
-        rig = Rig.of(self.manifest)
+        rig = Rig.from_manifest(self.manifest)
         sample = decode_sample(
             row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields
         )
@@ -121,40 +121,42 @@ class Dataset:
         return sample
 
     def read(
-        self, which: SupportsIndex | str, channels: Collection[str] | None = None
+        self, number_or_key: SupportsIndex | str, channels: Collection[str] | None = None
     ) -> dict[str, Any]:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
-        ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
-        the user's ``x_...``, or one of them; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of
-        a camera, points (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a
-        channel that the sample lacks is absent. A sample is checked against its digest, a part by those of its members.
-        Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else
-        what ``dataset[key]`` raises.
+        ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the
+        manifest's table, and the user's ``x_...``, or one of them; None: all. Returns channel to
+        Meta, Geometry, Boxes, the encoded image of a camera, points (P, C) as float32 in the
+        lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the sample
+        lacks is absent. A sample is checked against its digest, a part by those of its members.
+        Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an
+        unknown kind, else what ``dataset[key]`` raises.
         """
         if channels is not None:
             channels = (channels,) if isinstance(channels, str) else tuple(channels)
-        known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
-        if unknown := [channel for channel in channels or () if channel not in known]:
-            what = (
+        parts = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
+        if unknown := [channel for channel in channels or () if channel not in parts]:
+            noun = (
                 "sample with channel"
-                if unknown[0] in {one.name for one in self.manifest.channels}
+                if unknown[0] in {extra_channel.name for extra_channel in self.manifest.channels}
                 else "channel"
             )
             raise ConfigError(
-                f"dataset '{self.location}' has no {what} {shown(unknown[0])!r}; it has: {', '.join(known)}"
+                f"dataset '{self.location}' has no {noun} {shortened(unknown[0])!r}; it "
+                f"has: {', '.join(parts)}"
             )
-        row, span = self._found(which)
+        row, span = self._locate(number_or_key)
         path = self.shard_path(row)
-        wanted = tuple(
+        entries = tuple(
             entry
             for entry in row.members
             if channels is None or entry.name.partition(".")[0] in channels
         )
-        if not wanted:
+        if not entries:
             return {}
-        if span is None and len(wanted) < len(row.members) and not is_framed(path.name):
-            part = row.only({entry.name for entry in wanted})
+        if span is None and len(entries) < len(row.members) and not is_framed(path.name):
+            part = row.only({entry.name for entry in entries})
             if part is row:
                 raise IndexFileError(
                     f"a member of {row.key} lies outside its span of {row.length} bytes"
@@ -163,14 +165,26 @@ class Dataset:
         if span is None:
             span = _read(self.origin, path, row)
         check_span(row, span, path.name)
-        names = [entry.name for entry in wanted]
+        names = [entry.name for entry in entries]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
-        extra = [one for one in self.manifest.extra_channels if one.field in members]
+        extra = [
+            extra_channel
+            for extra_channel in self.manifest.extra_channels
+            if extra_channel.field in members
+        ]
         if channels is None:
-            extra = [one for one in extra if KINDS.find(one.kind) is not None]
+            extra = [
+                extra_channel
+                for extra_channel in extra
+                if KINDS.find(extra_channel.kind) is not None
+            ]
         values = decode_values(
             members,
-            select(self.manifest.known_channels, [one.name for one in extra], self.location),
+            select(
+                self.manifest.known_channels,
+                [extra_channel.name for extra_channel in extra],
+                self.location,
+            ),
             row.key,
         )
         raw = {name: data for name, data in members.items() if name.partition(".")[0] not in values}
@@ -179,43 +193,48 @@ class Dataset:
             **values,
         }
 
-    def position(self, which: SupportsIndex | str) -> int:
+    def position(self, number_or_key: SupportsIndex | str) -> int:
         """Return the row of a sample by number or key.
 
-        Raises IndexError or KeyError where there is none, TypeError for what is neither a number nor a key.
+        Raises IndexError or KeyError where there is none, TypeError for what is neither a number
+        nor a key.
         """
-        if isinstance(which, str):
-            # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
-            found = self.keys.row(which, lambda row: self.index.row(row).key)
-            if found is None:
+        if isinstance(number_or_key, str):
+            # As `find`, but by whole rows: the row is what is read next, and its part of the index
+            # is checked once.
+            key_row = self.keys.row(number_or_key, lambda row: self.index.row(row).key)
+            if key_row is None:
                 raise KeyError(
-                    f"dataset '{self.location}' has no sample with the key {shown(which)!r}"
+                    f"dataset '{self.location}' has no sample with the key "
+                    f"{shortened(number_or_key)!r}"
                 )
-            return found
+            return key_row
         try:
-            at = operator.index(which)
+            number = operator.index(number_or_key)
         except TypeError as error:
             raise TypeError(
-                f"dataset[...] takes one sample's number or key, not {type(which).__name__}"
+                f"dataset[...] takes one sample's number or key, not {type(number_or_key).__name__}"
             ) from error
-        at += len(self) if at < 0 else 0
-        if not 0 <= at < len(self):
+        number += len(self) if number < 0 else 0
+        if not 0 <= number < len(self):
             raise IndexError(
-                f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}"
+                f"sample {number_or_key} is not in the dataset: it has samples 0 to {len(self) - 1}"
             )
-        return at
+        return number
 
-    def _found(self, which: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
-        """Return the row of a sample; and its span, if ``which`` is a key and the span came with the row."""
+    def _locate(self, number_or_key: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
+        """Return the row of a sample; and its span, if ``which`` is a key and the span came with
+        the row.
+        """
         entry = (
-            next(iter(self.keys.find(which)), None)
-            if self.url is not None and isinstance(which, str)
+            next(iter(self.keys.find(number_or_key)), None)
+            if self.url is not None and isinstance(number_or_key, str)
             else None
         )
         if entry is None or self.index.has_row(entry.row):
-            return self.index.row(self.position(which)), None
+            return self.index.row(self.position(number_or_key)), None
         place = IndexRow(
-            key=str(which),
+            key=str(number_or_key),
             clip_id="",
             frame=0,
             timestamp_ns=0,
@@ -227,13 +246,14 @@ class Dataset:
         )
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(_read, self.origin, self.shard_path(place), place)
-            row = self.index.row(self.position(which))
+            row = self.index.row(self.position(number_or_key))
             span = coming.result()
         # The index is right where they differ: `fuelrail verify` finds that.
-        return row, span if (row.key, *row[4:7]) == (which, *place[4:7]) else None
+        return row, span if (row.key, *row[4:7]) == (number_or_key, *place[4:7]) else None
 
     def attributes_file(self) -> AttributesFile:
-        """Return ``attributes.parquet``, which need not exist; what was left at the URL is fetched when it is read.
+        """Return ``attributes.parquet``, which need not exist; what was left at the URL is fetched
+        when it is read.
 
         Raises IndexFileError for a damaged dataset, DatasetError where it cannot be fetched.
         """
@@ -241,7 +261,8 @@ class Dataset:
 
     @property
     def table(self) -> pa.Table:
-        """All samples as an Arrow table: key, clip_id, split, frame, timestamp_ns, and the attributes. Reads them all.
+        """All samples as an Arrow table: key, clip_id, split, frame, timestamp_ns, and the
+        attributes. Reads them all.
 
         Raises IndexFileError for damaged files, DatasetError where they cannot be fetched.
         """
@@ -282,8 +303,8 @@ class Dataset:
         """Return HTML for notebooks: sizes, splits, and the first sample's cameras."""
         cameras = [camera.channel for camera in self.manifest.cameras]
         splits = [
-            (name, one.num_samples, one.num_clips, one.num_shards)
-            for name, one in self.splits.items()
+            (name, split.num_samples, split.num_clips, split.num_shards)
+            for name, split in self.splits.items()
         ]
         return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
 
@@ -298,7 +319,10 @@ class Dataset:
         splits = ", ".join(
             f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items()
         )
-        return f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in {shards}; {splits})"
+        return (
+            f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in "
+            f"{shards}; {splits})"
+        )
 
     @property
     def location(self) -> str:
@@ -309,16 +333,20 @@ class Dataset:
         """Return the entry of a split; raise ConfigError naming the splits there are."""
         entry = self.manifest.splits.get(name)
         if entry is None:
-            known = ", ".join(self.manifest.splits)
-            raise ConfigError(f"dataset '{self.location}' has no split {name!r}; it has: {known}")
+            names = ", ".join(self.manifest.splits)
+            raise ConfigError(f"dataset '{self.location}' has no split {name!r}; it has: {names}")
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """Return the file that holds a sample; raise IndexFileError where the index points outside the shards."""
+        """Return the file that holds a sample; raise IndexFileError where the index points
+        outside the shards.
+        """
         return self.root / self.shards.name_of(row)
 
     def find(self, key: str) -> int | None:
-        """Return the row of a key, None where there is none; raise IndexFileError where the tables are damaged."""
+        """Return the row of a key, None where there is none; raise IndexFileError where the
+        tables are damaged.
+        """
         return self.keys.row(key, lambda row: self.index.strings("key", row, row + 1)[0])
 
 
@@ -329,15 +357,17 @@ def open_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time for any size.
+    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time for any
+    size.
 
-    Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
-    ``cache_dir`` (None: the user's cache folder). Files of more than 64 MiB (``keys.arrow``: 4 MiB) are fetched when
-    they are needed, the tables by blocks of 1 MiB. All requests, those for samples too, are tried again as ``retry``
-    says.
+    Of a dataset at a URL the manifest is fetched, and unless they are here already tables and
+    attributes, into ``cache_dir`` (None: the user's cache folder). Files of more than 64 MiB
+    (``keys.arrow``: 4 MiB) are fetched when they are needed, the tables by blocks of 1 MiB. All
+    requests, those for samples too, are tried again as ``retry`` says.
 
-    Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does
-    not answer, and ConfigError. Contents are not read: that is what `fuelrail verify` does.
+    Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where
+    storage refuses or does not answer, and ConfigError. Contents are not read: that is what
+    `fuelrail verify` does.
     """
     return open_kind(
         root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
@@ -352,7 +382,9 @@ def open_kind(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open what is stored as a dataset is, of one of these formats; else as :func:`open_dataset`."""
+    """Open what is stored as a dataset is, of one of these formats; else as
+    :func:`open_dataset`.
+    """
     url = str(root) if is_url(root) else None
     if url is not None:
         folder, manifest, origin = fetch_dataset(
@@ -397,7 +429,8 @@ def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
     """Return the dataset's zstd dictionary, checked against its digest; None where it has none.
 
-    Raises ManifestError where it is not the manifest's, or where members need it and it does not exist.
+    Raises ManifestError where it is not the manifest's, or where members need it and it does not
+    exist.
     """
     file = folder / DICTIONARY_FILE
     entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
@@ -407,7 +440,10 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
                 f"members in '{folder}' need {DICTIONARY_FILE}, which the manifest does not name"
             )
         return None
-    hint = "bring it back from a copy, or run `fuelrail verify` with --repair: without it some members cannot be read"
+    hint = (
+        "bring it back from a copy, or run `fuelrail verify` with --repair: without it some "
+        "members cannot be read"
+    )
     try:
         data = read_file(file, MAX_DICTIONARY_BYTES)
     except OSError as error:
@@ -447,7 +483,8 @@ def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
 
 
 def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
-    """Check the stored bytes of each member of a span (decoded, of a ``.tar.zst``) against the index.
+    """Check the stored bytes of each member of a span (decoded, of a ``.tar.zst``) against the
+    index.
 
     Raises ChecksumError with the address.
     """
@@ -469,17 +506,19 @@ def read_members(
     row: IndexRow,
     span: Buffer,
     shard: str,
-    wanted: Collection[str] | None = None,
+    fields_wanted: Collection[str] | None = None,
     *,
     verify: bool = True,
     dictionary: Dictionary | None = None,
 ) -> dict[str, memoryview]:
-    """Decode the members of a span as stored: field name to raw bytes, in stored order; raw ones are views of the span.
+    """Decode the members of a span as stored: field name to raw bytes, in stored order; raw ones
+    are views of the span.
 
-    ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
-    ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
-    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index),
-    SchemaError for a field that occurs twice, and the codec's errors with key and member.
+    ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame,
+    which is decoded first. ``wanted`` restricts it to some field names. Raises FrameError,
+    IndexFileError for an entry outside the span or, with ``verify``, for any at odds with the tar
+    header there (the span's digest says nothing about the index), SchemaError for a field that
+    occurs twice, and the codec's errors with key and member.
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
@@ -496,7 +535,7 @@ def read_members(
     for name, codec, offset, size, raw_bytes in zip(
         names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True
     ):
-        if wanted is not None and name not in wanted:
+        if fields_wanted is not None and name not in fields_wanted:
             continue
         end = offset + size
         if not BLOCK_BYTES <= offset <= end <= len(view):

@@ -1,4 +1,6 @@
-"""Bring the files of a dataset at a URL here: small ones as a whole, tables of large ones range by range."""
+"""Bring the files of a dataset at a URL here: small ones as a whole, tables of large ones range
+by range.
+"""
 
 from __future__ import annotations
 
@@ -68,16 +70,18 @@ def fetch_dataset(
     retry: RetryPolicy | None = None,
     kinds: Kinds = DATASETS,
 ) -> tuple[Path, Manifest, RemoteFolder]:
-    """Bring a remote dataset's manifest, tables, attributes and dictionary here; returns folder, manifest and origin.
+    """Bring a remote dataset's manifest, tables, attributes and dictionary here; returns folder,
+    manifest and origin.
 
     ``kinds`` are the formats that are taken.
 
-    Files of more than 64 MiB (``keys.arrow``: 4 MiB) are left there, for the origin to fetch when they are needed.
-    Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
-    go to the user's cache folder, with a warning.
+    Files of more than 64 MiB (``keys.arrow``: 4 MiB) are left there, for the origin to fetch when
+    they are needed. Files that are here already are used if their SHA-256 is the manifest's. Where
+    ``cache_folder``'s disk is full they go to the user's cache folder, with a warning.
 
-    Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is refused or storage does
-    not answer, ManifestError, and ConfigError (also for a folder that belongs to another user or is a link).
+    Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is
+    refused or storage does not answer, ManifestError, and ConfigError (also for a folder that
+    belongs to another user or is a link).
     """
     source = RemoteFolder(url, storage_options, retry or RetryPolicy())
     data, manifest = source.manifest(kinds)
@@ -100,8 +104,8 @@ def fetch_dataset(
             _store(source, manifest, data, folder)
     except OSError as error:
         raise DatasetError(
-            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; choose another folder "
-            "with cache_dir"
+            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; choose "
+            "another folder with cache_dir"
         ) from error
     source.folder = folder
     return folder, manifest, source
@@ -128,7 +132,9 @@ def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) 
 
 
 class RemoteFolder:
-    """The files of a dataset at a URL, with retries, fetched into its folder in the cache when they are needed."""
+    """The files of a dataset at a URL, with retries, fetched into its folder in the cache when
+    they are needed.
+    """
 
     folder: Path
     """The folder in the cache, which `fetch_dataset` makes when it knows the manifest."""
@@ -148,10 +154,11 @@ class RemoteFolder:
 
     @property
     def _fs(self) -> Any:
-        """The file system of this process: those of fsspec do not work in a fork of the process that made them.
+        """The file system of this process: those of fsspec do not work in a fork of the process
+        that made them.
 
-        A fork keeps the one that it inherits: if it were closed there, the connections would leave the set of those
-        that the event loop of the other process watches, which both share.
+        A fork keeps the one that it inherits: if it were closed there, the connections would leave
+        the set of those that the event loop of the other process watches, which both share.
         """
         if os.getpid() not in self._opened:
             self._opened[os.getpid()] = self._open()[0]
@@ -160,7 +167,8 @@ class RemoteFolder:
     def whole(self, entry: FileEntry) -> None:
         """Have a file in the folder, as the manifest describes it.
 
-        Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another file.
+        Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another
+        file.
         """
         path = self.folder / entry.name
         if _is_here(path, entry):
@@ -174,7 +182,9 @@ class RemoteFolder:
             ) from error
 
     def _read_whole(self, name: str, max_bytes: int) -> bytes:
-        """Return a whole file; raise ManifestError for one of more than ``max_bytes``, of which no more is read."""
+        """Return a whole file; raise ManifestError for one of more than ``max_bytes``, of which
+        no more is read.
+        """
         path = f"{self._path}/{name}"
 
         def work() -> bytes:
@@ -186,12 +196,15 @@ class RemoteFolder:
         data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
         if len(data) > max_bytes:
             raise ManifestError(
-                f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that is read of it"
+                f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that "
+                "is read of it"
             )
         return data
 
     def read(self, name: str, first: int, end: int) -> bytes:
-        """Return bytes ``first`` to ``end - 1`` of a file, by one request; raise DatasetError where that fails."""
+        """Return bytes ``first`` to ``end - 1`` of a file, by one request; raise DatasetError
+        where that fails.
+        """
 
         def work() -> bytes:
             data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
@@ -200,20 +213,23 @@ class RemoteFolder:
         data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
         if len(data) > end - first:
             raise DatasetError(
-                f"'{self.shown}/{name}': the server sent {len(data)} bytes for a range of {end - first}: it does not "
-                "serve byte ranges, which datasets need"
+                f"'{self.shown}/{name}': the server sent {len(data)} bytes for a range of "
+                f"{end - first}: it does not serve byte ranges, which datasets need"
             )
         return data
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
+        """Return the first bytes of a file at a server, which may ignore a range that is asked
+        for, and have no end.
+        """
         parts = list[bytes]()
-        left = num_bytes
-        # Without a block size it is a stream; a stated size saves the request that would ask for it.
+        remaining = num_bytes
+        # Without a block size it is a stream; a stated size saves the request that would ask for
+        # it.
         with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
-            while left > 0 and (part := file.read(min(left, READ_BYTES))):
+            while remaining > 0 and (part := file.read(min(remaining, READ_BYTES))):
                 parts.append(part)
-                left -= len(part)
+                remaining -= len(part)
         return b"".join(parts)
 
     def manifest(self, kinds: Kinds) -> tuple[bytes, Manifest]:
@@ -227,13 +243,16 @@ class RemoteFolder:
         )
 
     def checked(self, entry: FileEntry) -> bytes:
-        """Return a file whose SHA-256 the manifest states; raise ManifestError where it stays wrong."""
+        """Return a file whose SHA-256 the manifest states; raise ManifestError where it stays
+        wrong.
+        """
 
         def check(data: bytes) -> bytes:
             if hashlib.sha256(data).hexdigest() != entry.sha256:
                 raise ManifestError(
-                    f"'{self.shown}/{entry.name}' is not the file that dataset.json describes ({len(data)} bytes of "
-                    f"{entry.bytes}, SHA-256 differs): was the dataset replaced in part?"
+                    f"'{self.shown}/{entry.name}' is not the file that dataset.json "
+                    f"describes ({len(data)} bytes of {entry.bytes}, SHA-256 differs): was "
+                    "the dataset replaced in part?"
                 )
             return data
 
@@ -265,16 +284,18 @@ class RemoteFolder:
 def _with_patience(
     url: str, storage_options: Mapping[str, Any] | None, silence_s: float
 ) -> Mapping[str, Any] | None:
-    """Add to the options of a web file system a wait of ``silence_s`` for the next bytes; fsspec's own waits 300 s."""
+    """Add to the options of a web file system a wait of ``silence_s`` for the next bytes;
+    fsspec's own waits 300 s.
+    """
     options = storage_options or {}
-    given = options.get("client_kwargs", {})
-    if not url.startswith("http") or not isinstance(given, Mapping):
+    client_options = options.get("client_kwargs", {})
+    if not url.startswith("http") or not isinstance(client_options, Mapping):
         return storage_options
     with contextlib.suppress(ImportError):  # said where the file system is made
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)
-        return {**options, "client_kwargs": {"timeout": timeout, **given}}
+        return {**options, "client_kwargs": {"timeout": timeout, **client_options}}
     return storage_options
 
 

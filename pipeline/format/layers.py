@@ -1,8 +1,9 @@
-"""Layers: channels that are added to the rows of a dataset, its *base*, in a dataset folder of their own.
+"""Layers: channels that are added to the rows of a dataset, its *base*, in a dataset folder of
+their own.
 
-A layer is stored as a dataset is: shards, index, digests. Its samples have no metadata and no geometry, but the members
-of its own channels, under the keys of the base. ``rows.npy`` says which row of its index belongs to which position of
-the base. FORMAT.md has the rules, section 10.
+A layer is stored as a dataset is: shards, index, digests. Its samples have no metadata and no
+geometry, but the members of its own channels, under the keys of the base. ``rows.npy`` says which
+row of its index belongs to which position of the base. FORMAT.md has the rules, section 10.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
     """What of a sample the values of a layer were computed from.
 
     Attributes:
-        kind: ``fixed``: the sample without augmentation; the values move by the laws of their channels. ``per_view``:
-            the sample as augmented in one epoch; the values belong to that view, and nothing moves them.
+        kind: ``fixed``: the sample without augmentation; the values move by the laws of their
+            channels. ``per_view``: the sample as augmented in one epoch; the values belong to that
+            view, and nothing moves them.
         epoch: of ``per_view``: the epoch.
-        settings: of ``per_view``: the seed and the settings of the augmentation, as plain JSON types
-            (`fuelrail.loaders.schedule.layers.view_settings`).
+        settings: of ``per_view``: the seed and the settings of the augmentation, as plain JSON
+            types (`fuelrail.loaders.schedule.layers.view_settings`).
 
     """
 
@@ -84,16 +86,20 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
     settings: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a view without epoch and settings, or with them where the values are of all views."""
-        wanted = self.kind == "per_view"
-        if (self.epoch is not None) != wanted or (self.settings is not None) != wanted:
+        """Raise ConfigError for a view without epoch and settings, or with them where the values
+        are of all views.
+        """
+        is_per_view = self.kind == "per_view"
+        if (self.epoch is not None) != is_per_view or (self.settings is not None) != is_per_view:
             raise ConfigError(
                 "a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has neither"
             )
 
 
 class BaseEntry(Settings, frozen=True):
-    """The base of a layer; ``sensors`` are its entries of cameras and lidars, which laws of the layer may name."""
+    """The base of a layer; ``sensors`` are its entries of cameras and lidars, which laws of the
+    layer may name.
+    """
 
     fingerprint: Fingerprint
     name: Text
@@ -101,14 +107,16 @@ class BaseEntry(Settings, frozen=True):
     sensors: tuple[Channel, ...]
 
     @classmethod
-    def of(cls, base: Dataset) -> Self:
+    def from_dataset(cls, base: Dataset) -> Self:
         """Make the entry of this dataset."""
         manifest = base.manifest
         return cls(
             fingerprint=manifest.fingerprint,
             name=manifest.name,
             num_samples=manifest.num_samples,
-            sensors=tuple(one for one in manifest.channels if one.sensor in (CAMERA, LIDAR)),
+            sensors=tuple(
+                channel for channel in manifest.channels if channel.sensor in (CAMERA, LIDAR)
+            ),
         )
 
 
@@ -121,8 +129,8 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
     @property
     def recipe(self) -> dict[str, Any]:
         """How the layer was made, such as by which ``teacher`` and at which ``temperature``."""
-        found = self.provenance.get("recipe")
-        return found if isinstance(found, dict) else {}
+        stated = self.provenance.get("recipe")
+        return stated if isinstance(stated, dict) else {}
 
     @property
     def known_channels(self) -> tuple[Channel, ...]:
@@ -140,11 +148,11 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
         check_layer_table(self.channels, self.base, where, ManifestError)
         check_parts(self.base.sensors, where)
         if [*self.splits] != [LAYER_SPLIT] or any(
-            one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors
+            channel.sensor not in (CAMERA, LIDAR) for channel in self.base.sensors
         ):
             raise ManifestError(
-                f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras and lidars of its base; "
-                f"{BRING_BACK}"
+                f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras "
+                f"and lidars of its base; {BRING_BACK}"
             )
 
 
@@ -165,8 +173,8 @@ def check_layer_table(
     for channel in channels:
         if channel.sensor in (CAMERA, LIDAR) or channel.name in RESERVED:
             raise error(
-                f"'{where}': channel {channel.name!r:.110} cannot be in a layer: cameras, lidars and the names "
-                f"{', '.join(RESERVED)} belong to a base; give it another name"
+                f"'{where}': channel {channel.name!r:.110} cannot be in a layer: cameras, "
+                f"lidars and the names {', '.join(RESERVED)} belong to a base; give it another name"
             )
     check_table((*base.sensors, *channels), where, error, known_only=known_only)
 
@@ -175,8 +183,9 @@ def check_layer_table(
 class Layer:
     """An open layer that is attached to its base under a name.
 
-    ``data`` is the layer as a dataset: its tables, its shards. ``rows`` has the row of its index for each position of
-    the base, int64 (num_samples,), `NO_ROW` where it has none; None: row i belongs to position i.
+    ``data`` is the layer as a dataset: its tables, its shards. ``rows`` has the row of its index
+    for each position of the base, int64 (num_samples,), `NO_ROW` where it has none; None: row i
+    belongs to position i.
     """
 
     name: str
@@ -196,9 +205,11 @@ class Layer:
         return self.manifest.num_samples == self.manifest.base.num_samples
 
     def find(self, position: int, key: str) -> tuple[int, IndexRow] | None:
-        """Return the number of the layer's row for a sample of the base, and the row; None where it has none.
+        """Return the number of the layer's row for a sample of the base, and the row; None where it
+        has none.
 
-        Raises IndexFileError for a row that the index does not have, or that has another key than the sample.
+        Raises IndexFileError for a row that the index does not have, or that has another key than
+        the sample.
         """
         number = position if self.rows is None else self._checked(int(self.rows[position]))
         if number == NO_ROW:
@@ -206,13 +217,14 @@ class Layer:
         row = self.data.index.row(number)
         if row.key != key:
             raise IndexFileError(
-                f"layer '{self.name}' ('{self.data.location}') has the key '{row.key}' for sample '{key}' of its base: "
-                "verify the layer"
+                f"layer '{self.name}' ('{self.data.location}') has the key '{row.key}' for "
+                f"sample '{key}' of its base: verify the layer"
             )
         return number, row
 
     def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays `NO_ROW`.
+        """Return the rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW`
+        stays `NO_ROW`.
 
         Raises IndexFileError for rows that the index does not have.
         """
@@ -220,25 +232,26 @@ class Layer:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
-        found: NDArray[np.int64] = np.where(
+        rows: NDArray[np.int64] = np.where(
             positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)]
         )
-        if found.size:
-            self._checked(int(found.min()))
-            self._checked(int(found.max()))
-        return found
+        if rows.size:
+            self._checked(int(rows.min()))
+            self._checked(int(rows.max()))
+        return rows
 
     def _checked(self, row: int) -> int:
         if not NO_ROW <= row < len(self.data.index):
             raise IndexFileError(
-                f"layer '{self.name}': '{self.data.root / ROWS_FILE}' names row {row}, and the index has "
-                f"{len(self.data.index)} rows: verify the layer"
+                f"layer '{self.name}': '{self.data.root / ROWS_FILE}' names row {row}, and "
+                f"the index has {len(self.data.index)} rows: verify the layer"
             )
         return row
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """The layer's channels as a loader sees them: named ``{layer}.{channel}``, optional where rows may lack.
+        """The layer's channels as a loader sees them: named ``{layer}.{channel}``, optional where
+        rows may lack.
 
         Values of one view are not moved again, so their law is ``fixed``.
         """
@@ -246,13 +259,13 @@ class Layer:
         may_lack = self.missing != "error"
         return tuple(
             msgspec.structs.replace(
-                one,
-                name=f"{self.name}.{one.name}",
-                field=f"{self.name}.{one.field}",
-                law=Law("fixed") if is_view else one.law,
-                optional=one.optional or may_lack,
+                channel,
+                name=f"{self.name}.{channel.name}",
+                field=f"{self.name}.{channel.field}",
+                law=Law("fixed") if is_view else channel.law,
+                optional=channel.optional or may_lack,
             )
-            for one in self.manifest.channels
+            for channel in self.manifest.channels
         )
 
 
@@ -268,8 +281,9 @@ def open_layer(
 ) -> Layer:
     """Open a layer, in a folder or at a URL, and attach it to its base under a name.
 
-    Raises ConfigError for a name that is not ``[a-z][a-z0-9_]*``, ManifestError for what is not a layer, for a layer of
-    another dataset and for one of an older version of this dataset, and what `open_dataset` raises.
+    Raises ConfigError for a name that is not ``[a-z][a-z0-9_]*``, ManifestError for what is not a
+    layer, for a layer of another dataset and for one of an older version of this dataset, and what
+    `open_dataset` raises.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"layer name {name!r:.110} must match {_NAME.pattern}")
@@ -288,7 +302,9 @@ def open_layer_data(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open the tables of a layer, without its base; raises ManifestError for what is not a layer."""
+    """Open the tables of a layer, without its base; raises ManifestError for what is not a
+    layer.
+    """
     data = open_kind(
         location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
     )
@@ -310,8 +326,8 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
     if manifest.file(ROWS_FILE) is None:
         if manifest.num_samples != num_samples:
             raise ManifestError(
-                f"layer '{data.location}' has {manifest.num_samples} rows for {num_samples} samples of its base, and "
-                f"no {ROWS_FILE}, which says whose they are"
+                f"layer '{data.location}' has {manifest.num_samples} rows for {num_samples} "
+                f"samples of its base, and no {ROWS_FILE}, which says whose they are"
             )
         return None
     try:
@@ -333,31 +349,37 @@ def check_base(layer: Layer, base: Dataset) -> None:
     if entry.fingerprint == manifest.fingerprint:
         return
     sides = (
-        f"layer '{layer.data.location}' belongs to dataset '{entry.name}' of {entry.num_samples} samples (fingerprint "
-        f"{entry.fingerprint[:16]}), not to '{base.location}', '{manifest.name}' of {manifest.num_samples} samples "
+        f"layer '{layer.data.location}' belongs to dataset '{entry.name}' of "
+        f"{entry.num_samples} samples (fingerprint {entry.fingerprint[:16]}), not to "
+        f"'{base.location}', '{manifest.name}' of {manifest.num_samples} samples "
         f"({manifest.fingerprint[:16]})"
     )
     base_keys = base.index.texts("key")
     layer_keys = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
-    known = pa.compute.is_in(layer_keys, value_set=base_keys.combine_chunks())
-    if not len(layer_keys) or not pa.compute.all(known).as_py():
+    is_known = pa.compute.is_in(layer_keys, value_set=base_keys.combine_chunks())
+    if not len(layer_keys) or not pa.compute.all(is_known).as_py():
         raise ManifestError(
             f"{sides}; give the dataset that it was made for, or make the layer again"
         )
     lacking = base_keys.filter(
         pa.compute.invert(pa.compute.is_in(base_keys, value_set=layer_keys.combine_chunks()))
     )
-    shown = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
-    rest = f"{len(lacking)} samples have no value: {shown}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
+    examples = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
+    rest = (
+        f"{len(lacking)} samples have no value: "
+        f"{examples}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
+    )
     raise ManifestError(
-        f"{sides}; all keys of the layer are in this dataset, so it is another version of the same one, in which "
-        f"{rest if len(lacking) else 'every sample has a value'}; `fuelrail layer rebase LAYER DATASET OUT` makes the "
-        "layer of this version"
+        f"{sides}; all keys of the layer are in this dataset, so it is another version of "
+        f"the same one, in which {rest if len(lacking) else 'every sample has a value'}; "
+        "`fuelrail layer rebase LAYER DATASET OUT` makes the layer of this version"
     )
 
 
 class JoinedAttributes(Attributes):
-    """The attributes of a split's samples, and those of layers under ``{layer}.{attribute}``; null without a row."""
+    """The attributes of a split's samples, and those of layers under ``{layer}.{attribute}``;
+    null without a row.
+    """
 
     def __init__(self, dataset: Dataset, split: str, layers: Sequence[Layer] = ()) -> None:
         super().__init__(dataset, split)
@@ -376,12 +398,14 @@ class JoinedAttributes(Attributes):
         return (*self._own, *self._layers)
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """Return columns ``names`` of the split's samples, in the index's order; raise OrderError for unknown names."""
-        own = super().read([name for name in names if name not in self._layers])
+        """Return columns ``names`` of the split's samples, in the index's order; raise
+        OrderError for unknown names.
+        """
+        base_columns = super().read([name for name in names if name not in self._layers])
         columns = {}
         for name in names:
             if name not in self._layers:
-                columns[name] = own[name]
+                columns[name] = base_columns[name]
                 continue
             layer, column = self._layers[name]
             rows = layer.rows_at(self._positions)
@@ -400,7 +424,9 @@ def _attribute_names(data: Dataset) -> list[str]:
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
-    """Return the samples of a split, numbered from its first, that a layer has a row for: ascending int64."""
+    """Return the samples of a split, numbered from its first, that a layer has a row for:
+    ascending int64.
+    """
     entry = dataset.split(split)
     positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
     return np.flatnonzero(layer.rows_at(positions) >= 0)
@@ -409,19 +435,21 @@ def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.in
 def check_present(
     layer: Layer, dataset: Dataset, split: str, selected: NDArray[np.int64] | None
 ) -> None:
-    """Raise OrderError, naming some, where selected samples of a split (None: all) have no row in the layer."""
+    """Raise OrderError, naming some, where selected samples of a split (None: all) have no row
+    in the layer.
+    """
     if layer.is_complete:
         return
     present = present_samples(layer, dataset, split)
     num_samples = dataset.split(split).num_samples
-    wanted = np.arange(num_samples) if selected is None else selected
-    lacking = np.setdiff1d(wanted, present, assume_unique=True)
+    samples = np.arange(num_samples) if selected is None else selected
+    lacking = np.setdiff1d(samples, present, assume_unique=True)
     if not lacking.size:
         return
     first = dataset.split(split).first_sample
-    keys = [dataset.index.row(first + int(at)).key for at in lacking[:_SHOWN_KEYS]]
+    keys = [dataset.index.row(first + int(sample)).key for sample in lacking[:_SHOWN_KEYS]]
     raise OrderError(
-        f"layer '{layer.name}' ('{layer.data.location}') has no value for {lacking.size} of {len(wanted)} selected "
-        f"samples, such as {', '.join(keys)}; LayerOptions(missing='mask') marks them in the batch, missing='drop' "
-        "leaves them out"
+        f"layer '{layer.name}' ('{layer.data.location}') has no value for {lacking.size} of "
+        f"{len(samples)} selected samples, such as {', '.join(keys)}; "
+        "LayerOptions(missing='mask') marks them in the batch, missing='drop' leaves them out"
     )

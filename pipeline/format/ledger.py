@@ -1,7 +1,10 @@
-"""Ledgers of runs: which positions of which order the weights have seen. The format is on the page docs/guides/runs.md.
+"""Ledgers of runs: which positions of which order the weights have seen.
 
-A ledger is a text file, a record a line: the record's digest, a space, the record as JSON. A digest covers the
-record and the digest before it, so no record can be changed, removed or put between others without a trace.
+The format is on the page docs/guides/runs.md.
+
+A ledger is a text file, a record a line: the record's digest, a space, the record as JSON. A digest
+covers the record and the digest before it, so no record can be changed, removed or put between
+others without a trace.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _WRITING: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_N
 NotNegative = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 Place = tuple[NotNegative, NotNegative]
-"""Epoch and samples of it consumed, over all ranks; after an epoch's last step the next epoch's beginning."""
+"""Epoch and samples of it consumed, over all ranks; after an epoch's last step the next epoch's
+beginning.
+"""
 
 
 class RunSetup(Settings, frozen=True, tag="setup", tag_field="record"):
@@ -39,7 +44,9 @@ class RunSetup(Settings, frozen=True, tag="setup", tag_field="record"):
 
     version: int
     identity: dict[str, Any]
-    """What a loader's state has: dataset, split, order, layers, windows, settings of the samples' content."""
+    """What a loader's state has: dataset, split, order, layers, windows, settings of the
+    samples' content.
+    """
     epoch_length: Positive
     """Positions in an epoch."""
     loader: dict[str, Any] | None
@@ -115,9 +122,11 @@ class Ledger(NamedTuple):
 
 
 def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledger:
-    """Return the records of a ledger; ``open_end`` leaves out a last record that a killed run has written in part.
+    """Return the records of a ledger; ``open_end`` leaves out a last record that a killed run has
+    written in part.
 
-    Raises LedgerError, whose ``record`` is the number of the first wrong record, and for a file that cannot be read.
+    Raises LedgerError, whose ``record`` is the number of the first wrong record, and for a file
+    that cannot be read.
     """
     records: list[Record] = []
     checks = _Checks(path)
@@ -131,8 +140,9 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
             for line in file:
                 if size == 0 and not _begins_as_ledger(line):
                     raise LedgerError(
-                        f"'{path}' is no ledger: its first line does not begin with a digest; give a "
-                        "file that ledger= of a loader, or `fuelrail bench train --ledger`, wrote",
+                        f"'{path}' is no ledger: its first line does not begin with a "
+                        "digest; give a file that ledger= of a loader, or `fuelrail bench "
+                        "train --ledger`, wrote",
                         0,
                     )
                 if not line.endswith(b"\n"):
@@ -173,15 +183,17 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
         raise LedgerError(f"ledger '{path}' cannot be read: {error.strerror}") from error
     if rest and not open_end:
         raise LedgerError(
-            f"ledger '{path}': record {len(records)} has no end: a run was killed while it wrote, and the next one "
-            "removes the rest; or the file was changed",
+            f"ledger '{path}': record {len(records)} has no end: a run was killed while it "
+            "wrote, and the next one removes the rest; or the file was changed",
             len(records),
         )
     return Ledger(records=tuple(records), head=digest, size=size, last=last, rest=rest)
 
 
 def _begins_as_ledger(line: bytes) -> bool:
-    """Return whether a first line may be a ledger's: whole, cut off, or changed in its first digest."""
+    """Return whether a first line may be a ledger's: whole, cut off, or changed in its first
+    digest.
+    """
     digest = line[:_DIGEST_CHARS]
     separator = line[_DIGEST_CHARS : _DIGEST_CHARS + 2]
     if separator == b" {":
@@ -278,10 +290,11 @@ class LedgerFile:
         return not self.records or head == self._head.encode()
 
     def append(self, *records: Record, in_place_of_last: bool = False, sync: bool = True) -> None:
-        """Write some records, in one piece; ``in_place_of_last`` removes this object's last one before.
+        """Write some records, in one piece; ``in_place_of_last`` removes this object's last one
+        before.
 
-        ``sync``: they survive a crash of the machine. Raises LedgerError where another process has written since the
-        file was read, and where it cannot be written.
+        ``sync``: they survive a crash of the machine. Raises LedgerError where another process has
+        written since the file was read, and where it cannot be written.
         """
         start = self._size
         head = self._head
@@ -307,8 +320,9 @@ class LedgerFile:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 if not self._is_as_read(handle):
                     raise LedgerError(
-                        f"ledger '{self.path}' was written to by another loader since this one has read it; a ledger "
-                        "belongs to one run: give each run, and a loader for validation, a file of its own, or none"
+                        f"ledger '{self.path}' was written to by another loader since this "
+                        "one has read it; a ledger belongs to one run: give each run, and a "
+                        "loader for validation, a file of its own, or none"
                     )
                 if self._rest or in_place_of_last:
                     os.ftruncate(handle, start)
@@ -343,21 +357,27 @@ class Stretch(NamedTuple):
     setup: RunSetup
     start: SegmentStart
     end: tuple[int, int]
-    """The place where the next part starts; of the last part, the last place that is known to be reached."""
+    """The place where the next part starts; of the last part, the last place that is known to be
+    reached.
+    """
     trained: tuple[int, int]
-    """The last place that is known to be reached: the steps from ``end`` on were trained, and thrown away."""
+    """The last place that is known to be reached: the steps from ``end`` on were trained, and
+    thrown away.
+    """
     skipped: bool
     """Positions before it were not shown, or that is not known."""
 
 
 def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stretch]]:
-    """Return the parts of a run that the weights have seen, in order, and the segments of which nothing is left.
+    """Return the parts of a run that the weights have seen, in order, and the segments of which
+    nothing is left.
 
-    A segment that starts at a place throws away whatever was trained behind that place before: its weights are those of
-    the checkpoint there. How far a segment came is known from its last `PlaceReached`, and from a later segment that
-    was restored from a place in it, at most an epoch behind: an epoch's end is always noted.
+    A segment that starts at a place throws away whatever was trained behind that place before: its
+    weights are those of the checkpoint there. How far a segment came is known from its last
+    `PlaceReached`, and from a later segment that was restored from a place in it, at most an epoch
+    behind: an epoch's end is always noted.
     """
-    kept: list[Stretch] = []
+    stretches: list[Stretch] = []
     lost: list[Stretch] = []
     setup: RunSetup | None = None
     newest: Stretch | None = None
@@ -365,25 +385,25 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
         if isinstance(record, RunSetup):
             setup = record
         elif isinstance(record, PlaceReached) and newest is not None:
-            kept[-1] = newest = newest._replace(end=record.place, trained=record.place)
+            stretches[-1] = newest = newest._replace(end=record.place, trained=record.place)
         elif isinstance(record, SegmentStart) and setup is not None:
             place = record.place if record.restored is None else record.restored
-            while kept and kept[-1].start.place >= place:
-                lost.append(kept.pop())
+            while stretches and stretches[-1].start.place >= place:
+                lost.append(stretches.pop())
             end = (0, 0)
-            if kept:
-                before = kept[-1]
+            if stretches:
+                before = stretches[-1]
                 if (
                     before.end < place
                     and place[0] <= before.end[0] + 1
                     and record.restored is not None
                 ):
                     before = before._replace(trained=max(before.trained, place), end=place)
-                kept[-1] = before._replace(end=min(before.end, place))
-                end = kept[-1].end
-            left = setup.epoch_length - end[1]
+                stretches[-1] = before._replace(end=min(before.end, place))
+                end = stretches[-1].end
+            remaining = setup.epoch_length - end[1]
             is_next = record.place == end or (
-                record.place == (end[0] + 1, 0) and left < record.global_batch
+                record.place == (end[0] + 1, 0) and remaining < record.global_batch
             )
             newest = Stretch(
                 record=number,
@@ -393,5 +413,5 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
                 trained=record.place,
                 skipped=not is_next,
             )
-            kept.append(newest)
-    return kept, lost
+            stretches.append(newest)
+    return stretches, lost

@@ -1,4 +1,7 @@
-"""``dataset.json``: what a dataset is. Written last; without it a folder is not a dataset. FORMAT.md has the rules."""
+"""``dataset.json``: what a dataset is.
+
+Written last; without it a folder is not a dataset. FORMAT.md has the rules.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.sample.schema import BOXES, IMAGE_EXTENSIONS
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.text import repeated_key, shown
+from fuelrail.pipeline.text import repeated_key, shortened
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
@@ -39,7 +42,9 @@ MAX_MANIFEST_BYTES: Final = 16 << 20
 """The largest ``dataset.json``, which has some kilobytes for any number of shards."""
 
 _MAX_FREE_BYTES: Final = 4 << 20
-"""The largest size of the two objects with free keys: as Python objects they may take twenty times as much."""
+"""The largest size of the two objects with free keys: as Python objects they may take twenty
+times as much.
+"""
 _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
@@ -74,7 +79,10 @@ _NOT_IN_FINGERPRINT: Final = frozenset(
         "digest",
     }
 )
-"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
+"""How a dataset was made, and its name.
+
+Whatever these decide about the samples is in the other entries.
+"""
 _READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
 
 
@@ -97,7 +105,9 @@ class SplitEntry(Settings, frozen=True):
 
 
 class Ancestor(Settings, frozen=True):
-    """A dataset that this one was made of, itself or by way of others: ``parents`` are the fingerprints of its own."""
+    """A dataset that this one was made of, itself or by way of others: ``parents`` are the
+    fingerprints of its own.
+    """
 
     fingerprint: Fingerprint
     name: Text
@@ -108,18 +118,20 @@ class Ancestor(Settings, frozen=True):
 
 
 class Lineage(Settings, frozen=True):
-    """The datasets that a dataset was made of: fingerprints of its parents, and all ancestors, the nearest first."""
+    """The datasets that a dataset was made of: fingerprints of its parents, and all ancestors,
+    the nearest first.
+    """
 
     parents: Annotated[tuple[Fingerprint, ...], Meta(max_length=_MAX_NAMES)] = ()
     ancestors: Annotated[tuple[Ancestor, ...], Meta(max_length=MAX_ANCESTORS)] = ()
 
     @classmethod
-    def of(cls, parents: Sequence[Manifest]) -> Lineage:
+    def from_parents(cls, parents: Sequence[Manifest]) -> Lineage:
         """Make the lineage of a dataset that is made of these."""
-        found: dict[str, Ancestor] = {}
+        ancestors: dict[str, Ancestor] = {}
         for parent in parents:
             made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
-            found[parent.fingerprint] = Ancestor(
+            ancestors[parent.fingerprint] = Ancestor(
                 fingerprint=parent.fingerprint,
                 name=parent.name,
                 num_samples=parent.num_samples,
@@ -128,11 +140,14 @@ class Lineage(Settings, frozen=True):
             )
         generations = [parent.lineage.ancestors for parent in parents]
         for ancestor in (
-            one for row in itertools.zip_longest(*generations) for one in row if one is not None
+            candidate
+            for row in itertools.zip_longest(*generations)
+            for candidate in row
+            if candidate is not None
         ):
-            found.setdefault(ancestor.fingerprint, ancestor)
-        own = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
-        return cls(parents=own, ancestors=tuple(found.values())[:MAX_ANCESTORS])
+            ancestors.setdefault(ancestor.fingerprint, ancestor)
+        fingerprints = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
+        return cls(parents=fingerprints, ancestors=tuple(ancestors.values())[:MAX_ANCESTORS])
 
 
 class _Head(msgspec.Struct):
@@ -147,7 +162,8 @@ class _Head(msgspec.Struct):
 class Manifest(Settings, frozen=True):
     """The whole manifest.
 
-    ``fingerprint`` names what a training run depends on (:func:`fingerprint`), ``digest`` is that of the whole file.
+    ``fingerprint`` names what a training run depends on (:func:`fingerprint`), ``digest`` is that
+    of the whole file.
     """
 
     format: str
@@ -184,7 +200,9 @@ class Manifest(Settings, frozen=True):
 
     @property
     def has_poses(self) -> bool:
-        """Whether the source knew ego poses; else all are the identity, also of a part of a merged dataset."""
+        """Whether the source knew ego poses; else all are the identity, also of a part of a
+        merged dataset.
+        """
         return not _lacks("poses", self.provenance)
 
     @property
@@ -201,18 +219,20 @@ class Manifest(Settings, frozen=True):
     def cameras(self) -> tuple[CameraEntry, ...]:
         """The cameras among the channels, in rig order."""
         return tuple(
-            CameraEntry(channel=one.name, source_name=one.source_name, sizes=one.sizes)
-            for one in self.channels
-            if one.sensor == CAMERA
+            CameraEntry(channel=channel.name, source_name=channel.source_name, sizes=channel.sizes)
+            for channel in self.channels
+            if channel.sensor == CAMERA
         )
 
     @property
     def lidars(self) -> tuple[LidarEntry, ...]:
         """The lidars among the channels, in rig order."""
         return tuple(
-            LidarEntry(channel=one.name, source_name=one.source_name, columns=one.columns)
-            for one in self.channels
-            if one.sensor == LIDAR
+            LidarEntry(
+                channel=channel.name, source_name=channel.source_name, columns=channel.columns
+            )
+            for channel in self.channels
+            if channel.sensor == LIDAR
         )
 
     @property
@@ -224,7 +244,9 @@ class Manifest(Settings, frozen=True):
     def extra_channels(self) -> tuple[Channel, ...]:
         """The channels other than cameras, lidars and boxes."""
         return tuple(
-            one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES
+            channel
+            for channel in self.channels
+            if channel.sensor not in (CAMERA, LIDAR) and channel.field != BOXES
         )
 
 
@@ -239,15 +261,17 @@ def _lacks(fact: str, provenance: object) -> bool:
         if isinstance(part, dict)
     ]
     inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
-    return facts.get(fact) == "none" or any(_lacks(fact, one) for one in inner)
+    return facts.get(fact) == "none" or any(_lacks(fact, origin) for origin in inner)
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """Return SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
+    """Return SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes,
+    rig, classes, splits.
 
-    Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
-    the name and the options are not covered, so that a later release can make the same dataset again. Nor is
-    ``attributes.parquet``, whose bytes depend on Arrow's version: the order's identity says what was selected by it.
+    Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The
+    version of the tool, the name and the options are not covered, so that a later release can make
+    the same dataset again. Nor is ``attributes.parquet``, whose bytes depend on Arrow's version:
+    the order's identity says what was selected by it.
     """
     entries = msgspec.structs.asdict(manifest)
     covered = {name: value for name, value in entries.items() if name not in _NOT_IN_FINGERPRINT}
@@ -264,7 +288,9 @@ def _digest(manifest: Manifest) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
+    """Return the bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in,
+    closing newline.
+    """
     named = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
     full = msgspec.structs.replace(named, digest=_digest(named))
     return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
@@ -274,7 +300,8 @@ DATASETS: Final[Kinds] = {FORMAT: Manifest}
 
 
 def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifest:
-    """Parse and check ``dataset.json``; ``where`` names it in errors, ``kinds`` has the type of each allowed format.
+    """Parse and check ``dataset.json``; ``where`` names it in errors, ``kinds`` has the type of
+    each allowed format.
 
     Raises ManifestError.
     """
@@ -294,19 +321,22 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         None,
     )
     if kind is None:
-        wanted = " or ".join(map(repr, kinds))
+        formats = " or ".join(map(repr, kinds))
         raise ManifestError(
-            f"'{where}' is not a Fuelrail manifest: its format is not {wanted}{_WHAT_IT_IS.get(bytes(head.format), '')}"
+            f"'{where}' is not a Fuelrail manifest: its format is not "
+            f"{formats}{_WHAT_IT_IS.get(bytes(head.format), '')}"
         )
     if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
-        version = shown(bytes(head.version).decode(errors="replace") or "none")
+        version = shortened(bytes(head.version).decode(errors="replace") or "none")
         raise ManifestError(
-            f"'{where}' has format version {version}; this reads {FORMAT_VERSION}: use the Fuelrail that wrote it"
+            f"'{where}' has format version {version}; this reads {FORMAT_VERSION}: use the "
+            "Fuelrail that wrote it"
         )
     for name, part in (("compression", head.compression), ("provenance", head.provenance)):
         if len(bytes(part)) > _MAX_FREE_BYTES:
             raise ManifestError(
-                f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read"
+                f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} "
+                "are read"
             )
     try:
         manifest = msgspec.json.decode(data, type=kind)
@@ -315,11 +345,12 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         raise ManifestError(f"'{where}': {error}; {BRING_BACK}") from error
     if twice is not None:
         raise ManifestError(
-            f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}"
+            f"'{where}': the key '{shortened(twice)}' occurs twice in an object; {BRING_BACK}"
         )
     if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
         raise ManifestError(
-            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {BRING_BACK}"
+            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its "
+            f"content; {BRING_BACK}"
         )
     _check_free(manifest, where)
     _check_names(manifest, where)
@@ -331,7 +362,8 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
 def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Manifest:
     """Read the manifest of a local dataset folder, of one of these formats.
 
-    Raises DatasetNotReadyError where the folder or its ``dataset.json`` is missing, ManifestError where it is wrong.
+    Raises DatasetNotReadyError where the folder or its ``dataset.json`` is missing, ManifestError
+    where it is wrong.
     """
     file = Path(root) / MANIFEST_FILE
     try:
@@ -353,31 +385,43 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     if not root.is_dir():
         return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
-        return f"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard nuscenes:{root} OUT`"
+        return (
+            "is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard "
+            f"nuscenes:{root} OUT`"
+        )
     if (root / WORK_FOLDER / "layer.json").is_file():
         return (
-            "has no dataset.json: the layer is not finished; run the same `fuelrail annotate` again to resume, or call "
-            "LayerWriter.finish"
+            "has no dataset.json: the layer is not finished; run the same `fuelrail "
+            "annotate` again to resume, or call LayerWriter.finish"
         )
     if (root / WORK_FOLDER / "before" / MANIFEST_FILE).is_file():
-        return "has no dataset.json: clips are being deleted; run the same `fuelrail forget` again to finish"
+        return (
+            "has no dataset.json: clips are being deleted; run the same `fuelrail forget` again "
+            "to finish"
+        )
     if (root / WORK_FOLDER).is_dir():
-        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
+        return (
+            "has no dataset.json: sharding has not finished there; run the same `fuelrail "
+            "shard` again to resume"
+        )
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
         return f"has shards, but its dataset.json is gone; {BRING_BACK}"
     if any(root.iterdir()):  # not ours: never propose to write into it
-        return f"has no dataset.json, so no dataset; make one in a new folder: `{command.format('OUT')}`"
+        return (
+            "has no dataset.json, so no dataset; make one in a new folder: "
+            f"`{command.format('OUT')}`"
+        )
     return f"has no dataset.json, so no dataset; {make}"
 
 
 def _check_free(manifest: Manifest, where: str) -> None:
     """Limit the rig, and check the objects with free keys as readers do."""
-    for what, sensors, most in (
+    for noun, sensors, limit in (
         ("cameras", manifest.cameras, _MAX_CAMERAS),
         ("lidars", manifest.lidars, _MAX_LIDARS),
     ):
-        if len(sensors) > most:
-            raise ManifestError(f"'{where}': {len(sensors)} {what}, at most {most} are allowed")
+        if len(sensors) > limit:
+            raise ManifestError(f"'{where}': {len(sensors)} {noun}, at most {limit} are allowed")
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
@@ -389,14 +433,16 @@ def _check_free(manifest: Manifest, where: str) -> None:
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Check names, which become paths, keys and member names: they must be plain, and none may occur twice."""
+    """Check names, which become paths, keys and member names: they must be plain, and none may
+    occur twice.
+    """
     files = [file.name for file in manifest.files]
     for name in files:
         is_plain = (
             name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
         )
         if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
-            raise ManifestError(f"'{where}': '{shown(name)}' is not a plain file name")
+            raise ManifestError(f"'{where}': '{shortened(name)}' is not a plain file name")
     for kind, names, pattern in (
         ("file", files, None),
         ("channel", [channel.name for channel in manifest.channels], "[a-z0-9_]{1,100}"),
@@ -404,10 +450,10 @@ def _check_names(manifest: Manifest, where: str) -> None:
     ):
         for name, count in Counter(list(names)).items():
             if count > 1:
-                raise ManifestError(f"'{where}': {kind} '{shown(name)}' occurs twice")
+                raise ManifestError(f"'{where}': {kind} '{shortened(name)}' occurs twice")
             if pattern is not None and not re.fullmatch(pattern, name):
                 raise ManifestError(
-                    f"'{where}': {kind} name '{shown(name)}' does not match {pattern}"
+                    f"'{where}': {kind} name '{shortened(name)}' does not match {pattern}"
                 )
 
 
@@ -422,31 +468,32 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
             entry = CameraEntry(
                 channel=channel.name, source_name=channel.source_name, sizes=channel.sizes
             )
-            wanted = camera_channel(
+            expected = camera_channel(
                 entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg"
             )
         elif channel.sensor == LIDAR:
             entry_of_lidar = LidarEntry(
                 channel=channel.name, source_name=channel.source_name, columns=channel.columns
             )
-            wanted = lidar_channel(entry_of_lidar)
+            expected = lidar_channel(entry_of_lidar)
         elif channel.name == BOXES_CHANNEL.name:
-            wanted = BOXES_CHANNEL
+            expected = BOXES_CHANNEL
         elif channel.name in parts:
             raise ManifestError(
-                f"'{where}': channel '{channel.name}' has the name of another part of a sample; {BRING_BACK}"
+                f"'{where}': channel '{channel.name}' has the name of another part of a "
+                f"sample; {BRING_BACK}"
             )
         else:
             continue
-        if channel != msgspec.structs.replace(wanted, codec=channel.codec):
-            found = msgspec.structs.asdict(channel)
-            right = msgspec.structs.asdict(wanted)
+        if channel != msgspec.structs.replace(expected, codec=channel.codec):
+            stated = msgspec.structs.asdict(channel)
+            right = msgspec.structs.asdict(expected)
             differs = ", ".join(
-                name for name in found if found[name] != right[name] and name != "codec"
+                name for name in stated if stated[name] != right[name] and name != "codec"
             )
             raise ManifestError(
-                f"'{where}': channel '{channel.name}' is not as the format has {channel.sensor or 'boxes'}: {differs} "
-                f"differ; {BRING_BACK}"
+                f"'{where}': channel '{channel.name}' is not as the format has "
+                f"{channel.sensor or 'boxes'}: {differs} differ; {BRING_BACK}"
             )
 
 

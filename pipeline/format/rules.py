@@ -1,8 +1,9 @@
 """What a sample may hold: the rules on values that dtypes and shapes do not cover, in one place.
 
-The writer of shards refuses what breaks a rule, ``fuelrail verify --deep`` reports it, and the loader treats it as a
-bad sample. The loader checks the arrays only (:func:`check_arrays`): names, metadata and lens coefficients cannot make
-a batch wrong without a word, so they are left to the other two. ``FORMAT.md`` states the rules, section 6.
+The writer of shards refuses what breaks a rule, ``fuelrail verify --deep`` reports it, and the
+loader treats it as a bad sample. The loader checks the arrays only (:func:`check_arrays`): names,
+metadata and lens coefficients cannot make a batch wrong without a word, so they are left to the
+other two. ``FORMAT.md`` states the rules, section 6.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.manifest import Manifest
 
 LARGEST: Final = 1e9
-"""Bound of all lengths, speeds and coefficients. A float64 resolves 0.1 micrometres at 1e9 m, 150 times the Earth's
-radius, and a product of three such numbers is still a float32."""
+"""Bound of all lengths, speeds and coefficients.
+
+A float64 resolves 0.1 micrometres at 1e9 m, 150 times the Earth's radius, and a product of three
+such numbers is still a float32.
+"""
 LARGEST_BOX: Final = 1e6
 """Bound of a box's place and size [m]: a float32 has steps of 6 cm there."""
 LARGEST_IMAGE: Final = 65_535
@@ -48,21 +52,25 @@ LARGEST_IMAGE: Final = 65_535
 MOST_POINTS: Final = 1 << 24
 """Bound of the points of one sample's lidar: the largest sweeps have some 500,000."""
 SKEW: Final = 1e-3
-"""How far a rotation may be from orthonormal, and a quaternion from unit length: 10 cm at a distance of 100 m."""
+"""How far a rotation may be from orthonormal, and a quaternion from unit length: 10 cm at a
+distance of 100 m.
+"""
 UNSAFE_ENDINGS: Final = frozenset(
     {"ckpt", "dill", "joblib", "pickle", "pkl", "pt", "pth"}
     | {"bat", "cmd", "com", "dll", "dylib", "exe", "jar", "js", "msi"}
     | {"ps1", "py", "pyc", "pyd", "scr", "sh", "so", "vbs"}
 )
-"""Endings of files that run, or whose usual reader runs what they hold; webdataset unpickles some of them by itself."""
+"""Endings of files that run, or whose usual reader runs what they hold; webdataset unpickles
+some of them by itself.
+"""
 
-_SHOWN: Final = 160
+_MAX_SHOWN: Final = 160
 _FOCAL = (1e-3, 1e6)
 _LENGTH = (-1e6, 1e6)
 _ZERO = (0.0, 0.0)
-_ONE = (1.0, 1.0)
+_UNIT = (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
-    ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
+    ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _UNIT)), np.float64
 ).transpose(2, 0, 1)
 _BOX_LOW, _BOX_HIGH = np.array(
     ((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)
@@ -74,7 +82,10 @@ _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 A = TypeVar("A", "Geometry", "Boxes")
 
 _BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
-_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
+_K_WORDS: Final = (
+    "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest "
+    "within 1e6"
+)
 _POSE_WORDS: Final = (
     f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
 )
@@ -92,7 +103,7 @@ class Rig(NamedTuple):
     """Field names of the channels other than cameras, lidars and boxes."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Rig:
+    def from_manifest(cls, manifest: Manifest) -> Rig:
         """Make the rig of a manifest."""
         cameras = [camera.channel for camera in manifest.cameras]
         return cls.make(
@@ -164,7 +175,9 @@ def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
 
 
 def are_sound(geometries: Sequence[Geometry], boxes: Sequence[Boxes], rig: Rig) -> bool:
-    """Return whether no geometry and no boxes of many samples break a rule; one look at all of them is faster."""
+    """Return whether no geometry and no boxes of many samples break a rule; one look at all of
+    them is faster.
+    """
     return not any(broken_calibration(_joined(geometries))) and (
         not boxes or not any(broken_boxes(_joined(boxes), rig))
     )
@@ -184,21 +197,21 @@ def _joined(records: Sequence[A]) -> A:
 @functools.lru_cache(maxsize=1024)
 def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
     """Return the rules that the field names of a sample's members break."""
-    found: list[Broken] = []
-    seen: set[str] = set()
+    broken: list[Broken] = []
+    slots: set[str] = set()
     lidars = [channel for channel, _ in rig.lidars]
     for name in names:
         channel, _, extension = name.partition(".")
         try:
             check_field(name)
         except ConfigError as error:
-            found.append(Broken(name, str(error)))
+            broken.append(Broken(name, str(error)))
             continue
         # A camera has one image, of any extension.
         slot = channel if extension in IMAGE_EXTENSIONS else name
-        if slot in seen:
-            found.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))
-        seen.add(slot)
+        if slot in slots:
+            broken.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))
+        slots.add(slot)
         if not (
             name in (META, GEOMETRY, BOXES)
             or name in rig.fields
@@ -209,31 +222,44 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
                 and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD))
             )
         ):
-            known = ", ".join([*rig.cameras, *lidars, *sorted(rig.fields)])
-            found.append(
+            channels = ", ".join([*rig.cameras, *lidars, *sorted(rig.fields)])
+            broken.append(
                 Broken(
                     name,
-                    f"no such field: the channels are {known}, and names of a user's own begin with x_",
+                    (
+                        f"no such field: the channels are {channels}, and names of a user's own "
+                        "begin with x_"
+                    ),
                 )
             )
-    return tuple(found)
+    return tuple(broken)
 
 
 @functools.lru_cache(maxsize=1024)
 def unsafe_ending(name: str) -> str | None:
-    """Return why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None where it has none."""
+    """Return why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None
+    where it has none.
+    """
     ending = next((part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS), None)
     if ending is None:
         return None
-    return f"names with '.{ending}' are refused: a reader may run what the member holds; store plain data"
+    return (
+        f"names with '.{ending}' are refused: a reader may run what the member holds; store "
+        "plain data"
+    )
 
 
 def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
-    """Yield the rules that a sample's metadata and its cameras' lens coefficients break; metadata names their model."""
+    """Yield the rules that a sample's metadata and its cameras' lens coefficients break;
+    metadata names their model.
+    """
     if meta.frame_idx >= meta.num_frames:
         yield Broken(
             META,
-            f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to num_frames - 1",
+            (
+                f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to "
+                "num_frames - 1"
+            ),
         )
     for channel in meta.cameras.keys() - set(rig.cameras):
         yield Broken(META, f"it describes camera {channel!r:.40}, which the manifest does not have")
@@ -248,7 +274,10 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
             continue
         width, height = sizes[number]
         if valid[number] and (width, height) != (camera.width, camera.height):
-            text = f"the image of {channel} is {camera.width} x {camera.height}; {GEOMETRY} has {width} x {height}"
+            text = (
+                f"the image of {channel} is {camera.width} x {camera.height}; {GEOMETRY} has "
+                f"{width} x {height}"
+            )
             yield Broken(META, text)
         if camera.dist_model != UNBENT or counts[number]:
             yield from _of_lens(channel, camera.dist_model, geometry.dist[number], counts[number])
@@ -257,30 +286,32 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
 def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) -> Iterator[Broken]:
     """Yield the rules that ``count`` coefficients of a camera break."""
     if model != UNBENT and model not in MODELS:
-        known = ", ".join((UNBENT, *MODELS))
-        yield Broken(META, f"the dist_model of {channel} is {model!r:.40}; known: {known}")
+        models = ", ".join((UNBENT, *MODELS))
+        yield Broken(META, f"the dist_model of {channel} is {model!r:.40}; known: {models}")
         return
-    most = 0 if model == UNBENT else MODELS[model][1][-1]
+    limit = 0 if model == UNBENT else MODELS[model][1][-1]
     if np.isnan(dist[:count]).any():
         yield Broken(
             GEOMETRY,
             f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one",
         )
-    elif count > most:
+    elif count > limit:
         yield Broken(
             GEOMETRY,
-            f"dist of {channel} has {count} coefficients; dist_model {model!r} has {most} at most",
+            f"dist of {channel} has {count} coefficients; dist_model {model!r} has {limit} at most",
         )
 
 
 def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:
-    """Return why the geometry does not match the manifest's rig and the images present; None where it does."""
+    """Return why the geometry does not match the manifest's rig and the images present; None
+    where it does.
+    """
     present = [int(channel in images) for channel in rig.cameras]
     valid = geometry.cam_valid.tolist()
     if valid != present:
         return (
-            f"cam_valid is {_shown(valid)}, but of the cameras {', '.join(rig.cameras)} these have an image: "
-            f"{_shown(present)}"
+            f"cam_valid is {_value_text(valid)}, but of the cameras "
+            f"{', '.join(rig.cameras)} these have an image: {_value_text(present)}"
         )
     if len(geometry.lidar2ego) != len(rig.lidars):
         return f"of {len(geometry.lidar2ego)} lidars, the manifest has {len(rig.lidars)}"
@@ -288,7 +319,9 @@ def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | N
 
 
 def broken_calibration(geometry: Geometry) -> Iterator[str]:
-    """Yield the rules that calibration, poses and motion of a sample break, or of several joined by :func:`_joined`."""
+    """Yield the rules that calibration, poses and motion of a sample break, or of several joined
+    by :func:`_joined`.
+    """
     if _is_whole(geometry):
         return
     is_absent = geometry.cam_valid == 0
@@ -314,7 +347,8 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
 
 
 def _is_whole(geometry: Geometry) -> bool:
-    """Return whether nothing is broken and no calibration, pose or size is unknown, as in almost every sample.
+    """Return whether nothing is broken and no calibration, pose or size is unknown, as in almost
+    every sample.
 
     For small arrays the call is most of the cost, so all values are compared in one.
     """
@@ -365,21 +399,25 @@ def _poses(geometry: Geometry) -> NDArray[np.float64]:
 def _of_poses(
     geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]
 ) -> Iterator[str]:
-    """Yield the rules that poses break; ``may_lack`` are the cameras that may have no calibration."""
+    """Yield the rules that poses break; ``may_lack`` are the cameras that may have no
+    calibration.
+    """
     no_sweep = geometry.lidar_timestamp_ns < 0
     bad = ~are_rigid(_poses(geometry))
     first = 0
     for name, unless in zip(_POSES, (may_lack, is_absent, None, no_sweep, no_sweep), strict=True):
         poses = getattr(geometry, name).reshape(-1, 4, 4)
-        own = bad[first : first + len(poses)]
+        rows = bad[first : first + len(poses)]
         first += len(poses)
         if unless is not None:
-            own = own & ~(unless & np.isnan(poses).all((1, 2)))
-        yield from _first(own, name, poses, _POSE_WORDS)
+            rows = rows & ~(unless & np.isnan(poses).all((1, 2)))
+        yield from _first(rows, name, poses, _POSE_WORDS)
 
 
 def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which of (P, 4, 4) matrices are finite rigid transforms within :data:`LARGEST`; bool (P,)."""
+    """Return which of (P, 4, 4) matrices are finite rigid transforms within :data:`LARGEST`;
+    bool (P,).
+    """
     with np.errstate(all="ignore"):  # NaN and infinity compare as they should: to False
         rotation = poses[:, :3, :3]
         skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - _EYE).max((1, 2))
@@ -398,7 +436,7 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
         length = np.sqrt(np.einsum("mi,mi->m", quaternion, quaternion))
     if _are_whole(boxes, length, rig):
         return
-    seen = boxes.visibility
+    visibility = boxes.visibility
     box_words = f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"  # noqa: E501
     for bad, name, words in (
         (~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)), "boxes3d", box_words),
@@ -413,7 +451,7 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
             "label",
             f"-1 to {rig.num_classes - 1}, as the manifest's classes",
         ),
-        (_outside(seen, 4) | (seen == 0), "visibility", "-1 (unknown) or 1 to 4"),
+        (_outside(visibility, 4) | (visibility == 0), "visibility", "-1 (unknown) or 1 to 4"),
         (
             _outside(boxes.attribute, rig.num_attributes - 1),
             "attribute",
@@ -428,7 +466,9 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
 
 
 def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
-    """Return whether boxes break no rule, in few calls; ``length`` are those of their quaternions."""
+    """Return whether boxes break no rule, in few calls; ``length`` are those of their
+    quaternions.
+    """
     integers = (
         boxes.label,
         boxes.visibility,
@@ -450,7 +490,9 @@ def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
 def _box_bounds(
     num_classes: int, num_attributes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64 (14, 1)."""
+    """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64
+    (14, 1).
+    """
     low = (*_BOX_LOW, 1 - SKEW / 2, -1, -1, -1, -1, -1, 0)
     high = (*_BOX_HIGH, 1 + SKEW / 2, num_classes - 1, 4, num_attributes - 1, np.inf, np.inf, 1)
     return np.array(low)[:, None], np.array(high)[:, None]
@@ -463,11 +505,11 @@ def _outside(numbers: NDArray[Any], last: int) -> NDArray[np.bool_]:
 def broken_points(points: NDArray[np.float32], channel: str, rig: Rig) -> Iterator[str]:
     """Yield the rules that the points (P, C) of one lidar break."""
     columns = dict(rig.lidars)
-    wanted = columns.get(channel)
-    if wanted is None:
+    num_columns = columns.get(channel)
+    if num_columns is None:
         yield f"the manifest has no lidar '{channel}', only {', '.join(columns) or 'none'}"
-    elif points.shape[1] != wanted:
-        yield f"its points have {points.shape[1]} columns, the manifest has {wanted}"
+    elif points.shape[1] != num_columns:
+        yield f"its points have {points.shape[1]} columns, the manifest has {num_columns}"
     elif len(points) > MOST_POINTS:
         yield f"it has {len(points)} points; {MOST_POINTS} at most are allowed"
 
@@ -481,13 +523,15 @@ def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
 
 
 def _first(bad: NDArray[np.bool_], name: str, values: NDArray[Any], words: str) -> Iterable[str]:
-    """Return a text on the first row of an array that is bad; ``bad`` has its shape, or that of its first axes."""
+    """Return a text on the first row of an array that is bad; ``bad`` has its shape, or that of
+    its first axes.
+    """
     if not bad.any():
         return ()
-    at = int(np.argwhere(bad)[0, 0])
-    return (f"{name}[{at}] is {_shown(values[at])}; allowed: {words}",)
+    row = int(np.argwhere(bad)[0, 0])
+    return (f"{name}[{row}] is {_value_text(values[row])}; allowed: {words}",)
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

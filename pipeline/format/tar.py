@@ -1,10 +1,11 @@
 """A shard as pure byte functions: normalised tar members out, spans in.
 
 A shard is a plain POSIX tar (IEEE Std 1003.1, ustar interchange format) in WebDataset's naming,
-``{key}.{field}``, all members of a sample adjacent. Headers are normalised (mode 0644, uid and gid 0, no owner
-names, mtime 0), so equal content is equal bytes. FORMAT.md has the rules.
+``{key}.{field}``, all members of a sample adjacent. Headers are normalised (mode 0644, uid and gid
+0, no owner names, mtime 0), so equal content is equal bytes. FORMAT.md has the rules.
 
-A *span* is one sample's run of bytes in the shard: from its first header to the end of its last member's padding.
+A *span* is one sample's run of bytes in the shard: from its first header to the end of its last
+member's padding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -49,14 +50,18 @@ _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
 class StoredMember(NamedTuple):
-    """One member to be packed: its field name as stored (``cam_front.jpg``, ``meta.json.zst``) and its stored bytes."""
+    """One member to be packed: its field name as stored (``cam_front.jpg``, ``meta.json.zst``)
+    and its stored bytes.
+    """
 
     field: str
     data: Buffer
 
 
 class PackedSpan(NamedTuple):
-    """A sample's span: the pieces to write in order, the data offset of each member in the span, the span's length."""
+    """A sample's span: the pieces to write in order, the data offset of each member in the span,
+    the span's length.
+    """
 
     pieces: list[Buffer]
     offsets: list[int]
@@ -64,7 +69,9 @@ class PackedSpan(NamedTuple):
 
 
 class FoundMember(NamedTuple):
-    """One member found in a tar: full name, offset of its first header block, offset and length of its data."""
+    """One member found in a tar: full name, offset of its first header block, offset and length
+    of its data.
+    """
 
     name: str
     header_offset: int
@@ -73,29 +80,34 @@ class FoundMember(NamedTuple):
 
 
 def check_key(key: str) -> None:
-    """Raise ConfigError unless ``key`` is a legal sample key: ``[a-z0-9_-]+``, no dot, no slash (FORMAT.md)."""
+    """Raise ConfigError unless ``key`` is a legal sample key: ``[a-z0-9_-]+``, no dot, no slash
+    (FORMAT.md).
+    """
     if not _KEY.match(key) or len(key) > MAX_KEY_BYTES:
         raise ConfigError(
-            f"sample key '{shown(key)}' is not allowed: use only the characters a-z 0-9 _ -, not __ in front, "
-            f"{MAX_KEY_BYTES} at most"
+            f"sample key '{shortened(key)}' is not allowed: use only the characters a-z 0-9 "
+            f"_ -, not __ in front, {MAX_KEY_BYTES} at most"
         )
 
 
 @functools.lru_cache(maxsize=1024)
 def check_field(field: str) -> None:
-    """Raise ConfigError unless ``field`` is a legal field name: lower-case parts joined by dots, one dot at least."""
+    """Raise ConfigError unless ``field`` is a legal field name: lower-case parts joined by dots,
+    one dot at least.
+    """
     if not _FIELD.match(field) or field.startswith("__"):
         raise ConfigError(
-            f"field name {field!r} is not allowed: lower-case letters, digits and _ in two or more parts joined by "
-            "dots, such as cam_front.jpg, and not starting with __"
+            f"field name {field!r} is not allowed: lower-case letters, digits and _ in two "
+            "or more parts joined by dots, such as cam_front.jpg, and not starting with __"
         )
 
 
 def member_header(name: str, size: int) -> bytes:
     """Return the header block(s) of a regular file ``name`` of ``size`` bytes.
 
-    One ustar block of 512 bytes, as GNU tar writes it. A name over 100 bytes or not ASCII takes a pax extended header
-    in front (three blocks in all, or more) with one record, ``path``; the ustar block then holds the name's front.
+    One ustar block of 512 bytes, as GNU tar writes it. A name over 100 bytes or not ASCII takes a
+    pax extended header in front (three blocks in all, or more) with one record, ``path``; the ustar
+    block then holds the name's front.
     """
     if not 0 <= size <= MAX_STORED_BYTES:
         raise MemberTooLargeError(
@@ -113,8 +125,9 @@ def member_header(name: str, size: int) -> bytes:
 
 
 def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> bytes:
-    # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8, typeflag 1,
-    # linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8, prefix 155, padding 12.
+    # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8,
+    # typeflag 1, linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8,
+    # prefix 155, padding 12.
     digits = b"%011o\0" % size
     back, rest = _after_checksum(typeflag, devices)
     checksum = rest + sum(name) + sum(digits)
@@ -130,16 +143,19 @@ def are_members(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> bool:
-    """Return whether the headers in front of ``offsets`` in a span are those of the members of a sample.
+    """Return whether the headers in front of ``offsets`` in a span are those of the members of a
+    sample.
 
-    Only the first 100 bytes of a name are compared. ``fields`` and ``sizes`` [bytes] are those of the members.
+    Only the first 100 bytes of a name are compared. ``fields`` and ``sizes`` [bytes] are those of
+    the members.
     """
-    # Every sample that is read passes here, so all headers are compared at once. The key is in each; one will do.
+    # Every sample that is read passes here, so all headers are compared at once. The key is in
+    # each; one will do.
     front = key.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
     begin = len(front) - BLOCK_BYTES
     end = _FRONT_BYTES - BLOCK_BYTES
-    found = b"".join([view[at + begin : at + end] for at in offsets])
-    return found == _fronts(fields, len(front)) % tuple(sizes) and (
+    headers = b"".join([view[offset + begin : offset + end] for offset in offsets])
+    return headers == _fronts(fields, len(front)) % tuple(sizes) and (
         not offsets or view[offsets[0] - BLOCK_BYTES : offsets[0] + begin] == front
     )
 
@@ -147,15 +163,17 @@ def are_members(
 @functools.lru_cache(maxsize=1024)
 def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
     """Return what follows the key in the headers of these fields, up to the sizes."""
-    most = _USTAR_NAME_BYTES - key_bytes
+    room = _USTAR_NAME_BYTES - key_bytes
     names = [b"." + field.encode("ascii", "replace") for field in fields]
-    names = [name[:most].ljust(most, b"\0").replace(b"%", b"%%") for name in names]
+    names = [name[:room].ljust(room, b"\0").replace(b"%", b"%%") for name in names]
     return b"".join([name + _MODE_UID_GID + b"%011o\0" for name in names])
 
 
 @functools.cache
 def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
-    """Return what follows the checksum in a header, and the checksum's part that is independent of name and size."""
+    """Return what follows the checksum in a header, and the checksum's part that is independent
+    of name and size.
+    """
     back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
     return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
 
@@ -169,7 +187,8 @@ def _pax_record(keyword: bytes, value: bytes) -> bytes:
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
-    """Lay the members of one sample out as they are in the shard; data buffers are referenced, not copied.
+    """Lay the members of one sample out as they are in the shard; data buffers are referenced, not
+    copied.
 
     Raises ConfigError for a bad key or field and for a field that occurs twice.
     """
@@ -177,12 +196,12 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
     pieces: list[Buffer] = []
     offsets: list[int] = []
     position = 0
-    seen: set[str] = set()
+    packed_fields: set[str] = set()
     for field, data in members:
         check_field(field)
-        if field in seen:
+        if field in packed_fields:
             raise ConfigError(f"sample {key!r} has the field {field!r} twice")
-        seen.add(field)
+        packed_fields.add(field)
         size = memoryview(data).nbytes
         header = member_header(f"{key}.{field}", size)
         padding = _ZERO_BLOCK[: -size % BLOCK_BYTES]
@@ -193,11 +212,12 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
 
 
 def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[FoundMember]:
-    """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a span alone.
+    """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a
+    span alone.
 
-    This is the check for shards that Fuelrail wrote: regular files with our normalised headers, and pax headers in
-    front of long names, nothing else. Raises TarFormatError for anything else, TruncatedShardError where the file ends
-    early; both carry shard and offset.
+    This is the check for shards that Fuelrail wrote: regular files with our normalised headers, and
+    pax headers in front of long names, nothing else. Raises TarFormatError for anything else,
+    TruncatedShardError where the file ends early; both carry shard and offset.
     """
     view = memoryview(data)
     position = 0
@@ -232,7 +252,9 @@ def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[F
 
 
 def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | None, int, int]:
-    """Name, size and data offset of the member whose header starts at ``position``; name None at the end's zeros."""
+    """Name, size and data offset of the member whose header starts at ``position``; name None at
+    the end's zeros.
+    """
     block = bytes(view[position : position + BLOCK_BYTES])
     if len(block) < BLOCK_BYTES:
         raise TruncatedShardError("no end-of-archive blocks", shard=shard, offset=position)
@@ -245,16 +267,16 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
             BLOCK_BYTES
             + (_octal(block, shard, position) + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
         )
-    whole = bytes(view[position : position + length])
-    if len(whole) < length:
+    header = bytes(view[position : position + length])
+    if len(header) < length:
         raise TruncatedShardError("the shard ends inside a header", shard=shard, offset=position)
     try:
-        info = tarfile.TarInfo.frombuf(whole[-BLOCK_BYTES:], "utf-8", "strict")
-        name = _pax_path(whole[BLOCK_BYTES:-BLOCK_BYTES]) if is_pax else info.name
+        info = tarfile.TarInfo.frombuf(header[-BLOCK_BYTES:], "utf-8", "strict")
+        name = _pax_path(header[BLOCK_BYTES:-BLOCK_BYTES]) if is_pax else info.name
         normal = member_header(name, info.size)
     except (tarfile.HeaderError, UnicodeDecodeError, ValueError, MemberTooLargeError) as error:
         raise TarFormatError(f"not a tar header: {error}", shard=shard, offset=position) from error
-    if whole != normal:
+    if header != normal:
         raise TarFormatError(f"header of '{name}' is not normalised", shard=shard, offset=position)
     return name, info.size, position + length
 

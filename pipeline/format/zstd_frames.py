@@ -1,8 +1,9 @@
 """Shards in the frame layout, ``*.tar.zst``: one zstd frame a sample, and a seek table at the end.
 
-Decompressed as a whole (``zstd -d``, ``tar --zstd``) such a shard is the plain tar of the other layouts. Each sample's
-span is one frame of its own, so a sample is read without the others. The seek table is that of zstd's seekable format
-(a skippable frame), for tools that know it; Fuelrail finds its frames by the index. FORMAT.md has the rules.
+Decompressed as a whole (``zstd -d``, ``tar --zstd``) such a shard is the plain tar of the other
+layouts. Each sample's span is one frame of its own, so a sample is read without the others. The
+seek table is that of zstd's seekable format (a skippable frame), for tools that know it; Fuelrail
+finds its frames by the index. FORMAT.md has the rules.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def shard_stem(shard: str) -> str:
 
 
 def encode_frame(span: Buffer, level: int) -> bytes:
-    """Encode one zstd frame with content size and checksum. The same span, level and zstd version give the same bytes.
+    """Encode one zstd frame with content size and checksum.
+
+    The same span, level and zstd version give the same bytes.
 
     Raises MemberTooLargeError over the cap.
     """
@@ -68,7 +71,9 @@ def encode_frame(span: Buffer, level: int) -> bytes:
 
 
 def span_bytes(row: IndexRow) -> int:
-    """Return length of a sample's span in the decoded tar, from its members in the index, the last padding included."""
+    """Return length of a sample's span in the decoded tar, from its members in the index, the
+    last padding included.
+    """
     _, offsets, stored_bytes, _ = row.columns()
     end = max(map(add, offsets, stored_bytes), default=0)
     return end + -end % BLOCK_BYTES
@@ -77,7 +82,8 @@ def span_bytes(row: IndexRow) -> int:
 def decode_frame(
     stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key: str | None = None
 ) -> bytes:
-    """Decode a frame's span, which must have ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key`` name it in errors.
+    """Decode a frame's span, which must have ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key``
+    name it in errors.
 
     Raises FrameError where it does not, or where that is over the cap: then no memory was taken.
     """
@@ -123,7 +129,8 @@ def open_span(row: IndexRow, stored: Buffer, shard: str) -> bytes:
 def read_head(
     file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: str | None = None
 ) -> bytes:
-    """Return the first ``num_bytes`` of the content of the frame at a file's position; read little more than they need.
+    """Return the first ``num_bytes`` of the content of the frame at a file's position; read little
+    more than they need.
 
     Raises FrameError.
     """
@@ -147,16 +154,20 @@ def read_head(
 
 
 def encode_seek_table(sizes: Sequence[tuple[int, int]]) -> bytes:
-    """Encode the skippable frame that closes a shard; ``sizes`` are each frame's stored and decoded bytes, in order."""
+    """Encode the skippable frame that closes a shard; ``sizes`` are each frame's stored and
+    decoded bytes, in order.
+    """
     entries = b"".join(_ENTRY.pack(stored, raw) for stored, raw in sizes)
     footer = _FOOTER.pack(len(sizes), 0, _SEEKABLE_MAGIC)
     return _HEADER.pack(_SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer
 
 
 def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
-    """Return the frames of a whole shard by its seek table, strictly: they must fill the file up to the table.
+    """Return the frames of a whole shard by its seek table, strictly: they must fill the file up to
+    the table.
 
-    Raises TruncatedShardError where there is no table at the end, FrameError where it does not fit the file.
+    Raises TruncatedShardError where there is no table at the end, FrameError where it does not fit
+    the file.
     """
     view = memoryview(data)
     footer_at = len(view) - _FOOTER.size
@@ -182,12 +193,14 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
             "the seek table does not begin where its footer says", shard=shard, offset=table_at
         )
     frames = list[Frame]()
-    at = 0
+    offset = 0
     for stored, raw in _ENTRY.iter_unpack(view[table_at + _HEADER.size : footer_at]):
-        frames.append(Frame(at, stored, raw))
-        at += stored
-    if at != table_at:
+        frames.append(Frame(offset, stored, raw))
+        offset += stored
+    if offset != table_at:
         raise FrameError(
-            f"the seek table's frames end at {at}, not at {table_at}", shard=shard, offset=table_at
+            f"the seek table's frames end at {offset}, not at {table_at}",
+            shard=shard,
+            offset=table_at,
         )
     return frames

@@ -1,7 +1,9 @@
-"""Balance: the samples or packs of each global batch are dealt to the ranks so that all of them cost about the same.
+"""Balance: the samples or packs of each global batch are dealt to the ranks so that all of them
+cost about the same.
 
-Which samples are in a global batch stays as it is, so a position of a run is valid with any number of ranks; which rank
-takes which of them depends on that number. Every rank computes the same deal from the costs of the whole batch.
+Which samples are in a global batch stays as it is, so a position of a run is valid with any number
+of ranks; which rank takes which of them depends on that number. Every rank computes the same deal
+from the costs of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,19 +30,27 @@ if TYPE_CHECKING:
 
 
 class Balance(Settings, frozen=True):
-    """Deal the rows of each global batch to ranks, and to their micro-batches, by cost. All have equally many rows."""
+    """Deal the rows of each global batch to ranks, and to their micro-batches, by cost.
+
+    All have equally many rows.
+    """
 
     cost: str | Cost
-    """An attribute with whole numbers, or a model of several (`Cost`); a pack costs what its samples do in sum."""
+    """An attribute with whole numbers, or a model of several (`Cost`); a pack costs what its
+    samples do in sum.
+    """
     micro_batches: Positive = 1
-    """Parts of a rank's batch that are dealt too, each a run of its rows, such as micro-batches of accumulation."""
+    """Parts of a rank's batch that are dealt too, each a run of its rows, such as micro-batches
+    of accumulation.
+    """
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
 
 
 def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
-    """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs: int64 (n,).
+    """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs:
+    int64 (n,).
 
     The rows of a group keep their order; see `groups_of`.
     """
@@ -83,8 +93,9 @@ def order_batching(
 ) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
-    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its micro-batches, and
-    where epoch 0 has no step. A later epoch without a step is passed over (`Batching.next_epoch`).
+    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its
+    micro-batches, and where epoch 0 has no step. A later epoch without a step is passed over
+    (`Batching.next_epoch`).
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
@@ -101,13 +112,15 @@ def order_batching(
     )
     if not batching.num_steps:
         raise WorldError(
-            f"the first epoch has {batching.epoch_length} {batching.unit}, with drop_last no full global batch of "
-            f"{global_batch}: use a global batch of at most {batching.epoch_length}, or drop_last=False"
+            f"the first epoch has {batching.epoch_length} {batching.unit}, with drop_last "
+            f"no full global batch of {global_batch}: use a global batch of at most "
+            f"{batching.epoch_length}, or drop_last=False"
         )
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(
-            f"a rank's batch of {batching.rank_batch} cannot be cut into {order.balance.micro_batches} micro-batches; "
-            "take a batch size that is a multiple of them"
+            f"a rank's batch of {batching.rank_batch} cannot be cut into "
+            f"{order.balance.micro_batches} micro-batches; take a batch size that is a "
+            "multiple of them"
         )
     return batching
 
@@ -115,7 +128,8 @@ def order_batching(
 def rank_positions(
     order: EndlessOrder, in_order: Epoch, batching: Batching, step: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return this rank's positions in a step, dealt where the order balances, and which are no padding: (rank_batch,).
+    """Return this rank's positions in a step, dealt where the order balances, and which are no
+    padding: (rank_batch,).
 
     ``in_order`` and ``batching`` are of the epoch. Raises WorldError for a step outside of it.
     """
@@ -127,5 +141,5 @@ def rank_positions(
         order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches
     )
     first = batching.world.rank * batching.rank_batch
-    own = rows[first : first + batching.rank_batch]
-    return positions[own], running[own] < batching.epoch_length
+    rank_rows = rows[first : first + batching.rank_batch]
+    return positions[rank_rows], running[rank_rows] < batching.epoch_length

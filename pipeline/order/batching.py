@@ -1,17 +1,20 @@
 """Assign positions to ranks, steps and epochs, by arithmetic on a few integers.
 
-An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
+An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R
+consecutive ones::
 
     step 0                     step 1                     step 2
     | rank 0 | .. | rank R-1 | rank 0 | .. | rank R-1 | ...
     start                      start + G                  start + 2 G
 
-``start`` is the number of samples consumed before: 0 at the epoch's beginning. A global batch depends on (start, G)
-alone, so another number of ranks continues with the same batches. With another G the rest of the epoch is cut again,
-and each of the samples left comes once. Ranks agree without communication.
+``start`` is the number of samples consumed before: 0 at the epoch's beginning. A global batch
+depends on (start, G) alone, so another number of ranks continues with the same batches. With
+another G the rest of the epoch is cut again, and each of the samples left comes once. Ranks agree
+without communication.
 
-`Batching` is one epoch or its rest, `Cursor` the position of a run, `WorkerShard` the steps of one of several processes
-that take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
+`Batching` is one epoch or its rest, `Cursor` the position of a run, `WorkerShard` the steps of one
+of several processes that take turns, `Walk` all of them together: the steps of a run through the
+ends of epochs.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ MAX_EMPTY_EPOCHS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's data-parallel rank and the number of data-parallel ranks; one process alone by default.
+    """This process's data-parallel rank and the number of data-parallel ranks; one process alone by
+    default.
 
-    Ranks of one tensor-, pipeline- or context-parallel group share a data-parallel rank. Raises WorldError unless
-    0 <= rank < size.
+    Ranks of one tensor-, pipeline- or context-parallel group share a data-parallel rank. Raises
+    WorldError unless 0 <= rank < size.
     """
 
     rank: int = 0
@@ -58,17 +62,18 @@ class World:
 class Batching:
     """The global batches of one epoch, or of its rest, and one rank's part in each.
 
-    ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all ranks, a multiple of
-    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples after the last
-    full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
-    beginning that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
+    ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all
+    ranks, a multiple of ``world.size``. ``start``: samples of this epoch consumed already; step 0
+    begins there. The samples after the last full batch are left out (``drop_last``), or make one
+    more batch, filled up with positions from the epoch's beginning that are flagged as not valid.
+    Every rank has the same number of steps, and of rows in each step.
 
-    ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch` asks it. Such an
-    epoch may be too short for a step; `next_epoch` finds the one that a run continues with. ``unit`` is what a position
-    shows, for messages.
+    ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch`
+    asks it. Such an epoch may be too short for a step; `next_epoch` finds the one that a run
+    continues with. ``unit`` is what a position shows, for messages.
 
-    Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
-    and for numbers out of range.
+    Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave
+    every epoch empty, and for numbers out of range.
     """
 
     epoch_length: int
@@ -98,8 +103,9 @@ class Batching:
             )
         if self.lengths is None and self.drop_last and self.global_batch > self.epoch_length:
             raise WorldError(
-                f"an epoch of {self.epoch_length} samples has no full global batch of {self.global_batch}, so with "
-                f"drop_last every epoch is empty; use a global batch of at most {self.epoch_length}, or drop_last=False"
+                f"an epoch of {self.epoch_length} samples has no full global batch of "
+                f"{self.global_batch}, so with drop_last every epoch is empty; use a global "
+                f"batch of at most {self.epoch_length}, or drop_last=False"
             )
 
     @property
@@ -110,15 +116,18 @@ class Batching:
     @property
     def num_steps(self) -> int:
         """Steps from ``start`` to the epoch's end, the same on every rank."""
-        left = self.epoch_length - self.start
-        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+        remaining = self.epoch_length - self.start
+        return (
+            remaining // self.global_batch if self.drop_last else -(-remaining // self.global_batch)
+        )
 
     def of_epoch(self, epoch: int) -> Batching:
         """Return the batches of one epoch."""
         return self if self.lengths is None else replace(self, epoch_length=self.lengths(epoch))
 
     def next_epoch(self, epoch: int) -> int:
-        """Return the first epoch from this one on that has a step; those without any are passed over.
+        """Return the first epoch from this one on that has a step; those without any are passed
+        over.
 
         Raises WorldError where none of `MAX_EMPTY_EPOCHS` epochs has one.
         """
@@ -128,24 +137,28 @@ class Batching:
                 return candidate
         remedy = "use a smaller one, or drop_last=False" if self.drop_last else "leave out fewer"
         raise WorldError(
-            f"none of the epochs {epoch} .. {epoch + MAX_EMPTY_EPOCHS - 1} has a full global batch of "
-            f"{self.global_batch} {self.unit}, the last one has {batches.epoch_length}; {remedy}"
+            f"none of the epochs {epoch} .. {epoch + MAX_EMPTY_EPOCHS - 1} has a full "
+            f"global batch of {self.global_batch} {self.unit}, the last one has "
+            f"{batches.epoch_length}; {remedy}"
         )
 
     def positions(self, step: int) -> NDArray[np.int64]:
         """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
-        Beyond the epoch's end, in the last step only, they start again at position 0. Raises WorldError for a step
-        outside 0 .. num_steps - 1.
+        Beyond the epoch's end, in the last step only, they start again at position 0. Raises
+        WorldError for a step outside 0 .. num_steps - 1.
         """
         return self._running(step) % self.epoch_length
 
     def valid(self, step: int) -> NDArray[np.bool_]:
-        """Return which of ``positions(step)`` are samples of the epoch, not padding: bool (rank_batch,)."""
+        """Return which of ``positions(step)`` are samples of the epoch, not padding: bool
+        (rank_batch,).
+        """
         return self._running(step) < self.epoch_length
 
     def running(self, step: int) -> NDArray[np.int64]:
-        """Return the positions of a step over all ranks, continued beyond the epoch's end: int64 (global_batch,).
+        """Return the positions of a step over all ranks, continued beyond the epoch's end: int64
+        (global_batch,).
 
         Raises WorldError for a step outside 0 .. num_steps - 1.
         """
@@ -164,8 +177,8 @@ class Batching:
     def consumed(self, num_steps: int) -> int:
         """Return how many samples of the epoch all ranks have consumed after ``num_steps`` steps.
 
-        Padding is not counted. This is what `Cursor.samples_consumed` and ``start`` hold. Raises WorldError for more
-        steps than there are.
+        Padding is not counted. This is what `Cursor.samples_consumed` and ``start`` hold. Raises
+        WorldError for more steps than there are.
         """
         if not 0 <= num_steps <= self.num_steps:
             raise WorldError(f"{num_steps} steps done of the {self.num_steps} left in the epoch")
@@ -174,10 +187,11 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a run: the epoch, and the number of its samples that all ranks together have consumed.
+    """Position of a run: the epoch, and the number of its samples that all ranks together have
+    consumed.
 
-    Of an order in packs it is the number of packs. Padding is not counted. With the order and the dataset, this is all
-    that a checkpoint needs. Raises WorldError for negative numbers.
+    Of an order in packs it is the number of packs. Padding is not counted. With the order and the
+    dataset, this is all that a checkpoint needs. Raises WorldError for negative numbers.
     """
 
     epoch: int = 0
@@ -187,27 +201,34 @@ class Cursor:
         _integers(self, "epoch", "samples_consumed")
         if self.epoch < 0 or self.samples_consumed < 0:
             raise WorldError(
-                f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}"
+                f"a cursor cannot be negative, got epoch {self.epoch}, samples "
+                f"{self.samples_consumed}"
             )
 
-    def rest(self, whole: Batching) -> Batching:
+    def rest(self, batching: Batching) -> Batching:
         """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
         The first begins after the last consumed sample, at any batch size. Without a step the
-        epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
+        epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the
+        epoch has.
         """
-        return replace(whole.of_epoch(self.epoch), start=self.samples_consumed)
+        return replace(batching.of_epoch(self.epoch), start=self.samples_consumed)
 
-    def rolled(self, whole: Batching) -> Cursor:
-        """Return itself, or the beginning of the next epoch with a step where its own has none left.
+    def rolled(self, batching: Batching) -> Cursor:
+        """Return itself, or the beginning of the next epoch with a step where its own has none
+        left.
 
         Raises WorldError where no epoch with a step follows soon (`Batching.next_epoch`).
         """
-        return self if self.rest(whole).num_steps else Cursor(whole.next_epoch(self.epoch + 1))
+        return (
+            self if self.rest(batching).num_steps else Cursor(batching.next_epoch(self.epoch + 1))
+        )
 
 
 class WorkerShard(NamedTuple):
-    """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from ``first`` on."""
+    """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from
+    ``first`` on.
+    """
 
     first: int = 0
     of: int = 1
@@ -224,9 +245,9 @@ EVERY_STEP: Final = WorkerShard()
 class Walk:
     """The steps of a run from ``start`` on: the rest of that epoch, then whole epochs without end.
 
-    ``batching`` cuts a whole epoch, ``share`` selects the steps that are made here: k counts those. A step of an epoch
-    is numbered within :meth:`batches` of that epoch. Raises WorldError where ``start`` has consumed more samples than
-    an epoch has.
+    ``batching`` cuts a whole epoch, ``share`` selects the steps that are made here: k counts those.
+    A step of an epoch is numbered within :meth:`batches` of that epoch. Raises WorldError where
+    ``start`` has consumed more samples than an epoch has.
     """
 
     start: Cursor
@@ -253,7 +274,9 @@ class Walk:
         return self.rest if epoch == self.start.epoch else self.batching.of_epoch(epoch)
 
     def place(self, k: int) -> tuple[int, int]:
-        """Return epoch and step of the k-th step of this walk: in constant time where all epochs are equally long."""
+        """Return epoch and step of the k-th step of this walk: in constant time where all epochs
+        are equally long.
+        """
         if self.batching.lengths is not None:
             epoch = self.start.epoch
             steps = self.share.steps(self.rest)
@@ -263,11 +286,11 @@ class Walk:
                 steps = self.share.steps(self.batches(epoch))
             return epoch, steps[k]
         first = self.share.steps(self.rest)
-        whole = self.share.steps(self.batching)
+        epoch_steps = self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]
-        epochs, at = divmod(k - len(first), len(whole))
-        return self.start.epoch + 1 + epochs, whole[at]
+        epochs, step = divmod(k - len(first), len(epoch_steps))
+        return self.start.epoch + 1 + epochs, epoch_steps[step]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the place of each step made here; endless, or empty where the share has no step."""
@@ -284,10 +307,12 @@ class Walk:
         return step if epoch == self.start.epoch else self.steps_before(epoch) + step
 
     def steps_before(self, epoch: int) -> int:
-        """Return the number of steps of all shares from the start to the beginning of an epoch, 0 for the first."""
+        """Return the number of steps of all shares from the start to the beginning of an epoch,
+        0 for the first.
+        """
         first = self.start.epoch
         if self.batching.lengths is not None:
-            return sum(self.batches(one).num_steps for one in range(first, epoch))
+            return sum(self.batches(earlier).num_steps for earlier in range(first, epoch))
         return (
             0
             if epoch <= first
@@ -300,16 +325,20 @@ class Walk:
         return Cursor(epoch, self.batches(epoch).consumed(step))
 
     def after(self, num_steps: int) -> Cursor:
-        """Return the cursor after this number of steps made here and by each other share, in the first epoch."""
+        """Return the cursor after this number of steps made here and by each other share, in the
+        first epoch.
+        """
         num_all = min(num_steps * self.share.of, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
     def positions(
         self, first: int, num_steps: int, ranks: range
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the ``first`` on.
+        """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the
+        ``first`` on.
 
-        Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding included.
+        Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding
+        included.
         """
         rank_batch = self.batching.rank_batch
         in_step = ranks.start * rank_batch + np.arange(len(ranks) * rank_batch)
@@ -325,7 +354,9 @@ class Walk:
 
 
 def _integers(record: object, *names: str) -> None:
-    """Convert integer-like fields (numpy scalars too) to int; raise WorldError for anything else."""
+    """Convert integer-like fields (numpy scalars too) to int; raise WorldError for anything
+    else.
+    """
     for name in names:
         value = getattr(record, name)
         try:
@@ -349,5 +380,6 @@ def _indivisible(global_batch: int, size: int) -> str:
     sizes = " or ".join(str(count) for count in near)
     return (
         f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
-        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for {global_batch}"
+        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks "
+        f"for {global_batch}"
     )

@@ -1,11 +1,14 @@
-"""Buckets: each global batch has samples of one bucket, such as texts of about one length, or one rig.
+"""Buckets: each global batch has samples of one bucket, such as texts of about one length, or one
+rig.
 
-A bucket's samples come in the order of the epoch, and each ``global_batch`` of them are a batch. The batches that are
-complete at the end of a window of the epoch come in a shuffled order, then those of the next window. At the end of an
-epoch each bucket's rest makes a batch, filled up with samples of its own that are flagged as not valid.
+A bucket's samples come in the order of the epoch, and each ``global_batch`` of them are a batch.
+The batches that are complete at the end of a window of the epoch come in a shuffled order, then
+those of the next window. At the end of an epoch each bucket's rest makes a batch, filled up with
+samples of its own that are flagged as not valid.
 
-Batches depend on seed, epoch, the selected samples and the global batch only. Of each window the number of samples in
-each bucket is kept (:mod:`fuelrail.pipeline.order.regroup`), so any batch is found without those before it.
+Batches depend on seed, epoch, the selected samples and the global batch only. Of each window the
+number of samples in each bucket is kept (:mod:`fuelrail.pipeline.order.regroup`), so any batch is
+found without those before it.
 """
 
 from __future__ import annotations
@@ -36,12 +39,17 @@ _BATCHES_KEPT: Final = 4
 
 
 class Bucket(Settings, frozen=True):
-    """Make each global batch of samples of one bucket, so that they have one shape, or are padded by little."""
+    """Make each global batch of samples of one bucket, so that they have one shape, or are
+    padded by little.
+    """
 
     by: str | Cost
     """An attribute with whole numbers or texts, or a model of several (`Cost`)."""
     bounds: tuple[int, ...] = ()
-    """The largest value in each bucket, ascending; a sample above the last one is an error. (): a bucket a value."""
+    """The largest value in each bucket, ascending; a sample above the last one is an error.
+
+    (): a bucket a value.
+    """
     window: WindowLength = 4096
     """Positions of the order whose batches are shuffled among each other."""
 
@@ -57,9 +65,11 @@ class Bucket(Settings, frozen=True):
 
 
 class BucketedOrder(WindowedOrder):
-    """The epochs of ``base``, an order of samples, in batches of ``global_batch`` samples of one bucket.
+    """The epochs of ``base``, an order of samples, in batches of ``global_batch`` samples of one
+    bucket.
 
-    Epochs may differ in length: all have whole batches. Raises OrderError for more than 1,024 buckets.
+    Epochs may differ in length: all have whole batches. Raises OrderError for more than 1,024
+    buckets.
     """
 
     use = "bucket"
@@ -78,17 +88,22 @@ class BucketedOrder(WindowedOrder):
             )
         bounds = np.array(bucket.bounds, np.int64)
         if not bucket.bounds:
-            values = np.unique(np.concatenate([np.unique(each) for each in costs]))
+            values = np.unique(
+                np.concatenate([np.unique(values_of_part) for values_of_part in costs])
+            )
             bounds = values[values >= 0]
         if len(bounds) > MAX_BUCKETS:
             raise OrderError(
-                f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are allowed: set bounds"
+                f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are "
+                "allowed: set bounds"
             )
         super().__init__(base, costs, bucket.window, seed, len(bounds))
         self.bucket = bucket
         self.global_batch = global_batch
         self.num_buckets = len(bounds)
-        self._numbers = tuple(np.searchsorted(bounds, each).astype(np.uint16) for each in costs)
+        self._numbers = tuple(
+            np.searchsorted(bounds, values_of_part).astype(np.uint16) for values_of_part in costs
+        )
         self.identity["global_batch"] = global_batch
 
     def positions_of(self, totals: NDArray[np.int64]) -> int:
@@ -100,7 +115,9 @@ class BucketedOrder(WindowedOrder):
         return np.bincount(groups, minlength=num_groups)
 
     def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
-        """Return the bucket of each entry, counted in the order of the bounds, or values, and how many there are."""
+        """Return the bucket of each entry, counted in the order of the bounds, or values, and
+        how many there are.
+        """
         return costs_of(self._numbers, entries), self.num_buckets
 
     def epoch(self, epoch: int, /) -> BucketedEpoch:
@@ -123,7 +140,9 @@ class BucketedEpoch(RegroupedEpoch):
         return int(self._starts[-1]) * self._size
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Return entries at ``positions``, with the flag ``bucket``: its number. Raises OrderError for others.
+        """Return entries at ``positions``, with the flag ``bucket``: its number.
+
+        Raises OrderError for others.
 
         Not valid: a sample that fills up its bucket's last batch.
         """
@@ -131,11 +150,11 @@ class BucketedEpoch(RegroupedEpoch):
         parts, samples, buckets = np.empty((3, *numbers.shape), np.int64)
         valid = np.empty(numbers.shape, bool)
         for number in np.unique(numbers).tolist():
-            here = numbers == number
-            buckets[here], batch = self._batch(number)
-            at = rows[here] % len(batch.samples)
-            parts[here], samples[here] = batch.parts[at], batch.samples[at]
-            valid[here] = batch.valid[at] & (at == rows[here])
+            mask = numbers == number
+            buckets[mask], batch = self._batch(number)
+            index = rows[mask] % len(batch.samples)
+            parts[mask], samples[mask] = batch.parts[index], batch.samples[index]
+            valid[mask] = batch.valid[index] & (index == rows[mask])
         return Entries(parts, samples, valid, {"bucket": buckets})
 
     def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
@@ -149,12 +168,14 @@ class BucketedEpoch(RegroupedEpoch):
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
         before = self._before[:, bucket]
-        wanted = np.arange(
+        places = np.arange(
             first, min(first + self._size, int(before[-1]))
         )  # of the bucket's samples
-        windows = np.searchsorted(before, wanted, side="right") - 1
+        windows = np.searchsorted(before, places, side="right") - 1
         pieces = []
-        for at in np.unique(windows).tolist():
-            members, bounds = self._members(at)
-            pieces.append((members, bounds[bucket] + wanted[windows == at] - before[at]))
+        for window_number in np.unique(windows).tolist():
+            members, bounds = self._members(window_number)
+            pieces.append(
+                (members, bounds[bucket] + places[windows == window_number] - before[window_number])
+            )
         return bucket, joined(pieces)

@@ -2,13 +2,15 @@
 
 ::
 
-    order = compile_order(OrderSpec(filter="night", weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
+    order = compile_order(OrderSpec(filter="night", weights=(ClassBalance(classes=("num_car",
+    "num_bus")),)), dataset)
     samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
 
-Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them into selected
-samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection turns these into samples of the
-split.
-Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more with weights, 16 a sample with lanes.
+Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them
+into selected samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection
+turns these into samples of the split.
+Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more with weights, 16 a
+sample with lanes.
 """
 
 from __future__ import annotations
@@ -67,16 +69,17 @@ def compile_order(
     layers: Sequence[Layer] = (),
     unknown: set[str] | None = None,
 ) -> EndlessOrder:
-    """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
+    """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for
+    lanes and windows.
 
-    ``global_batch`` is needed for lanes, whose number it is, and for buckets. ``window`` with ``pad="drop"`` leaves out
-    samples whose window is not complete. ``clips`` is the split's table, where the caller has it already. ``unknown``
-    gets the names in ``spec.without`` that the split does not have; None: they are an OrderError.
-    Filters and weights may name attributes of ``layers``; where one with ``missing="drop"`` has no row, the sample is
-    left out.
+    ``global_batch`` is needed for lanes, whose number it is, and for buckets. ``window`` with
+    ``pad="drop"`` leaves out samples whose window is not complete. ``clips`` is the split's table,
+    where the caller has it already. ``unknown`` gets the names in ``spec.without`` that the split
+    does not have; None: they are an OrderError. Filters and weights may name attributes of
+    ``layers``; where one with ``missing="drop"`` has no row, the sample is left out.
 
-    Raises OrderError for an expression, file or weights that make no order, and where nothing is selected;
-    ConfigError for an unknown split; IndexFileError for attributes that don't fit.
+    Raises OrderError for an expression, file or weights that make no order, and where nothing is
+    selected; ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
     from fuelrail.pipeline.format.attributes import Attributes, ClipTable
     from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
@@ -103,7 +106,9 @@ def compile_order(
 
 
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
-    """Return the number of samples in each shard of a split; raise ManifestError for a shard without samples."""
+    """Return the number of samples in each shard of a split; raise ManifestError for a shard
+    without samples.
+    """
     entry = dataset.split(split)
     lengths: list[int] = dataset.shards.split_lengths(
         entry.first_shard, entry.first_shard + entry.num_shards
@@ -121,7 +126,8 @@ def compile_table(
     clips: ClipTable | None = None,
     unknown: set[str] | None = None,
 ) -> EndlessOrder:
-    """Apply ``spec`` to the rows of any table, stored in "shards" of ``shard_lengths`` rows; see `compile_order`.
+    """Apply ``spec`` to the rows of any table, stored in "shards" of ``shard_lengths`` rows; see
+    `compile_order`.
 
     ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
     """
@@ -136,7 +142,9 @@ def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
 
 
 class _Selection:
-    """The samples that a spec selects, narrowed step by step, and the identity of the order over them."""
+    """The samples that a spec selects, narrowed step by step, and the identity of the order over
+    them.
+    """
 
     def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
         if (
@@ -165,11 +173,13 @@ class _Selection:
             self._identity["subset"] = f"{len(listed)} samples {digest(listed)}"
             self.narrow(listed, f"subset '{spec.subset}'")
 
-    def narrow(self, among: Rows, what: str) -> None:
-        """Keep samples that are ``among`` others, ascending; raise OrderError, naming ``what``, if none is left."""
+    def narrow(self, among: Rows, selector: str) -> None:
+        """Keep samples that are ``among`` others, ascending; raise OrderError, naming ``what``,
+        if none is left.
+        """
         before = self.rows
-        both = among if before is None else np.intersect1d(before, among, assume_unique=True)
-        if not both.size:
+        rows = among if before is None else np.intersect1d(before, among, assume_unique=True)
+        if not rows.size:
             rest = (
                 ""
                 if before is None or not among.size
@@ -177,11 +187,11 @@ class _Selection:
             )
             shows = (
                 "; `fuelrail inspect DATASET` shows the values of its attributes"
-                if what.startswith("filter")
+                if selector.startswith("filter")
                 else ""
             )
-            raise OrderError(f"{what} selects no sample{rest}{shows}")
-        self.rows = both
+            raise OrderError(f"{selector} selects no sample{rest}{shows}")
+        self.rows = rows
 
     def complete(self, window: Window | None, clips: ClipTable | None) -> None:
         """Leave out samples that lack a frame of a window that drops them."""
@@ -208,21 +218,23 @@ class _Selection:
     def _hidden(
         self, window: Window | None, clips: ClipTable | None, unknown: set[str] | None
     ) -> Iterator[Rows]:
-        """Yield the samples of each entry of ``without``, and those whose windows are dropped with them."""
+        """Yield the samples of each entry of ``without``, and those whose windows are dropped
+        with them.
+        """
         named: Rows = np.zeros(0, np.int64)
         for entry in self._spec.without:
             names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-            known = [name for name in ("key", "clip_id") if name in self._attributes.names]
-            rows, missing = named_rows(names, self._attributes.read(known))
+            columns = [name for name in ("key", "clip_id") if name in self._attributes.names]
+            rows, missing = named_rows(names, self._attributes.read(columns))
             if missing and unknown is None:
                 raise unknown_names(missing)
             if unknown is not None:
                 unknown |= missing
             named = np.union1d(named, rows)
             if window is not None and _drops(window) and clips is not None:
-                left = clips.without(named)
-                lacking = left.samples[
-                    ~window_lookup(left, window)(left.samples).present.all(axis=1)
+                clips_left = clips.without(named)
+                lacking = clips_left.samples[
+                    ~window_lookup(clips_left, window)(clips_left.samples).present.all(axis=1)
                 ]
                 rows = np.union1d(
                     rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows)
@@ -284,13 +296,15 @@ class _Selection:
         )
 
     def _staged(self, shard_lengths: Sequence[int]) -> MixedOrder:
-        """Return the orders of the stages as a mix in blocks of one position, each with its stage's order."""
+        """Return the orders of the stages as a mix in blocks of one position, each with its
+        stage's order.
+        """
         spec = self._spec
         orders = []
         stages = []
-        for at, stage in enumerate(spec.stages):
+        for number, stage in enumerate(spec.stages):
             weights = (*spec.weights, *stage.weights)
-            own = msgspec.structs.replace(
+            stage_spec = msgspec.structs.replace(
                 spec,
                 filter=stage.filter,
                 subset=None,
@@ -298,17 +312,17 @@ class _Selection:
                 stages=(),
                 balance=None,
                 without=(),
-                seed=derive_key("order stage", spec.seed, at) % 2**63 if at else spec.seed,
+                seed=derive_key("order stage", spec.seed, number) % 2**63 if number else spec.seed,
                 epoch_length=spec.epoch_length if weights else None,
             )
             try:
-                selection = _Selection(own, self._attributes)
+                selection = _Selection(stage_spec, self._attributes)
                 if self.rows is not None:
                     selection.narrow(self.rows, "the selection of all stages")
                 orders.append(selection.order(shard_lengths, None, None, None, None))
             except OrderError as error:
-                raise OrderError(f"stage {at}: {error}") from error
-            ratios = {f"{name}": int(name == at) for name in range(len(spec.stages))}
+                raise OrderError(f"stage {number}: {error}") from error
+            ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
             stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
         schedule = MixSchedule(stages, list(stages[0].ratios))
         length = spec.epoch_length or orders[0].epoch_length
@@ -337,7 +351,9 @@ def _mixed(
     selected: Rows | None,
     identity: dict[str, Any],
 ) -> MixedOrder:
-    """Mix the parts of the selected samples, each with its own order; weights are those of the whole selection."""
+    """Mix the parts of the selected samples, each with its own order; weights are those of the
+    whole selection.
+    """
     column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
     weights = None
     if spec.weights:
@@ -346,20 +362,20 @@ def _mixed(
         )
     number = value_numbers(column, tuple(mix.ratios))
     parts = []
-    for at, value in enumerate(mix.ratios):
-        inside = np.flatnonzero(number == at)
+    for part_number, value in enumerate(mix.ratios):
+        inside = np.flatnonzero(number == part_number)
         if not inside.size:
-            known = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
             raise OrderError(
-                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {known}"
+                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {values}"
             )
-        own = inside if selected is None else selected[inside]
-        seed = derive_key("order mix part", spec.seed, at) % 2**63
+        part_rows = inside if selected is None else selected[inside]
+        seed = derive_key("order mix part", spec.seed, part_number) % 2**63
         part = msgspec.structs.replace(
             spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None
         )
-        sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
-        text = f"{len(own)} samples {digest(own)}" + (
+        sampling = None if weights is None else SystematicSampling(weights[inside], len(part_rows))
+        text = f"{len(part_rows)} samples {digest(part_rows)}" + (
             "" if sampling is None else f", {_said(sampling)}"
         )
         parts.append(
@@ -367,7 +383,7 @@ def _mixed(
                 spec=part,
                 identity={value: text},
                 shard_lengths=shard_lengths,
-                selected=own,
+                selected=part_rows,
                 sampling=sampling,
             )
         )
@@ -385,8 +401,8 @@ def _mixed(
 class CompiledOrder:
     """The epochs of an order over one split. Immutable; safe to call from any number of threads.
 
-    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and digests of what its
-    filter, keys and weights came to.
+    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and
+    digests of what its filter, keys and weights came to.
     """
 
     def __init__(
@@ -397,7 +413,9 @@ class CompiledOrder:
         selected: NDArray[np.int64] | None = None,
         sampling: SystematicSampling | None = None,
     ) -> None:
-        """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
+        """Take ``selected`` samples of the split, ascending, each once (None: all), and their
+        ``sampling``.
+        """
         self.spec = spec
         self.identity = identity
         self._sampling = sampling
@@ -419,21 +437,28 @@ class CompiledOrder:
         )
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
-        """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
+        """Return the order of one epoch: positions 0 ..
+
+        epoch_length - 1 to samples of the split.
+        """
         bounds = self._bounds
-        then: list[CopyMap] = []
+        copy_maps: list[CopyMap] = []
         if self._sampling is not None:
             copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
             bounds = np.array(copies.first_copies(bounds.tolist()))
-            then.append(copies)
+            copy_maps.append(copies)
         if self._selected is not None:
-            then.append(SelectedSamples(self._selected))
+            copy_maps.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
-        return MappedEpoch(position_map(self.spec, lengths[lengths > 0].tolist(), epoch), *then)
+        return MappedEpoch(
+            position_map(self.spec, lengths[lengths > 0].tolist(), epoch), *copy_maps
+        )
 
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
-    """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
+    """Return kind, seed and fields that differ from the defaults, so that new fields keep a
+    state valid.
+    """
     stated = plain(spec)
     defaults = plain(OrderSpec())
     return {
@@ -444,7 +469,9 @@ def _as_said(spec: OrderSpec) -> dict[str, Any]:
 
 
 def plain(settings: object) -> Any:
-    """Return settings in plain JSON types: a state that was saved as JSON has lists where these have tuples."""
+    """Return settings in plain JSON types: a state that was saved as JSON has lists where these
+    have tuples.
+    """
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
@@ -471,26 +498,30 @@ def compile_mix(
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> EndlessOrder:
-    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
+    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every
+    block, or in stages.
 
-    The keywords are as in `compile_order`, clips and layers those of each dataset. Raises OrderError for
-    ratios that do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``,
-    ``subset`` and a mix of its own), and what `compile_order` raises.
+    The keywords are as in `compile_order`, clips and layers those of each dataset. Raises
+    OrderError for ratios that do not name the datasets or are not integers >= 1, for an order that
+    is not to be mixed (``lanes``, ``subset`` and a mix of its own), and what `compile_order`
+    raises.
     """
 
-    def compile_one(at: int, name: str, own: OrderSpec, unknown: set[str]) -> EndlessOrder:
-        given: Any = {
+    def compile_one(
+        number: int, name: str, part_spec: OrderSpec, unknown: set[str]
+    ) -> EndlessOrder:
+        keywords: Any = {
             "window": window,
-            "clips": None if clips is None else clips[at],
+            "clips": None if clips is None else clips[number],
             "unknown": unknown,
         }
         return compile_order(
-            own,
+            part_spec,
             datasets[name],
             split,
             global_batch=global_batch,
             layers=layers.get(name, ()),
-            **given,
+            **keywords,
         )
 
     return mix_orders(
@@ -507,26 +538,30 @@ def mix_orders(
 ) -> EndlessOrder:
     """Mix orders of named datasets, see `compile_mix`.
 
-    Each is compiled from its number, its name, its own spec and a set for names in ``without`` that it does not have.
+    Each is compiled from its number, its name, its own spec and a set for names in ``without`` that
+    it does not have.
     """
     spec = spec.resolved()
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
-        what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
-        what = "a mix of its own" if spec.mix else what
+        feature = (
+            "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
+        )
+        feature = "a mix of its own" if spec.mix else feature
         raise OrderError(
-            f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length"
+            f"an order with {feature} is of one dataset; mix datasets by kind, filter, "
+            "weights, epoch_length"
         )
     compiled: list[EndlessOrder] = []
     lacking: list[set[str]] = []
-    for at, name in enumerate(datasets):
-        own = msgspec.structs.replace(
-            spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None
+    for number, name in enumerate(datasets):
+        part_spec = msgspec.structs.replace(
+            spec, seed=derive_key("order mix part", spec.seed, number) % 2**63, epoch_length=None
         )
         try:
             lacking.append(set())
-            compiled.append(compile_one(at, name, own, lacking[-1]))
+            compiled.append(compile_one(number, name, part_spec, lacking[-1]))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
     if missing := set.intersection(*lacking):
@@ -548,22 +583,25 @@ def mix_orders(
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the ratios of ``datasets``; raise OrderError unless each is an integer >= 1, MAX_BLOCK in sum."""
+    """Return the ratios of ``datasets``; raise OrderError unless each is an integer >= 1,
+    MAX_BLOCK in sum.
+    """
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
     rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
         raise OrderError(f"mix={ratios!r} is not allowed: {rule}")
-    given = dict(ratios.items())
-    if given.keys() != datasets.keys():
+    ratio_of = dict(ratios.items())
+    if ratio_of.keys() != datasets.keys():
         raise OrderError(
-            f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}"
+            f"mix={ratio_of!r} names {_names(ratio_of)}, the datasets are "
+            f"{_names(datasets)}: {rule}"
         )
     if (
-        not all(type(ratio) is int and ratio >= 1 for ratio in given.values())
-        or sum(given.values()) > MAX_BLOCK
+        not all(type(ratio) is int and ratio >= 1 for ratio in ratio_of.values())
+        or sum(ratio_of.values()) > MAX_BLOCK
     ):
-        raise OrderError(f"mix={given!r} is not allowed: {rule}")
-    return tuple(given[name] for name in datasets)
+        raise OrderError(f"mix={ratio_of!r} is not allowed: {rule}")
+    return tuple(ratio_of[name] for name in datasets)
 
 
 def _names(named: Mapping[str, object]) -> str:

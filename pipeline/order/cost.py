@@ -1,7 +1,8 @@
 """What a sample costs a training step, as a whole number: a column, or a model of several columns.
 
-A step of a transformer costs ``linear * tokens + quadratic * tokens**2``: the second term is attention. A detector's
-cost follows its boxes or points. All of it is integer arithmetic, so the same samples cost the same everywhere.
+A step of a transformer costs ``linear * tokens + quadratic * tokens**2``: the second term is
+attention. A detector's cost follows its boxes or points. All of it is integer arithmetic, so the
+same samples cost the same everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class AttributeTable(Protocol):
 
 
 class Cost(Settings, frozen=True):
-    """A cost model: ``(constant + sum of linear * x + quadratic * x**2 over columns) / divisor``, rounded up.
+    """A cost model: ``(constant + sum of linear * x + quadratic * x**2 over columns) / divisor``,
+    rounded up.
 
     All coefficients are whole numbers; a measured 0.0031 is ``31`` with ``divisor=10_000``.
     """
@@ -64,11 +66,12 @@ def cost_columns(cost: str | Cost) -> tuple[str, ...]:
 
 
 def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> NDArray[np.int64]:
-    """Return the cost of each row of ``table`` (with :func:`cost_columns` of it): int64 (n,), 0 or more.
+    """Return the cost of each row of ``table`` (with :func:`cost_columns` of it): int64 (n,), 0 or
+    more.
 
-    A column holds whole numbers, truth values (true is 1) or lists, whose length counts; with ``texts`` also texts: the
-    first five bytes of a text's SHA-256 count. Raises OrderError for other types, for unknown and negative values, and
-    for costs above 2**40.
+    A column holds whole numbers, truth values (true is 1) or lists, whose length counts; with
+    ``texts`` also texts: the first five bytes of a text's SHA-256 count. Raises OrderError for
+    other types, for unknown and negative values, and for costs above 2**40.
     """
     values = {name: _whole_numbers(table[name], name, texts) for name in cost_columns(cost)}
     if isinstance(cost, str):
@@ -78,22 +81,24 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
         sums = _total(cost, largest)
         if sums >= 2**62:
             raise OrderError(
-                f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take smaller coefficients"
+                f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take "
+                "smaller coefficients"
             )
         costs = -(-_total(cost, values) // cost.divisor)
     if costs.size and costs.max() > MAX_COST:
         raise OrderError(
-            f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; use a divisor"
+            f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; "
+            "use a divisor"
         )
     return costs
 
 
-def _total(cost: Cost, at: Mapping[str, Any]) -> Any:
-    linear = sum(factor * at[name] for name, factor in cost.linear.items())
+def _total(cost: Cost, values: Mapping[str, Any]) -> Any:
+    linear = sum(factor * values[name] for name, factor in cost.linear.items())
     return (
         cost.constant
         + linear
-        + sum(factor * at[name] ** 2 for name, factor in cost.quadratic.items())
+        + sum(factor * values[name] ** 2 for name, factor in cost.quadratic.items())
     )
 
 
@@ -105,16 +110,18 @@ def sample_costs(
     *,
     texts: bool = False,
 ) -> NDArray[np.integer]:
-    """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None: all are)."""
+    """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None:
+    all are).
+    """
     table = attributes.read(cost_columns(cost))
-    found: NDArray[np.integer] = compute_costs(
+    costs: NDArray[np.integer] = compute_costs(
         cost, table if rows is None else table.take(rows), texts=texts
     )
     if rows is not None:
-        selected = found
-        found = np.full(num_samples, -1)
-        found[rows] = selected
-    return found if found.max(initial=0) > np.iinfo(np.int32).max else found.astype(np.int32)
+        selected = costs
+        costs = np.full(num_samples, -1)
+        costs[rows] = selected
+    return costs if costs.max(initial=0) > np.iinfo(np.int32).max else costs.astype(np.int32)
 
 
 def refuse(
@@ -122,21 +129,26 @@ def refuse(
     costs: NDArray[np.integer],
     attributes: AttributeTable,
     rows: NDArray[np.int64] | None,
-    what: str,
+    reason: str,
     fix: str,
 ) -> None:
-    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first: by its key, if any."""
+    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first: by
+    its key, if any.
+    """
     selected = np.arange(len(costs)) if rows is None else rows
-    found = selected[wrong[selected]]
-    if not len(found):
+    refused = selected[wrong[selected]]
+    if not len(refused):
         return
-    first = int(found[0])
+    first = int(refused[0])
     name = f"sample {first}"
     if "key" in attributes.names:
-        name = f"sample {attributes.read(('key',))['key'][first].as_py()!r} (number {first} of the split)"
+        name = (
+            f"sample {attributes.read(('key',))['key'][first].as_py()!r} (number {first} of the "
+            "split)"
+        )
     raise OrderError(
-        f"{name} costs {costs[first]}, {what}; so do {len(found) - 1} others of {len(selected)}: take {fix}, "
-        "or leave them out by a filter"
+        f"{name} costs {costs[first]}, {reason}; so do {len(refused) - 1} others of "
+        f"{len(selected)}: take {fix}, or leave them out by a filter"
     )
 
 
@@ -145,20 +157,20 @@ def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[n
     import pyarrow.compute as pc
 
     if column.null_count:
-        at = column.is_null().index(True).as_py()
+        first_null = column.is_null().index(True).as_py()
         raise OrderError(
-            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} samples (the first is "
-            f"number {at} of those selected), and a cost needs a number; leave them out by the filter "
-            f"'{name} is not None'"
+            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
+            f"samples (the first is number {first_null} of those selected), and a cost "
+            f"needs a number; leave them out by the filter '{name} is not None'"
         )
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = pc.list_value_length(column)
     if texts and pa.types.is_string(column.type):
         encoded = column.combine_chunks().dictionary_encode()
         digests = [
-            hashlib.sha256(one.encode()).digest()[:5] for one in encoded.dictionary.to_pylist()
+            hashlib.sha256(text.encode()).digest()[:5] for text in encoded.dictionary.to_pylist()
         ]
-        numbers = pa.array([int.from_bytes(one, "little") for one in digests], pa.int64())
+        numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
         column = numbers.take(encoded.indices)
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise OrderError(
@@ -167,7 +179,8 @@ def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[n
     for worst in pc.min_max(column).as_py().values():
         if worst is not None and not 0 <= worst < 2**63:
             raise OrderError(
-                f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. 2**63 - 1"
+                f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
+                "2**63 - 1"
             )
-    found: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
-    return found
+    numbers_of_rows: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
+    return numbers_of_rows

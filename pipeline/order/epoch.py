@@ -1,7 +1,8 @@
 """One protocol for the epochs of all kinds of order: positions to entries.
 
-An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs of one length. An *epoch* maps positions
-0 .. len - 1 to entries. Both are pure, so any number of threads may use them.
+An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs of one length. An
+*epoch* maps positions 0 .. len - 1 to entries. Both are pure, so any number of threads may use
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 
 def digest(*arrays: ArrayLike) -> str:
     """Return the digest of whole numbers that a state names."""
-    data = b"".join(np.asarray(one).astype("<i8").tobytes() for one in arrays)
+    data = b"".join(np.asarray(array).astype("<i8").tobytes() for array in arrays)
     return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
 
 
@@ -41,21 +42,25 @@ class Entries(NamedTuple):
     valid: NDArray[np.bool_]
     """False: padding, such as a lane's that has ended."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
-    """More that the order knows of each entry, under its name in a batch: ``lane`` and ``prev_exists`` of lanes."""
+    """More that the order knows of each entry, under its name in a batch: ``lane`` and
+    ``prev_exists`` of lanes.
+    """
 
 
 class Shown(NamedTuple):
     """Where some samples are shown in an epoch, by sample and then by position; both int64 (k,)."""
 
-    which: NDArray[np.int64]
-    """Places in the list of samples that was asked for; one comes as often as its sample is shown."""
+    indices: NDArray[np.int64]
+    """Places in the list of samples that was asked for; one comes as often as its sample is
+    shown.
+    """
     positions: NDArray[np.int64]
 
     @classmethod
-    def sorted(cls, which: NDArray[np.int64], positions: NDArray[np.int64]) -> Shown:
+    def sorted(cls, indices: NDArray[np.int64], positions: NDArray[np.int64]) -> Shown:
         """Return both in order."""
-        by_sample = np.lexsort((positions, which))
-        return cls(which[by_sample], positions[by_sample])
+        by_sample = np.lexsort((positions, indices))
+        return cls(indices[by_sample], positions[by_sample])
 
 
 class Epoch(ABC):
@@ -70,7 +75,9 @@ class Epoch(ABC):
         """Return the number of positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples alone (int64, same shape; in packs as many as these hold) at ``positions``."""
+        """Return samples alone (int64, same shape; in packs as many as these hold) at
+        ``positions``.
+        """
         return self.entries(positions).samples
 
     @abstractmethod
@@ -79,18 +86,19 @@ class Epoch(ABC):
 
     @abstractmethod
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
-        """Return where ``samples`` (n,) of a part are shown, padding included: the inverse of :meth:`entries`.
+        """Return where ``samples`` (n,) of a part are shown, padding included: the inverse of
+        :meth:`entries`.
 
-        Samples that the order does not select are shown nowhere. Numbers outside the split are an OrderError, or are
-        shown nowhere.
+        Samples that the order does not select are shown nowhere. Numbers outside the split are an
+        OrderError, or are shown nowhere.
         """
 
 
 class EndlessOrder(Protocol):
     """An order of epochs that all have one length; what `compile_order` returns for every kind.
 
-    Three classes implement it: `CompiledOrder` (shuffled, windowed, sequential, each with or without weights),
-    `LaneOrder`, and `MixedOrder`, whose parts are again such orders.
+    Three classes implement it: `CompiledOrder` (shuffled, windowed, sequential, each with or
+    without weights), `LaneOrder`, and `MixedOrder`, whose parts are again such orders.
     """
 
     identity: dict[str, Any]
@@ -136,27 +144,31 @@ class SelectedSamples:
 
     def find(self, samples: NDArray[np.int64], /) -> Shown:
         """Return the numbers of ``samples`` (n,) among the selected ones; others have none."""
-        at = np.searchsorted(self._selected, samples)
-        which = np.flatnonzero(self._selected[np.minimum(at, len(self._selected) - 1)] == samples)
-        return Shown(which, at[which])
+        places = np.searchsorted(self._selected, samples)
+        indices = np.flatnonzero(
+            self._selected[np.minimum(places, len(self._selected) - 1)] == samples
+        )
+        return Shown(indices, places[indices])
 
 
 class MappedEpoch(Epoch):
     """The epoch of one split: maps applied one after the other, from positions to samples."""
 
-    __slots__ = ("_first", "_then")
+    __slots__ = ("_copy_maps", "_first")
 
-    def __init__(self, first: PositionMap, *then: CopyMap) -> None:
+    def __init__(self, first: PositionMap, *copy_maps: CopyMap) -> None:
         self._first = first
-        self._then = then
+        self._copy_maps = copy_maps
 
     def __len__(self) -> int:
         return len(self._first)
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        """Return samples (int64, same shape) at ``positions``; raises OrderError for positions
+        outside.
+        """
         values = self._first(positions)
-        for step in self._then:
+        for step in self._copy_maps:
             values = step(values)
         return values
 
@@ -168,10 +180,12 @@ class MappedEpoch(Epoch):
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
-        """Return where ``samples`` (n,) are shown; raises OrderError for numbers that no copy of the split has."""
+        """Return where ``samples`` (n,) are shown; raises OrderError for numbers that no copy of
+        the split has.
+        """
         values = np.asarray(samples, dtype=np.int64)
-        which = np.arange(len(values))
-        for step in reversed(self._then):
-            found, values = step.find(values)
-            which = which[found]
-        return Shown.sorted(which, self._first.inverse(values))
+        indices = np.arange(len(values))
+        for step in reversed(self._copy_maps):
+            copies, values = step.find(values)
+            indices = indices[copies]
+        return Shown.sorted(indices, self._first.inverse(values))

@@ -1,4 +1,6 @@
-"""Keys and clips that an order is asked for by name: from a file or a list to the numbers of samples."""
+"""Keys and clips that an order is asked for by name: from a file or a list to the numbers of
+samples.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.limits import NAMES
 from fuelrail.pipeline.order.weights import read_columns
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,27 +22,30 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 
-def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
+def read_keys(file: str, keys: pa.ChunkedArray) -> Rows:
     """Return the samples (places in ``known``, ascending) that a keys file lists.
 
-    Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
-    have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
+    Text files have one key a line; empty lines and those that begin with # are skipped.
+    ``.parquet`` and ``.csv`` files have a column ``key``. Raises OrderError where the file cannot
+    be read, lists nothing, or names unknown keys.
     """
     import pyarrow.compute as pc
 
-    wanted = listed_names(file)
-    samples: Rows = np.flatnonzero(pc.is_in(known, value_set=wanted).to_numpy())
-    if len(samples) < len(wanted):
-        missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
+    names = listed_names(file)
+    samples: Rows = np.flatnonzero(pc.is_in(keys, value_set=names).to_numpy())
+    if len(samples) < len(names):
+        missing = names.filter(pc.invert(pc.is_in(names, value_set=keys.combine_chunks())))
         raise OrderError(
-            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that are not in the split, "
-            f"such as {missing[0].as_py()!r}"
+            f"keys file '{file}' names {len(missing)} of {len(names)} keys that are not in "
+            f"the split, such as {missing[0].as_py()!r}"
         )
     return samples
 
 
 def listed_names(file: str) -> pa.Array:
-    """Return the names in a keys file, each once (see `read_keys`); raise OrderError where it cannot be read."""
+    """Return the names in a keys file, each once (see `read_keys`); raise OrderError where it
+    cannot be read.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -70,26 +75,28 @@ def listed_names(file: str) -> pa.Array:
 
 
 def named_rows(names: Collection[str], table: pa.Table) -> tuple[Rows, set[str]]:
-    """Return the samples whose key, or whose clip, is among ``names``, ascending; and the names that are of none.
+    """Return the samples whose key, or whose clip, is among ``names``, ascending; and the names
+    that are of none.
 
     ``table`` has what is compared: ``key``, ``clip_id`` or both.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    wanted = pa.array(sorted(set(names)), pa.string())
-    found: Rows = np.zeros(0, np.int64)
+    values = pa.array(sorted(set(names)), pa.string())
+    rows: Rows = np.zeros(0, np.int64)
     missing = set(names)
     for column in table.columns:
         texts = column.cast(pa.string())
-        is_named = pc.is_in(texts, value_set=wanted)
-        found = np.union1d(found, np.flatnonzero(is_named.to_numpy()))
+        is_named = pc.is_in(texts, value_set=values)
+        rows = np.union1d(rows, np.flatnonzero(is_named.to_numpy()))
         missing -= set(texts.filter(is_named).unique().to_pylist())
-    return found, missing
+    return rows, missing
 
 
 def unknown_names(names: Collection[str]) -> OrderError:
     """Return the error for names that are neither keys nor clips."""
     return OrderError(
-        f"{len(names)} names are neither a key nor a clip of the samples there are, such as {shown(min(names))!r}"
+        f"{len(names)} names are neither a key nor a clip of the samples there are, such as "
+        f"{shortened(min(names))!r}"
     )

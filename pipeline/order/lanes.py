@@ -1,15 +1,17 @@
-"""Lanes: each row of the global batch follows one clip through time, then the next; for models with a memory.
+"""Lanes: each row of the global batch follows one clip through time, then the next; for models with
+a memory.
 
-The clips (or pieces of them) are assigned to L lanes, L being the global batch, so that all lanes end about together;
-position step * L + lane is what a lane sees at a step::
+The clips (or pieces of them) are assigned to L lanes, L being the global batch, so that all lanes
+end about together; position step * L + lane is what a lane sees at a step::
 
     lane 0 | clip 3 frame 0 | clip 3 frame 1 | ... | clip 8 frame 0 | ...
     lane 1 | clip 5 frame 0 | clip 5 frame 1 | ...
              step 0           step 1
 
-Which lane gets pieces of which lengths is fixed (`groups_of`), so every epoch has the same number of steps.
-Each epoch shuffles the places of the pieces of one length, the order of the pieces in a lane, and the lanes. A lane
-that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
+Which lane gets pieces of which lengths is fixed (`groups_of`), so every epoch has the same number
+of steps. Each epoch shuffles the places of the pieces of one length, the order of the pieces in a
+lane, and the lanes. A lane that ends early repeats its first piece, flagged as not valid: every
+lane has a frame at each step.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
 class LaneOrder:
     """An order of kind ``lanes``: the pieces of a split's clips, assigned to ``num_lanes`` lanes.
 
-    ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored frame between two
-    selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many pieces of about equal length
-    (StreamPETR trains with 2). ``identity`` is what a saved position depends on, in plain JSON types. Raises OrderError
-    where there are fewer pieces than lanes.
+    ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored
+    frame between two selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many
+    pieces of about equal length (StreamPETR trains with 2). ``identity`` is what a saved position
+    depends on, in plain JSON types. Raises OrderError where there are fewer pieces than lanes.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class LaneOrder:
         self._first_ranks = chosen[np.cumsum(self._lengths) - self._lengths]
         if len(run) < num_lanes:
             raise OrderError(
-                f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a lane needs at least one; use "
-                f"a global batch of at most {len(run)}, or more pieces_per_clip than {pieces_per_clip}"
+                f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a "
+                f"lane needs at least one; use a global batch of at most {len(run)}, or "
+                f"more pieces_per_clip than {pieces_per_clip}"
             )
         self.identity: dict[str, Any] = {} if identity is None else identity
         self._clips = clips
@@ -93,7 +96,9 @@ class LaneOrder:
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
     def epoch(self, epoch: int, /) -> LaneEpoch:
-        """Return the lanes of one epoch, in time linear in the number of pieces; raises OrderError if out of range."""
+        """Return the lanes of one epoch, in time linear in the number of pieces; raises
+        OrderError if out of range.
+        """
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         seed = self._seed
@@ -151,14 +156,18 @@ class LaneEpoch(Epoch):
         self._num_steps = num_steps = int(np.bincount(lanes, lengths, num_lanes).max())
         self._first_piece = np.searchsorted(lanes, np.arange(num_lanes))
         self._padding = self._first_piece % max(1, len(lanes))
-        """What each lane shows when it has ended: its first piece; one without a piece, that of another lane."""
+        """What each lane shows when it has ended: its first piece; one without a piece, that of
+        another lane.
+        """
         ends = np.cumsum(lengths)
         before = np.append(ends - lengths, ends[-1:])[self._first_piece]
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
         self._starts = ends - lengths - before[lanes] + lanes * num_steps
         self._lane_ends = np.append(before[1:], ends[-1:]) - before
         self._by_rank: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None
-        """The pieces sorted by their first frames' ranks, and these ranks; from the first :meth:`find` on."""
+        """The pieces sorted by their first frames' ranks, and these ranks; from the first
+        :meth:`find` on.
+        """
 
     def __len__(self) -> int:
         return self._num_steps * self.num_lanes
@@ -166,8 +175,9 @@ class LaneEpoch(Epoch):
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``, with two flags; raises OrderError for positions outside.
 
-        Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the global batch.
-        ``prev_exists``: the lane showed the frame before this one in its previous step; False: reset its memory.
+        Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the
+        global batch. ``prev_exists``: the lane showed the frame before this one in its previous
+        step; False: reset its memory.
         """
         step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
         valid = step < self._lane_ends[lane]
@@ -182,7 +192,8 @@ class LaneEpoch(Epoch):
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
-        """Return where ``samples`` (n,) are shown, padding included; raises OrderError for numbers outside the split.
+        """Return where ``samples`` (n,) are shown, padding included; raises OrderError for numbers
+        outside the split.
 
         The first call of an epoch sorts its pieces.
         """
@@ -193,9 +204,9 @@ class LaneEpoch(Epoch):
         pieces, firsts = self._by_rank
         piece = pieces[np.searchsorted(firsts, rank, side="right") - 1]
         offset = rank - self._first_ranks[piece]
-        which = np.flatnonzero((offset >= 0) & (offset < self._lengths[piece]))
-        piece = piece[which]
-        offset = offset[which]
+        indices = np.flatnonzero((offset >= 0) & (offset < self._lengths[piece]))
+        piece = piece[indices]
+        offset = offset[indices]
         lane = np.searchsorted(self._first_piece, piece, side="right") - 1
         step = self._starts[piece] - lane * self._num_steps + offset
         # A lane that has ended shows its first piece again and again.
@@ -204,18 +215,20 @@ class LaneEpoch(Epoch):
             *(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right"))
         )
         ended = by_piece[ended]
-        again = self._lane_ends[ended] + offset[showing]
+        repeat_start = self._lane_ends[ended] + offset[showing]
         length = self._lengths[piece[showing]]
-        turns = np.maximum(-((again - self._num_steps) // length), 0)
+        turns = np.maximum(-((repeat_start - self._num_steps) // length), 0)
         padding, turn = _runs(np.zeros_like(turns), turns)
-        steps = np.append(step, again[padding] + turn * length[padding])
+        steps = np.append(step, repeat_start[padding] + turn * length[padding])
         lanes = np.append(lane, ended[padding])
         return Shown.sorted(
-            np.append(which, which[showing[padding]]), steps * self.num_lanes + lanes
+            np.append(indices, indices[showing[padding]]), steps * self.num_lanes + lanes
         )
 
     def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
-        """Return the epoch without some samples: in each lane the frames behind one follow at once, as a new piece."""
+        """Return the epoch without some samples: in each lane the frames behind one follow at
+        once, as a new piece.
+        """
         hidden = np.sort(self._clips.ranks[samples])
         ends = self._first_ranks + self._lengths
         piece, cut = _runs(
@@ -228,20 +241,25 @@ class LaneEpoch(Epoch):
         firsts = np.where(is_first, self._first_ranks[piece], bounds[cut - 1] + 1)
         lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
         lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
-        left = lengths > 0
+        mask = lengths > 0
         return LaneEpoch(
             clips=self._clips,
             num_lanes=self.num_lanes,
-            lanes=lanes[left],
-            first_ranks=firsts[left],
-            lengths=lengths[left],
+            lanes=lanes[mask],
+            first_ranks=firsts[mask],
+            lengths=lengths[mask],
         )
 
 
 def _runs(
     first: NDArray[np.int64], end: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the integers of ranges ``first .. end - 1`` (n,), one after the other: which range, and the integer."""
+    """Return the integers of ranges ``first ..
+
+    end - 1`` (n,), one after the other: which range, and the integer.
+    """
     num = end - first
-    which = np.repeat(np.arange(len(num)), num)
-    return which, np.arange(len(which)) + (first - np.cumsum(num) + num)[which]
+    range_numbers = np.repeat(np.arange(len(num)), num)
+    return range_numbers, np.arange(len(range_numbers)) + (first - np.cumsum(num) + num)[
+        range_numbers
+    ]

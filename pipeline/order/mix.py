@@ -1,12 +1,15 @@
-"""Mix datasets, or parts of one, by ratio: exact in every block, each in its own order and through its own epochs.
+"""Mix datasets, or parts of one, by ratio: exact in every block, each in its own order and through
+its own epochs.
 
-With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples of the three, in an arrangement that
-is shuffled for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
-samples come in the order that it would have alone. When its epoch ends, its next one begins in the middle of the
-mix's, and the mix's next epoch continues it: over time every sample of a dataset comes equally
-often, for any sizes. All of it is arithmetic, so any position is known without the ones before.
+With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples of the three, in an
+arrangement that is shuffled for each block; a global batch that is a multiple of 7 always holds the
+same shares. A dataset's samples come in the order that it would have alone. When its epoch ends,
+its next one begins in the middle of the mix's, and the mix's next epoch continues it: over time
+every sample of a dataset comes equally often, for any sizes. All of it is arithmetic, so any
+position is known without the ones before.
 
-Ratios can follow a schedule: stages of a run, with linear ramps between them (:class:`MixSchedule`).
+Ratios can follow a schedule: stages of a run, with linear ramps between them
+(:class:`MixSchedule`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ MAX_BLOCK: Final = 1024
 
 
 class Mix(Settings, frozen=True):
-    """Parts of a dataset, one for each value of an attribute, mixed by ratio: ``{"true": 1, "false": 3}``.
+    """Parts of a dataset, one for each value of an attribute, mixed by ratio: ``{"true": 1,
+    "false": 3}``.
 
     Values are written as text; samples with others, or with none, are left out.
     """
@@ -57,7 +61,8 @@ class MixStage(Settings, frozen=True):
     ratios: dict[str, int]
     """Samples of each dataset in a block, 0 or more."""
     until: int | None = None
-    """The stage's end, in positions of the run: of all ranks and epochs, also those that drop_last leaves out.
+    """The stage's end, in positions of the run: of all ranks and epochs, also those that drop_last
+    leaves out.
 
     None: the last stage.
     """
@@ -69,26 +74,30 @@ class MixStage(Settings, frozen=True):
 
 
 class MixSchedule:
-    """The samples of each dataset in every block of a run, and in all blocks before it: exact, from arithmetic alone.
+    """The samples of each dataset in every block of a run, and in all blocks before it: exact, from
+    arithmetic alone.
 
-    The block is as long as the least common multiple of the stages' sums. Without a ramp each block of a stage has its
-    ratios. Over a ramp of n blocks, D samples of a block have to change from datasets with a falling ratio to others;
-    before its block b, floor(D b b / (2 n)) changes were made in all, in turns that are spread evenly.
+    The block is as long as the least common multiple of the stages' sums. Without a ramp each block
+    of a stage has its ratios. Over a ramp of n blocks, D samples of a block have to change from
+    datasets with a falling ratio to others; before its block b, floor(D b b / (2 n)) changes were
+    made in all, in turns that are spread evenly.
 
-    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps
-    with D n n above 2**62.
+    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's
+    end, and for ramps with D n n above 2**62.
     """
 
     def __init__(self, stages: Sequence[MixStage], names: Sequence[str]) -> None:
         for number, stage in enumerate(stages):
             if not isinstance(stage, MixStage):
                 raise OrderError(
-                    f"stage {number} of the mix is {stage!r}, a MixStage(ratios, until, ramp) is needed"
+                    f"stage {number} of the mix is {stage!r}, a MixStage(ratios, until, "
+                    "ramp) is needed"
                 )
             values = stage.ratios.values()
             if stage.ratios.keys() != set(names) or min(values) < 0 or not any(values):
                 raise OrderError(
-                    f"stage {number} of the mix has {stage.ratios}, it needs integers >= 0 for {list(names)}"
+                    f"stage {number} of the mix has {stage.ratios}, it needs integers >= 0 "
+                    f"for {list(names)}"
                 )
         if not stages or stages[-1].until is not None or stages[-1].ramp:
             raise OrderError(
@@ -102,7 +111,8 @@ class MixSchedule:
         ends = [0 if stage.until is None else stage.until for stage in stages[:-1]]
         if any(end % self.block or end <= before for before, end in pairwise([0, *ends])):
             raise OrderError(
-                f"stages of a mix must end in turn, at multiples of the block of {self.block}, got {ends}"
+                "stages of a mix must end in turn, at multiples of the block of "
+                f"{self.block}, got {ends}"
             )
         self._ratios = np.array(
             [
@@ -119,8 +129,8 @@ class MixSchedule:
         for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
             if (num := len(changes) - 1) and num * length**2 > MAX_LENGTH:
                 raise OrderError(
-                    f"a ramp has {length} blocks of {self.block}, and may have {isqrt(MAX_LENGTH // num)}; end it "
-                    "earlier, or make it of several stages"
+                    f"a ramp has {length} blocks of {self.block}, and may have "
+                    f"{isqrt(MAX_LENGTH // num)}; end it earlier, or make it of several stages"
                 )
         self._before = np.zeros_like(self._ratios)
         for number, length in enumerate(lengths):
@@ -132,17 +142,21 @@ class MixSchedule:
         return tuple(self._ratios[-1].tolist())
 
     def blocks(self, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the samples of each dataset before some blocks (n,) of a run, and in them: int64 (n, datasets)."""
+        """Return the samples of each dataset before some blocks (n,) of a run, and in them:
+        int64 (n, datasets).
+        """
         before, after = np.empty((2, len(blocks), self._ratios.shape[1]), np.int64)
         stages = np.searchsorted(self._starts, blocks, side="right") - 1
         for stage in np.unique(stages).tolist():
-            here = stages == stage
-            inside = blocks[here] - self._starts[stage]
-            before[here], after[here] = self._within(stage, inside), self._within(stage, inside + 1)
+            mask = stages == stage
+            inside = blocks[mask] - self._starts[stage]
+            before[mask], after[mask] = self._within(stage, inside), self._within(stage, inside + 1)
         return before, after - before
 
     def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples of each dataset in a run up to some blocks, counted from the beginning of a stage."""
+        """Return the samples of each dataset in a run up to some blocks, counted from the
+        beginning of a stage.
+        """
         counts: NDArray[np.int64] = self._before[stage] + blocks[:, None] * self._ratios[stage]
         changes = self._changes[stage]
         num = len(changes) - 1
@@ -154,7 +168,9 @@ class MixSchedule:
 
 
 def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what the first k changes from one block to another add to each dataset: (changes + 1, datasets)."""
+    """Return what the first k changes from one block to another add to each dataset: (changes +
+    1, datasets).
+    """
     turns = []
     for more in (np.maximum(old - new, 0), np.maximum(new - old, 0)):
         named = np.repeat(np.arange(len(more)), more)
@@ -169,10 +185,11 @@ def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64
 class MixedOrder:
     """The epochs of a mix of ``orders`` by whole-number ``ratios``.
 
-    ``epoch_length`` is rounded up to whole blocks; None: as long as it takes until every sample of every order has
-    come once. ``is_one_split``: the orders are of parts of one dataset's split, so the part of every entry is 0.
-    With a ``schedule`` the ratios are its final ones, which decide the epoch's length; its blocks count through epochs.
-    Raises OrderError for ratios that are not 1 or more, or whose sum is over ``MAX_BLOCK``.
+    ``epoch_length`` is rounded up to whole blocks; None: as long as it takes until every sample of
+    every order has come once. ``is_one_split``: the orders are of parts of one dataset's split, so
+    the part of every entry is 0. With a ``schedule`` the ratios are its final ones, which decide
+    the epoch's length; its blocks count through epochs. Raises OrderError for ratios that are not 1
+    or more, or whose sum is over ``MAX_BLOCK``.
     """
 
     def __init__(
@@ -195,7 +212,7 @@ class MixedOrder:
         self.block = sum(self.ratios)
         self.is_one_split = is_one_split
         self.schedule = schedule
-        wanted = (
+        num_blocks = (
             max(
                 -(-order.epoch_length // ratio)
                 for order, ratio in zip(self.orders, self.ratios, strict=True)
@@ -204,8 +221,8 @@ class MixedOrder:
             if epoch_length is None
             else -(-epoch_length // self.block)
         )
-        self.num_blocks = wanted
-        self.epoch_length = wanted * self.block
+        self.num_blocks = num_blocks
+        self.epoch_length = num_blocks * self.block
         self.identity: dict[str, Any] = {
             "kind": "mix",
             "seed": seed,
@@ -224,11 +241,15 @@ class MixedOrder:
         )
 
     def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples of parts of one split, ascending, each once: int64 (num_selected,)."""
+        """Return the selected samples of parts of one split, ascending, each once: int64
+        (num_selected,).
+        """
         return np.unique(np.concatenate([order.selected() for order in self.orders]))
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
-        """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
+        """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too
+        many to count.
+        """
         if epoch < 0 or (epoch + 1) * self.epoch_length > MAX_LENGTH:
             raise OrderError(
                 f"epoch must be 0 or more and end before position 2**62 of the mix, got {epoch}"
@@ -244,7 +265,8 @@ class MixedEpoch(Epoch):
     def __init__(self, mix: MixedOrder, epoch: int) -> None:
         self._mix = mix
         self._first_block = epoch * mix.num_blocks
-        # Distinct random-looking words, one for each place of each block: sorting a block's shuffles it.
+        # Distinct random-looking words, one for each place of each block: sorting a block's
+        # shuffles it.
         self._words = KeyedPermutation(MAX_LENGTH, derive_key("order mix", mix.seed))
         # Positions come in runs: of each dataset one epoch or two at a time.
         self._epoch_of: Callable[[int, int], Epoch] = lru_cache(maxsize=2 * len(mix.orders))(
@@ -255,18 +277,20 @@ class MixedEpoch(Epoch):
         return self._mix.epoch_length
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Return parts and samples at ``positions``, all valid; raise OrderError for positions outside."""
-        wanted = as_positions(positions, len(self))
-        flat = wanted.reshape(-1)
+        """Return parts and samples at ``positions``, all valid; raise OrderError for positions
+        outside.
+        """
+        places = as_positions(positions, len(self))
+        flat = places.reshape(-1)
         parts = np.empty_like(flat)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
-            here = slice(first, first + CHUNK)
-            self._fill(flat[here], parts[here], samples[here])
+            chunk = slice(first, first + CHUNK)
+            self._fill(flat[chunk], parts[chunk], samples[chunk])
         if self._mix.is_one_split:
             parts[:] = 0
-        valid = np.ones(wanted.shape, dtype=bool)
-        return Entries(parts.reshape(wanted.shape), samples.reshape(wanted.shape), valid)
+        valid = np.ones(places.shape, dtype=bool)
+        return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
 
     def _fill(
         self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]
@@ -274,26 +298,28 @@ class MixedEpoch(Epoch):
         """Write the entries at ``positions`` (n,) into the other two (n,)."""
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
-        blocks, which = _distinct(block + self._first_block)
+        blocks, block_index = _distinct(block + self._first_block)
         before = self._before(blocks)
         arranged = self._arranged(blocks)
-        at_place = which * mix.block + place
+        at_place = block_index * mix.block + place
         parts[:] = arranged.reshape(-1)[at_place]
         for part, order in enumerate(mix.orders):
-            here = np.flatnonzero(parts == part)
-            if not here.size:
+            indices = np.flatnonzero(parts == part)
+            if not indices.size:
                 continue
-            earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[here]] - 1
+            earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
             turn = (
-                before[which[here], part] + earlier
+                before[block_index[indices], part] + earlier
             )  # how many samples of this dataset came before, ever
-            epochs, at = np.divmod(turn, order.epoch_length)
+            epochs, places_in_epoch = np.divmod(turn, order.epoch_length)
             for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch
-                samples[here[inside]] = self._epoch_of(part, epoch)(at[inside])
+                samples[indices[inside]] = self._epoch_of(part, epoch)(places_in_epoch[inside])
 
     def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many samples of each dataset come in a run before some blocks (n,): int64 (n, datasets)."""
+        """Return how many samples of each dataset come in a run before some blocks (n,): int64
+        (n, datasets).
+        """
         mix = self._mix
         before: NDArray[np.int64]
         before = (
@@ -318,25 +344,27 @@ class MixedEpoch(Epoch):
         return arranged
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
-        """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers outside its split."""
+        """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers
+        outside its split.
+        """
         mix = self._mix
         if not 0 <= part < (1 if mix.is_one_split else len(mix.orders)):
             raise OrderError(f"the mix has no dataset {part}")
         ends = self._before(np.array([0, mix.num_blocks]) + self._first_block).T.tolist()
-        which = [np.zeros(0, np.int64)]
+        indices = [np.zeros(0, np.int64)]
         positions = [np.zeros(0, np.int64)]
         for number in range(len(mix.orders)) if mix.is_one_split else (part,):
             first, end = ends[number]
             length = mix.orders[number].epoch_length
             for epoch in range(first // length, -(-end // length)):
-                found, at = self._epoch_of(number, epoch).find(samples)
-                turns = epoch * length + at
-                here = np.flatnonzero((turns >= first) & (turns < end))
-                for start in range(0, len(here), CHUNK // 16):
-                    some = here[start : start + CHUNK // 16]
-                    which.append(found[some])
-                    positions.append(self._places(number, turns[some]))
-        return Shown.sorted(np.concatenate(which), np.concatenate(positions))
+                matches, places = self._epoch_of(number, epoch).find(samples)
+                turns = epoch * length + places
+                inside = np.flatnonzero((turns >= first) & (turns < end))
+                for start in range(0, len(inside), CHUNK // 16):
+                    chunk = inside[start : start + CHUNK // 16]
+                    indices.append(matches[chunk])
+                    positions.append(self._places(number, turns[chunk]))
+        return Shown.sorted(np.concatenate(indices), np.concatenate(positions))
 
     def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
@@ -352,18 +380,22 @@ class MixedEpoch(Epoch):
             high = np.where(is_later, middle, high)
         blocks, of_block = np.unique(low, return_inverse=True)
         earlier = turns - self._before(low)[:, part]
-        own = np.argsort(
+        part_places = np.argsort(
             self._arranged(blocks) != part, axis=1, kind="stable"
         )  # its places in each block, in order
-        places: NDArray[np.int64] = (low - self._first_block) * mix.block + own[of_block, earlier]
+        places: NDArray[np.int64] = (low - self._first_block) * mix.block + part_places[
+            of_block, earlier
+        ]
         return places
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if needed."""
+    """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if
+    needed.
+    """
     steps = np.diff(values)
     if (steps < 0).any():
-        distinct, which = np.unique(values, return_inverse=True)
-        return distinct, which
+        distinct, inverse = np.unique(values, return_inverse=True)
+        return distinct, inverse
     new = np.concatenate(([True], steps > 0))
     return values[new], np.cumsum(new) - 1

@@ -1,12 +1,13 @@
 """Packing: several samples in one row of a batch, up to a budget, computed from the order alone.
 
-An epoch's order is cut into windows of ``window`` positions. Each window is packed by itself: as many packs are opened
-as its total cost needs at least; its samples, dearest first, go each into the emptiest pack, and a new pack opens where
-that one has no room. So packs of a window are about equally full and have about the same mix of short and long
-samples. The packs of a window come in a shuffled order. A *position* is now a pack.
+An epoch's order is cut into windows of ``window`` positions. Each window is packed by itself: as
+many packs are opened as its total cost needs at least; its samples, dearest first, go each into the
+emptiest pack, and a new pack opens where that one has no room. So packs of a window are about
+equally full and have about the same mix of short and long samples. The packs of a window come in a
+shuffled order. A *position* is now a pack.
 
-Packs depend on seed, epoch and the selected samples only: not on ranks, threads or buffers. Of each window only the
-number of its packs is kept (:mod:`fuelrail.pipeline.order.regroup`).
+Packs depend on seed, epoch and the selected samples only: not on ranks, threads or buffers. Of each
+window only the number of its packs is kept (:mod:`fuelrail.pipeline.order.regroup`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,14 @@ class Pack(Settings, frozen=True):
     cost: str | Cost
     """An attribute with whole numbers, such as ``num_tokens``, or a model of several (`Cost`)."""
     window: WindowLength = 4096
-    """Positions of the order that are packed together. About 100 packs or more in a window leave 1 % unused."""
+    """Positions of the order that are packed together.
+
+    About 100 packs or more in a window leave 1 % unused.
+    """
     truncate: bool = False
-    """True: a sample above the budget counts as the budget, and the loader cuts its tokens; False: it is an error."""
+    """True: a sample above the budget counts as the budget, and the loader cuts its tokens;
+    False: it is an error.
+    """
     max_samples: Positive | None = None
     """The largest number of samples in a pack."""
 
@@ -60,21 +66,25 @@ class Pack(Settings, frozen=True):
 def pack_window(
     costs: NDArray[np.int64], budget: int, max_samples: int | None = None
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the pack of each sample (int64, same shape as ``costs`` (n,), each 1 .. budget), and how many there are.
+    """Return the pack of each sample (int64, same shape as ``costs`` (n,), each 1 ..
 
-    The dearest sample is first, those of equal cost come in their order. Each goes into the pack with the least cost so
-    far, the one with the lowest number among equals, and into a new pack where that one has no room. At first there are
-    as many packs as the total cost, and the number of samples, need at least. A full one of ``max_samples`` is closed.
+    budget), and how many there are.
+
+    The dearest sample is first, those of equal cost come in their order. Each goes into the pack
+    with the least cost so far, the one with the lowest number among equals, and into a new pack
+    where that one has no room. At first there are as many packs as the total cost, and the number
+    of samples, need at least. A full one of ``max_samples`` is closed.
     """
     by_cost = np.argsort(-costs, kind="stable")
-    most = len(costs) if max_samples is None else max_samples
-    num = max(-(-int(costs.sum()) // budget), -(-len(costs) // most))
+    limit = len(costs) if max_samples is None else max_samples
+    num = max(-(-int(costs.sum()) // budget), -(-len(costs) // limit))
     shift = len(costs).bit_length()
-    # A heap of (cost << shift) + number: the least of it is the emptiest pack, the first one among equals.
+    # A heap of (cost << shift) + number: the least of it is the emptiest pack, the first one among
+    # equals.
     open_packs = list(range(num))
     room = (budget + 1) << shift
     mask = (1 << shift) - 1
-    is_limited = most < len(costs)
+    is_limited = limit < len(costs)
     held = [0] * len(costs)
     filled: list[int] = []
     for cost in (costs[by_cost] << shift).tolist():
@@ -88,7 +98,7 @@ def pack_window(
         filled.append(pack)
         if is_limited:
             held[pack & mask] += 1
-            if held[pack & mask] == most:
+            if held[pack & mask] == limit:
                 open_packs.remove(pack)
                 heapq.heapify(open_packs)
     packs = np.empty_like(by_cost)
@@ -102,31 +112,35 @@ def fit(
     attributes: AttributeTable,
     rows: NDArray[np.int64] | None,
 ) -> None:
-    """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one that fits no pack."""
-    most = MAX_COST if pack.truncate else pack.budget
-    what = f"above the budget of {pack.budget}"
+    """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one
+    that fits no pack.
+    """
+    limit = MAX_COST if pack.truncate else pack.budget
+    reason = f"above the budget of {pack.budget}"
     refuse(
-        costs > most,
+        costs > limit,
         costs=costs,
         attributes=attributes,
         rows=rows,
-        what=what,
+        reason=reason,
         fix="truncate=True, a larger budget",
     )
-    what = "and a pack could hold any number of those"
+    reason = "and a pack could hold any number of those"
     refuse(
         costs < 1,
         costs=costs,
         attributes=attributes,
         rows=rows,
-        what=what,
+        reason=reason,
         fix="a Cost with a constant of 1 or more",
     )
     np.minimum(costs, min(pack.budget, np.iinfo(costs.dtype).max), out=costs)
 
 
 class PackedOrder(WindowedOrder):
-    """The epochs of ``base``, an order of samples, in packs. Positions are packs, and epochs differ in length.
+    """The epochs of ``base``, an order of samples, in packs.
+
+    Positions are packs, and epochs differ in length.
 
     ``costs`` are 1 .. budget.
     """
@@ -157,15 +171,20 @@ class PackedOrder(WindowedOrder):
 
 
 class PackedEpoch(RegroupedEpoch):
-    """One epoch in packs. The entries at some positions are all samples of these packs, so they may be more."""
+    """One epoch in packs.
+
+    The entries at some positions are all samples of these packs, so they may be more.
+    """
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Return the entries of the packs at ``positions`` (B,), pack by pack, each in the order of the epoch.
+        """Return the entries of the packs at ``positions`` (B,), pack by pack, each in the order of
+        the epoch.
 
-        The flag ``pack`` is the number of the pack among ``positions``. Raises OrderError for positions outside.
+        The flag ``pack`` is the number of the pack among ``positions``. Raises OrderError for
+        positions outside.
         """
         pieces = []
         for place in as_positions(positions, len(self)).reshape(-1).tolist():
@@ -177,17 +196,18 @@ class PackedEpoch(RegroupedEpoch):
         return joined(pieces)._replace(flags={"pack": packs})
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
-        """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is shown.
+        """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is
+        shown.
 
         It packs the windows that hold them. Raises OrderError as the order of the samples does.
         """
-        which, positions = self._in_order.find(samples, part)
-        numbers, at = np.divmod(positions, self._order.window)
+        indices, positions = self._in_order.find(samples, part)
+        numbers, offsets = np.divmod(positions, self._order.window)
         places = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
-            here = numbers == number
+            mask = numbers == number
             packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
-            places[here] = (
-                self._starts[number] + np.argsort(self._order_shown(number))[packs[at[here]]]
+            places[mask] = (
+                self._starts[number] + np.argsort(self._order_shown(number))[packs[offsets[mask]]]
             )
-        return Shown.sorted(which, places)
+        return Shown.sorted(indices, places)

@@ -1,20 +1,24 @@
 """A keyed permutation of 0 .. n-1 in constant memory: the arithmetic under every shuffled order.
 
-``KeyedPermutation(n, key)`` maps any positions to distinct values without ever making a list of n. Two forms, by n:
+``KeyedPermutation(n, key)`` maps any positions to distinct values without ever making a list of n.
+Two forms, by n:
 
-* up to ``TABLE_LIMIT``: the n values sorted by n 64-bit words of SHAKE-128 (a true shuffle of bounded size);
-* above: a generalised Feistel network on Z_a x Z_b with a * b just over n, and cycle walking for the rest (Black and
-  Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 3 and 4). a is the even number next to
-  sqrt(n): the inner domain exceeds n by less than a, so about one value in sqrt(n) is walked on; and an even a lets
-  odd permutations occur as often as even ones.
+* up to ``TABLE_LIMIT``: the n values sorted by n 64-bit words of SHAKE-128 (a true shuffle of
+  bounded size);
+* above: a generalised Feistel network on Z_a x Z_b with a * b just over n, and cycle walking for
+  the rest (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 3 and
+  4). a is the even number next to sqrt(n): the inner domain exceeds n by less than a, so about one
+  value in sqrt(n) is walked on; and an even a lets odd permutations occur as often as even ones.
 
-A round adds F(right) to the left half modulo its size. F is the high 32 bits of MurmurHash3's 64-bit finaliser
-(fmix64; Austin Appleby, public domain) of ``right ^ round_key``, scaled to the half's size by a multiplication
-(Lemire, "Fast Random Integer Generation in an Interval", 2019). Scaling favours some values by at most size / 2**32
-(8e-6 for n = 10**9); each half collects the sum of half the rounds, in which these excesses multiply.
+A round adds F(right) to the left half modulo its size. F is the high 32 bits of MurmurHash3's
+64-bit finaliser (fmix64; Austin Appleby, public domain) of ``right ^ round_key``, scaled to the
+half's size by a multiplication (Lemire, "Fast Random Integer Generation in an Interval", 2019).
+Scaling favours some values by at most size / 2**32 (8e-6 for n = 10**9); each half collects the sum
+of half the rounds, in which these excesses multiply.
 
-This is a shuffle of statistical quality with a fixed definition, not a cipher. Its values are pinned by tests: a
-change of them changes every order, and needs another `fuelrail.pipeline.order.spec.ORDER_VERSION`.
+This is a shuffle of statistical quality with a fixed definition, not a cipher. Its values are
+pinned by tests: a change of them changes every order, and needs another
+`fuelrail.pipeline.order.spec.ORDER_VERSION`.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ TABLE_LIMIT: Final = 1024
 """Largest n that is shuffled as a table (8 KiB)."""
 
 NUM_ROUNDS: Final = 8
-"""Feistel rounds. Generic attacks on six rounds need many whole code books (Patarin); two more are margin."""
+"""Feistel rounds. Generic attacks on six rounds need many whole code books (Patarin); two more
+are margin.
+"""
 
 _KEY_BYTES: Final = 16
 
@@ -55,10 +61,11 @@ _S33: Final = np.uint64(33)
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
-    """Return a 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
+    """Return a 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an
+    unambiguous encoding.
 
-    Nothing is added up: (1, 2) and (2, 1) are unrelated, and so are two purposes. Numbers must be in [0, 2**128).
-    Raises OrderError for others.
+    Nothing is added up: (1, 2) and (2, 1) are unrelated, and so are two purposes. Numbers must be
+    in [0, 2**128). Raises OrderError for others.
     """
     for number in numbers:
         if not 0 <= number < 2**128:
@@ -75,25 +82,29 @@ def _words(n: int, key: int, count: int) -> NDArray[np.uint64]:
     return np.frombuffer(hashlib.shake_128(seed).digest(8 * count), dtype="<u8").astype(np.uint64)
 
 
-def as_positions(positions: ArrayLike, n: int, what: str = "position") -> NDArray[np.int64]:
-    """Return ``positions`` as int64 of the same shape, each in [0, n); raise OrderError with the offending value."""
+def as_positions(positions: ArrayLike, n: int, noun: str = "position") -> NDArray[np.int64]:
+    """Return ``positions`` as int64 of the same shape, each in [0, n); raise OrderError with the
+    offending value.
+    """
     array: NDArray[Any] = np.asarray(positions)
     if array.size == 0:
         return np.zeros(array.shape, dtype=np.int64)
     if array.dtype.kind not in "iu":
-        raise OrderError(f"{what}s must be integers, got dtype {array.dtype}")
+        raise OrderError(f"{noun}s must be integers, got dtype {array.dtype}")
     low = int(array.min())
     high = int(array.max())
     if low < 0 or high >= n:
-        raise OrderError(f"{what} {low if low < 0 else high} is outside 0 .. {n - 1}")
+        raise OrderError(f"{noun} {low if low < 0 else high} is outside 0 .. {n - 1}")
     return array.astype(np.int64, copy=False)
 
 
 class KeyedPermutation:
-    """A bijection of [0, n) chosen by ``key``; equal (n, key) give equal values on every machine and version.
+    """A bijection of [0, n) chosen by ``key``; equal (n, key) give equal values on every machine
+    and version.
 
-    ``n`` in 1 .. 2**62, ``key`` in 0 .. 2**128 - 1 (see :func:`derive_key`). Memory is constant; calls are pure and may
-    run in any number of threads. Raises OrderError for arguments out of range.
+    ``n`` in 1 .. 2**62, ``key`` in 0 .. 2**128 - 1 (see :func:`derive_key`). Memory is constant;
+    calls are pure and may run in any number of threads. Raises OrderError for arguments out of
+    range.
     """
 
     __slots__ = ("_a", "_b", "_round_keys", "_table", "key", "n")
@@ -113,8 +124,9 @@ class KeyedPermutation:
         a = root + root % 2
         self._b = np.uint64(-(-self.n // a))
         self._a = np.uint64(a)
-        # fmix64 begins with x ^= x >> 33. A half is under 2**33, so that shift sees the key alone: done here, once.
-        # The finaliser's last step, the same shift, does not reach the high 32 bits that F takes.
+        # fmix64 begins with x ^= x >> 33. A half is under 2**33, so that shift sees the key alone:
+        # done here, once. The finaliser's last step, the same shift, does not reach the high 32
+        # bits that F takes.
         words = _words(self.n, self.key, NUM_ROUNDS)
         self._round_keys = tuple(words ^ (words >> _S33))
 
@@ -125,11 +137,15 @@ class KeyedPermutation:
         return f"KeyedPermutation(n={self.n}, key={self.key:#x})"
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise OrderError outside."""
+        """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise
+        OrderError outside.
+        """
         return self._map(as_positions(positions, self.n), backwards=False)
 
     def inverse(self, values: ArrayLike) -> NDArray[np.int64]:
-        """Return positions (int64, same shape) of ``values`` (integers in [0, n)): ``p.inverse(p(x)) == x``."""
+        """Return positions (int64, same shape) of ``values`` (integers in [0, n)):
+        ``p.inverse(p(x)) == x``.
+        """
         return self._map(as_positions(values, self.n, "value"), backwards=True)
 
     def _map(self, inputs: NDArray[np.int64], *, backwards: bool) -> NDArray[np.int64]:
@@ -153,7 +169,8 @@ class KeyedPermutation:
     ) -> None:
         """Apply the network until every value is under n.
 
-        Each value's cycle comes back to its own start, which is under n: the loop ends, and distinct inputs end apart.
+        Each value's cycle comes back to its own start, which is under n: the loop ends, and
+        distinct inputs end apart.
         """
         self._network(source, target, backwards=backwards)
         while (outside := np.flatnonzero(target >= self.n)).size:
@@ -164,7 +181,9 @@ class KeyedPermutation:
     def _network(
         self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
     ) -> None:
-        """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go through the rounds."""
+        """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go
+        through the rounds.
+        """
         left = source // self._b
         right = source - left * self._b
         mixed = np.empty_like(left)
@@ -199,7 +218,9 @@ def _round_function(
     out: NDArray[np.uint64],
     spare: NDArray[np.uint64],
 ) -> None:
-    """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for the rest."""
+    """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the
+    constructor for the rest.
+    """
     np.bitwise_xor(right, key, out=out)
     np.multiply(out, _FMIX_1, out=out)
     np.right_shift(out, _S33, out=spare)
@@ -211,7 +232,9 @@ def _round_function(
 
 
 def _shuffled_table(n: int, key: int) -> NDArray[np.int64]:
-    """Sort 0 .. n-1 by random words; each word carries its index in its low bits, so that no two are equal."""
+    """Sort 0 .. n-1 by random words; each word carries its index in its low bits, so that no two
+    are equal.
+    """
     low = np.uint64(TABLE_LIMIT - 1)
     words = (_words(n, key, n) & ~low) | np.arange(n, dtype=np.uint64)
     return (np.sort(words) & low).astype(np.int64)

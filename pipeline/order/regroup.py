@@ -1,8 +1,10 @@
-"""What packs, buckets and balance have in common: samples of an order that come together in another way.
+"""What packs, buckets and balance have in common: samples of an order that come together in another
+way.
 
-Packs and buckets cut an epoch into windows. What an epoch comes to is known when all of its windows are counted once,
-which is done before the epoch begins: for the first epoch when its length is asked for, for each later one while the
-samples of the epoch before are read. Only a few numbers of each window are kept.
+Packs and buckets cut an epoch into windows. What an epoch comes to is known when all of its windows
+are counted once, which is done before the epoch begins: for the first epoch when its length is
+asked for, for each later one while the samples of the epoch before are read. Only a few numbers of
+each window are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _NOTHING: Final = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, boo
 class RegroupedOrder:
     """An order of the samples of ``base``.
 
-    ``costs`` are those of each sample of each dataset of a mix, or of the one dataset: ``base``'s entries count both.
+    ``costs`` are those of each sample of each dataset of a mix, or of the one dataset: ``base``'s
+    entries count both.
     """
 
     use: ClassVar[str]
@@ -56,7 +59,8 @@ class RegroupedOrder:
 
 
 class WindowedOrder(RegroupedOrder, ABC):
-    """An order whose epochs are counted in windows of ``window`` positions of ``base``, and may differ in length.
+    """An order whose epochs are counted in windows of ``window`` positions of ``base``, and may
+    differ in length.
 
     Safe to call from any number of threads.
     """
@@ -94,16 +98,22 @@ class WindowedOrder(RegroupedOrder, ABC):
         return self.length(0)
 
     def length(self, epoch: int) -> int:
-        """Return the number of positions in an epoch; the first call counts all of its windows once."""
+        """Return the number of positions in an epoch; the first call counts all of its windows
+        once.
+        """
         return self.positions_of(self._count(epoch, self.num_windows)[-1])
 
     @abstractmethod
     def positions_of(self, totals: NDArray[np.int64]) -> int:
-        """Return the number of positions in an epoch with such ``totals`` (num_kept,) of all windows."""
+        """Return the number of positions in an epoch with such ``totals`` (num_kept,) of all
+        windows.
+        """
 
     @abstractmethod
     def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
-        """Return the group of each sample of a window, int64 (n,), and how many groups there are."""
+        """Return the group of each sample of a window, int64 (n,), and how many groups there
+        are.
+        """
 
     @abstractmethod
     def count(self, groups: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
@@ -122,12 +132,16 @@ class WindowedOrder(RegroupedOrder, ABC):
         return in_order.entries(np.arange(first, min(first + self.window, len(in_order))))
 
     def count_ahead(self, epoch: int, windows_left: int) -> None:
-        """Count a share of an epoch's windows: all are counted once ``windows_left`` of the one before are read."""
-        known = len(self._count(epoch, 0)) - 1
-        self._count(epoch, known - (known - self.num_windows) // max(1, windows_left))
+        """Count a share of an epoch's windows: all are counted once ``windows_left`` of the one
+        before are read.
+        """
+        num_counted = len(self._count(epoch, 0)) - 1
+        self._count(epoch, num_counted - (num_counted - self.num_windows) // max(1, windows_left))
 
     def _count(self, epoch: int, num_windows: int) -> list[NDArray[np.int64]]:
-        """Return the sums before and after each window that is counted, ``num_windows`` of them or more."""
+        """Return the sums before and after each window that is counted, ``num_windows`` of them
+        or more.
+        """
         with self._lock:
             count = self._counts.get(epoch)
             if count is None:
@@ -146,7 +160,9 @@ class RegroupedEpoch(Epoch):
     """An epoch in packs or in buckets."""
 
     def __init__(self, order: WindowedOrder, epoch: int, starts: NDArray[np.int64]) -> None:
-        """Take the number of packs, or of batches, before each window, and last of all (num_windows + 1,)."""
+        """Take the number of packs, or of batches, before each window, and last of all
+        (num_windows + 1,).
+        """
         self._order = order
         self._epoch = epoch
         self._starts = starts
@@ -155,7 +171,9 @@ class RegroupedEpoch(Epoch):
         self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
 
     def _shown(self, place: int) -> tuple[int, int]:
-        """Return the window of a pack, or batch, of the epoch, and its number there: those of a window are shuffled."""
+        """Return the window of a pack, or batch, of the epoch, and its number there: those of a
+        window are shuffled.
+        """
         window = int(np.searchsorted(self._starts, place, side="right")) - 1
         return window, int(self._order_shown(window)[place - self._starts[window]])
 
@@ -165,7 +183,8 @@ class RegroupedEpoch(Epoch):
         return KeyedPermutation(num, key)(np.arange(num))
 
     def _grouped(self, window: int) -> tuple[Entries, NDArray[np.int64]]:
-        """Return the samples of a window, group by group, and where each begins among them, and the end.
+        """Return the samples of a window, group by group, and where each begins among them, and the
+        end.
 
         Group g has those at ``bounds[g] .. bounds[g + 1] - 1``.
         """
@@ -179,7 +198,10 @@ class RegroupedEpoch(Epoch):
 
 def joined(pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]]) -> Entries:
     """Return some samples of several entries, one after the other, without flags."""
-    chosen = [(each.parts[at], each.samples[at], each.valid[at]) for each, at in pieces]
+    chosen = [
+        (entries.parts[rows], entries.samples[rows], entries.valid[rows])
+        for entries, rows in pieces
+    ]
     columns = zip(_NOTHING, *chosen, strict=True)
     parts, samples, valid = map(np.concatenate, columns)
     return Entries(parts, samples, valid)
@@ -193,22 +215,26 @@ class _Count(NamedTuple):
 
 
 def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[np.int64]:
-    """Return the cost of each entry, given those of the samples of each dataset: int64, the shape of the entries."""
+    """Return the cost of each entry, given those of the samples of each dataset: int64, the
+    shape of the entries.
+    """
     if len(costs) == 1:
         return costs[0][entries.samples].astype(np.int64)
-    found = np.empty(entries.samples.shape, np.int64)
+    entry_costs = np.empty(entries.samples.shape, np.int64)
     for part, of_part in enumerate(costs):
-        here = entries.parts == part
-        found[here] = of_part[entries.samples[here]]
-    return found
+        mask = entries.parts == part
+        entry_costs[mask] = of_part[entries.samples[mask]]
+    return entry_costs
 
 
 def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[np.int64]:
-    """Return the group of each row (int64, same shape as ``costs`` (n,)), of at most ``size`` rows and about one cost.
+    """Return the group of each row (int64, same shape as ``costs`` (n,)), of at most ``size`` rows
+    and about one cost.
 
-    The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far
-    that is not full, the one with the lowest number among equals. The method is Graham's, longest processing time first
-    ("Bounds on Multiprocessing Timing Anomalies", 1969: within 4/3 of the best), with groups of a limited size.
+    The dearest row is first, those of equal cost come in their order. Each goes to the group with
+    the least cost so far that is not full, the one with the lowest number among equals. The method
+    is Graham's, longest processing time first ("Bounds on Multiprocessing Timing Anomalies", 1969:
+    within 4/3 of the best), with groups of a limited size.
     """
     by_cost = np.argsort(-costs, kind="stable")
     groups = [(0, group) for group in range(num_groups)]

@@ -6,10 +6,11 @@
     location in ('singapore-onenorth', 'boston-seaport') and not rain
     contains(description, 'construction') or frame % 5 == 0
 
-The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
-compute expression, and what is not in the tables below is refused. Names are columns; those of a layer are written
-``layer.name``, and others ``col('the name')``. An unknown (null) value makes a comparison
-unknown, and a sample for which the whole expression is unknown is not selected, as in SQL.
+The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by
+node into an Arrow compute expression, and what is not in the tables below is refused. Names are
+columns; those of a layer are written ``layer.name``, and others ``col('the name')``. An unknown
+(null) value makes a comparison unknown, and a sample for which the whole expression is unknown is
+not selected, as in SQL.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]]
 class Filter:
     """A parsed expression: ``columns`` are those that it needs.
 
-    ``known`` are the names that exist. Raises OrderError, with the place in the text, for unknown columns and for
-    anything that is not part of the language.
+    ``known`` are the names that exist. Raises OrderError, with the place in the text, for unknown
+    columns and for anything that is not part of the language.
     """
 
-    def __init__(self, text: str, known: Collection[str]) -> None:
+    def __init__(self, text: str, names: Collection[str]) -> None:
         self.text = text if len(text) <= 200 else text[:200] + "..."
-        self._known = known
-        self._found: dict[str, None] = {}
+        self._names = names
+        self._column_names: dict[str, None] = {}
         if len(text) > MAX_LENGTH:
             raise OrderError(f"a filter may have {MAX_LENGTH} characters, got {len(text)}")
         try:
@@ -78,32 +79,35 @@ class Filter:
             )
             reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
             raise OrderError(
-                f"filter {self.text!r} is not an expression such as 'night and num_car >= 3': {reason}{place}"
+                f"filter {self.text!r} is not an expression such as 'night and num_car >= "
+                f"3': {reason}{place}"
             ) from error
         self._expression = self._condition(tree, 0)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that the expression names, in the order of their appearance."""
-        return tuple(self._found)
+        return tuple(self._column_names)
 
     def select(self, table: pa.Table, num_rows: int) -> NDArray[np.int64]:
-        """Return rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
+        """Return rows of ``table`` (which has all of ``columns``) for which the expression holds:
+        ascending int64.
 
-        ``num_rows`` is the number of its rows, which a table without columns does not know: an expression such as
-        ``True`` has none. Raises OrderError where types don't fit, such as a text compared with a number.
+        ``num_rows`` is the number of its rows, which a table without columns does not know: an
+        expression such as ``True`` has none. Raises OrderError where types don't fit, such as a
+        text compared with a number.
         """
         row = "\0row"  # no column of a file has this name
-        needed = {name: _plain(table[name]) for name in self.columns}
-        numbered = pa.table({**needed, row: np.arange(num_rows)})
+        columns = {name: _plain(table[name]) for name in self.columns}
+        numbered = pa.table({**columns, row: np.arange(num_rows)})
         try:
-            found = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
+            matches = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
         except (pa.ArrowException, TypeError) as error:
             types = ", ".join(f"{name}: {table.schema.field(name).type}" for name in self.columns)
             raise OrderError(
                 f"filter {self.text!r} does not fit the attributes ({types}): {error}"
             ) from error
-        rows: NDArray[np.int64] = np.sort(found[row].to_numpy())
+        rows: NDArray[np.int64] = np.sort(matches[row].to_numpy())
         return rows
 
     def _refuse(self, node: ast.AST, reason: str) -> OrderError:
@@ -117,8 +121,12 @@ class Filter:
             case ast.BoolOp(op=operator, values=values):
                 result = self._condition(values[0], depth)
                 for value in values[1:]:
-                    other = self._condition(value, depth)
-                    result = result & other if isinstance(operator, ast.And) else result | other
+                    operand_value = self._condition(value, depth)
+                    result = (
+                        result & operand_value
+                        if isinstance(operator, ast.And)
+                        else result | operand_value
+                    )
                 return result
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._condition(operand, depth)
@@ -157,7 +165,8 @@ class Filter:
                     raise self._refuse(
                         right, f"the values of a list must be of one type: {error}"
                     ) from error
-                # Arrow takes null for a value like others here; an unknown value is neither in nor not in a list.
+                # Arrow takes null for a value like others here; an unknown value is neither in nor
+                # not in a list.
                 return (inside if isinstance(operator, ast.In) else ~inside) & value.is_valid()
             case ((ast.In() | ast.NotIn()), _):
                 raise self._refuse(right, "`in` needs a list such as ('a', 'b')")
@@ -189,10 +198,10 @@ class Filter:
             ) if name in _TEXT_FUNCTIONS:
                 return _TEXT_FUNCTIONS[name](self._value(subject, depth), text)
             case ast.Call():
-                known = "col('column'), " + ", ".join(
+                functions = "col('column'), " + ", ".join(
                     f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS
                 )
-                raise self._refuse(node, f"the functions there are: {known}")
+                raise self._refuse(node, f"the functions there are: {functions}")
             case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 return self._condition(node, depth)
             case ast.Attribute(value=ast.Name(id=layer)):
@@ -204,12 +213,12 @@ class Filter:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
 
     def _is_layer(self, name: str) -> bool:
-        return any(known.startswith(f"{name}.") for known in self._known)
+        return any(column.startswith(f"{name}.") for column in self._names)
 
     def _column(self, node: ast.expr, name: str) -> pc.Expression:
-        if name not in self._known:
-            raise self._refuse(node, no_attribute(name, self._known))
-        self._found[name] = None
+        if name not in self._names:
+            raise self._refuse(node, no_attribute(name, self._names))
+        self._column_names[name] = None
         return pc.field(name)
 
     def _literal(self, node: ast.expr) -> bool | int | float | str:

@@ -1,8 +1,9 @@
 """Map positions to samples: the order of an epoch as a pure function, in constant memory.
 
-``position_map(spec, shard_lengths, epoch)`` maps positions 0 .. len - 1 of the epoch to samples. It depends on the
-specification, the shards and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
-which positions is decided in `fuelrail.pipeline.order.batching`.
+``position_map(spec, shard_lengths, epoch)`` maps positions 0 .. len - 1 of the epoch to samples. It
+depends on the specification, the shards and the epoch alone: not on world size, ranks, batch,
+workers or caches. Which rank reads which positions is decided in
+`fuelrail.pipeline.order.batching`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 ORDER_VERSION: Final = 1
-"""Increases when any order changes for the same arguments; a saved position is valid for one version only."""
+"""Increases when any order changes for the same arguments; a saved position is valid for one
+version only.
+"""
 
 _MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
 
@@ -43,17 +46,23 @@ Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
 
 
 class OrderStage(Settings, frozen=True):
-    """A filter and weights for a part of a run, besides those of the order; its order begins with its first position.
+    """A filter and weights for a part of a run, besides those of the order; its order begins with
+    its first position.
 
-    A curriculum has a stage for each version of a column, such as the losses ``v1.loss`` and ``v2.loss`` of two layers.
+    A curriculum has a stage for each version of a column, such as the losses ``v1.loss`` and
+    ``v2.loss`` of two layers.
     """
 
     filter: str | None = None
     weights: tuple[Weighting, ...] = ()
     until: int | None = None
-    """The stage's end, in positions of the run as of a `MixStage`: its steps times the global batch. None: the last."""
+    """The stage's end, in positions of the run as of a `MixStage`: its steps times the global
+    batch. None: the last.
+    """
     ramp: bool = False
-    """True: the share of positions that follow the next stage grows linearly, over the whole stage, from 0 to 1."""
+    """True: the share of positions that follow the next stage grows linearly, over the whole
+    stage, from 0 to 1.
+    """
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
@@ -63,12 +72,15 @@ class OrderSpec(Settings, frozen=True):
     """Which samples an epoch has, how often, and in which order.
 
     * ``shuffled``: every sample anywhere, another permutation each epoch.
-    * ``windowed``: shards permuted, cut into windows of at most ``window`` shards, samples permuted within each window;
-      for storage that likes long reads. Windows hold about as many shards each, so that no small one is left over.
+    * ``windowed``: shards permuted, cut into windows of at most ``window`` shards, samples permuted
+      within each window; for storage that likes long reads. Windows hold about as many shards each,
+      so that no small one is left over.
     * ``sequential``: as stored; seed and epoch change nothing, save for ``weights``.
-    * ``lanes``: each row of the global batch follows clips through time (`fuelrail.pipeline.order.lanes`).
+    * ``lanes``: each row of the global batch follows clips through time
+      (`fuelrail.pipeline.order.lanes`).
 
-    ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.order.compile` applies them.
+    ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset:
+    `fuelrail.pipeline.order.compile` applies them.
     """
 
     kind: Annotated[Kind | None, flag("kind of order (default: shuffled)")] = None
@@ -80,38 +92,57 @@ class OrderSpec(Settings, frozen=True):
         str | None,
         flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION"),
     ] = None
-    """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
+    """Only samples for which an expression over attributes holds
+    (`fuelrail.pipeline.order.select`).
+    """
     subset: Annotated[
         str | None, flag("only samples whose keys are in the file", metavar="FILE")
     ] = None
-    """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
+    """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or
+    ``.csv`` file.
+    """
     without: tuple[str | tuple[str, ...], ...] = ()
-    """Keys and clips that are left out of the order in its place (`fuelrail.pipeline.order.without`).
+    """Keys and clips that are left out of the order in its place
+    (`fuelrail.pipeline.order.without`).
 
-    Each entry is a tuple of them, or a file as of ``subset``. A run may continue with further entries at the end.
+    Each entry is a tuple of them, or a file as of ``subset``. A run may continue with further
+    entries at the end.
     """
     weights: tuple[Weighting, ...] = ()
-    """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not with ``lanes``."""
+    """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not
+    with ``lanes``.
+    """
     mix: Mix | None = None
     """Parts of the selected samples by ratio, exact in every block (`fuelrail.pipeline.order.mix`).
 
     Not with ``lanes``.
     """
     stages: tuple[OrderStage, ...] = ()
-    """Filters and weights as functions of the step, one stage after the other; not with ``lanes`` and mixes."""
+    """Filters and weights as functions of the step, one stage after the other; not with
+    ``lanes`` and mixes.
+    """
     epoch_length: Positive | None = None
-    """Positions in a weighted, mixed or staged epoch. None: weighted, class balance's own number, else as many as there
-    are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
+    """Positions in a weighted, mixed or staged epoch.
+
+    None: weighted, class balance's own number, else as many as there are selected samples; mixed,
+    as many as it takes for all of them to come; staged, that of the first stage alone.
+    """
     pieces_per_clip: Annotated[
         Positive | None, flag("pieces that a clip is cut into, for --kind lanes")
     ] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
     pack: Pack | None = None
-    """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
+    """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`);
+    not with ``lanes``.
+    """
     balance: Balance | None = None
-    """Rows of a global batch dealt to ranks by cost (`fuelrail.pipeline.order.balance`); not with ``lanes``."""
+    """Rows of a global batch dealt to ranks by cost (`fuelrail.pipeline.order.balance`); not
+    with ``lanes``.
+    """
     bucket: Bucket | None = None
-    """Global batches of one bucket each (`fuelrail.pipeline.order.bucket`); not with ``lanes`` and ``pack``."""
+    """Global batches of one bucket each (`fuelrail.pipeline.order.bucket`); not with ``lanes``
+    and ``pack``.
+    """
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
@@ -119,19 +150,23 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError("order kind 'windowed' needs window >= 1 (in shards), got None")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(
-                f"window={self.window} requires order kind 'windowed', got {self.kind or 'shuffled'!r}"
+                f"window={self.window} requires order kind 'windowed', got "
+                f"{self.kind or 'shuffled'!r}"
             )
         if self.kind == "lanes" and (self.weights or self.mix or self.stages):
             raise OrderError(
-                "lanes show each frame once, so they take no weights, no mix and no stages; filter or subset instead"
+                "lanes show each frame once, so they take no weights, no mix and no stages; "
+                "filter or subset instead"
             )
         if self.mix and self.stages:
             raise OrderError(
-                "an order has a mix or stages, not both; weights of the stages can do what ratios do"
+                "an order has a mix or stages, not both; weights of the stages can do what "
+                "ratios do"
             )
         if self.kind == "lanes" and (self.pack or self.bucket or self.balance):
             raise OrderError(
-                "each row of a batch follows its lane, so lanes take no pack, no bucket and no balance"
+                "each row of a batch follows its lane, so lanes take no pack, no bucket and "
+                "no balance"
             )
         if self.stages and (self.pack or self.bucket):
             raise OrderError(
@@ -143,11 +178,13 @@ class OrderSpec(Settings, frozen=True):
             )
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(
-                f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind or 'shuffled'!r}"
+                f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got "
+                f"{self.kind or 'shuffled'!r}"
             )
 
     def resolved(self, *, shuffle: bool | None = None) -> OrderSpec:
-        """Return the order with its kind stated; one without a kind follows ``shuffle`` (None: shuffled).
+        """Return the order with its kind stated; one without a kind follows ``shuffle`` (None:
+        shuffled).
 
         Raises ConfigError where kind and ``shuffle`` contradict each other.
         """
@@ -157,18 +194,20 @@ class OrderSpec(Settings, frozen=True):
         if shuffle is not None and shuffle == (self.kind == "sequential"):
             order = "the stored order" if shuffle else "a random order"
             raise ConfigError(
-                f"shuffle={shuffle} and order kind {self.kind!r}, which is {order}, contradict each "
-                "other: leave one of them out"
+                f"shuffle={shuffle} and order kind {self.kind!r}, which is {order}, "
+                "contradict each other: leave one of them out"
             )
         return self
 
 
 def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> PositionMap:
-    """Return the map of the positions of an epoch to the samples of shards of these lengths, each 1 or more.
+    """Return the map of the positions of an epoch to the samples of shards of these lengths, each 1
+    or more.
 
-    Kind, seed and window of ``spec`` decide it, and only ``windowed`` looks at the single shards; what else there is
-    in ``spec`` needs a dataset (`fuelrail.pipeline.order.compile`). Maps are immutable, and safe to call from any
-    number of threads. Raises OrderError for an epoch out of range, for no samples, and for more than 2**62.
+    Kind, seed and window of ``spec`` decide it, and only ``windowed`` looks at the single shards;
+    what else there is in ``spec`` needs a dataset (`fuelrail.pipeline.order.compile`). Maps are
+    immutable, and safe to call from any number of threads. Raises OrderError for an epoch out of
+    range, for no samples, and for more than 2**62.
     """
     if not 0 <= epoch < 2**63:
         raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
@@ -222,8 +261,9 @@ class _Windowed:
             np.arange(len(stored))
         )
         lengths = stored[shards]
-        # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
-        # before the permutation within the window, and shard_offsets[i] more as stored.
+        # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] ..
+        # slot_starts[i] + length - 1 before the permutation within the window, and shard_offsets[i]
+        # more as stored.
         self._slot_starts = np.cumsum(lengths) - lengths
         self._shard_starts = np.cumsum(stored) - stored
         self._slot_of = np.empty_like(shards)
@@ -248,15 +288,16 @@ class _Windowed:
                 self._shard_offsets[slots] + start,
             )
 
-        # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
+        # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely
+        # elsewhere.
         self._window: Callable[[int], _Window] = lru_cache(maxsize=8)(make)
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        wanted = as_positions(positions, self._num_samples)
-        flat = wanted.reshape(-1)
+        places = as_positions(positions, self._num_samples)
+        flat = places.reshape(-1)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
             part = flat[first : first + CHUNK]
@@ -270,19 +311,19 @@ class _Windowed:
                 window = np.searchsorted(self._window_starts, part, side="right") - 1
                 by_window = np.argsort(window, kind="stable")
                 samples[first + by_window] = self._by_window(part[by_window], window[by_window])
-        return samples.reshape(wanted.shape)
+        return samples.reshape(places.shape)
 
     def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
-        wanted = as_positions(samples, self._num_samples, "sample")
-        flat = wanted.reshape(-1)
+        numbers = as_positions(samples, self._num_samples, "sample")
+        flat = numbers.reshape(-1)
         slot = self._slot_of[np.searchsorted(self._shard_starts, flat, side="right") - 1]
         unshuffled = flat - self._shard_offsets[slot]
         window = np.searchsorted(self._first_slots, slot, side="right") - 1
         positions = np.empty_like(flat)
         for number in np.unique(window).tolist():
-            here = window == number
-            positions[here] = self._window(number).inverse(unshuffled[here])
-        return positions.reshape(wanted.shape)
+            mask = window == number
+            positions[mask] = self._window(number).inverse(unshuffled[mask])
+        return positions.reshape(numbers.shape)
 
     def _by_window(
         self, positions: NDArray[np.int64], window: NDArray[np.int64]
@@ -298,8 +339,9 @@ class _Windowed:
 class _Window:
     """The samples of one window at positions inside it.
 
-    A table gives for each run of 2**shift values the slot of its first value. No slot is shorter than a run,
-    so a value is in that slot or in the next: cheaper than bisection, whose branches cannot be predicted here.
+    A table gives for each run of 2**shift values the slot of its first value. No slot is shorter
+    than a run, so a value is in that slot or in the next: cheaper than bisection, whose branches
+    cannot be predicted here.
     """
 
     __slots__ = (
@@ -319,7 +361,9 @@ class _Window:
         starts: NDArray[np.int64],
         offsets: NDArray[np.int64],
     ) -> None:
-        """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to stored samples."""
+        """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to
+        stored samples.
+        """
         self._permutation = permutation
         self._start = start
         self._starts = starts

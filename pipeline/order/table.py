@@ -1,4 +1,6 @@
-"""Any table as a dataset of an order: a number of rows, or columns in memory; and its rows in that order."""
+"""Any table as a dataset of an order: a number of rows, or columns in memory; and its rows in
+that order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A row with all that the order knows of it; what the dataset gets with ``entries=True`` in place of a number."""
+    """A row with all that the order knows of it; what the dataset gets with ``entries=True`` in
+    place of a number.
+    """
 
     row: int
     valid: bool
@@ -47,7 +51,9 @@ class Entry(NamedTuple):
     pack: int = 0
     """The pack of the rank's batch that it is in; 0 without packs."""
     bucket: int = 0
-    """The bucket of its batch, counted in the order of the bounds, or of the values; 0 without buckets."""
+    """The bucket of its batch, counted in the order of the bounds, or of the values; 0 without
+    buckets.
+    """
 
 
 class OrderedRows:
@@ -67,10 +73,15 @@ class OrderedRows:
         spec = spec.resolved()
         tables: dict[str, Table] = {}
 
-        def compile_one(name: str, own: OrderSpec, unknown: set[str] | None = None) -> EndlessOrder:
-            table = tables[name] = Table(data if mix is None else data[name], own, blocks, window)  # type: ignore[index]
-            given: dict[str, Any] = {"window": window, "clips": table.clips, "unknown": unknown}
-            return compile_table(own, table, table.lengths, global_batch=global_batch, **given)
+        def compile_one(
+            name: str, part_spec: OrderSpec, unknown: set[str] | None = None
+        ) -> EndlessOrder:
+            part_data = data if mix is None else data[name]  # type: ignore[index]
+            table = tables[name] = Table(part_data, part_spec, blocks, window)
+            keywords: dict[str, Any] = {"window": window, "clips": table.clips, "unknown": unknown}
+            return compile_table(
+                part_spec, table, table.lengths, global_batch=global_batch, **keywords
+            )
 
         if mix is None:
             self.order: EndlessOrder = compile_one("", spec)
@@ -83,7 +94,7 @@ class OrderedRows:
                 mix,
                 spec=spec,
                 datasets=data,
-                compile_one=lambda _, *given: compile_one(*given),
+                compile_one=lambda _, *keywords: compile_one(*keywords),
                 global_batch=global_batch,
             )
         described = {name: table.identity for name, table in tables.items()}
@@ -111,13 +122,16 @@ class OrderedRows:
             return self._rows(
                 in_order, running % batching.epoch_length, running < batching.epoch_length
             )
-        found = [rank_positions(self.order, in_order, batching, step) for step in steps]
-        return [self._rows(in_order, positions[None], valid[None])[0] for positions, valid in found]
+        shares = [rank_positions(self.order, in_order, batching, step) for step in steps]
+        return [
+            self._rows(in_order, positions[None], valid[None])[0] for positions, valid in shares
+        ]
 
     def _rows(
         self, in_order: Epoch, positions: NDArray[np.int64], is_first: NDArray[np.bool_]
     ) -> list[list[Any]]:
-        """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only where they are packs.
+        """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only
+        where they are packs.
 
         ``is_first`` is False for positions that fill up the epoch's last batch.
         """
@@ -135,13 +149,20 @@ class OrderedRows:
         prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
         frames, present = self._frames(parts, samples)
         bucket = flags.get("bucket", np.zeros_like(rows))
-        columns = [one.reshape(-1).tolist() for one in (rows, valid, lane, prev, pack, bucket)]
-        windows = (map(tuple, each.tolist()) for each in (frames, present))
+        columns = [
+            column.reshape(-1).tolist() for column in (rows, valid, lane, prev, pack, bucket)
+        ]
+        windows = (map(tuple, array.tolist()) for array in (frames, present))
         entries = [*map(Entry, *columns[:4], *windows, *columns[4:])]
-        return [entries[at : at + rows.shape[1]] for at in range(0, len(entries), rows.shape[1])]
+        return [
+            entries[first : first + rows.shape[1]]
+            for first in range(0, len(entries), rows.shape[1])
+        ]
 
     def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
-        """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
+        """Raise StateMismatchError where a run of this order's identity has shown what this one
+        leaves out.
+        """
         check_unseen(
             self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
         )
@@ -156,15 +177,20 @@ class OrderedRows:
     def _frames(
         self, parts: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""
+        """Return the rows of the windows, and which are present: both (n, T); T is 0 without a
+        window.
+        """
         num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
         frames = np.zeros((samples.size, num), np.int64)
         present = np.zeros((samples.size, num), bool)
         for part, lookup in enumerate(self._lookups):
-            here = np.flatnonzero(parts.reshape(-1) == part)
-            if lookup is not None and here.size:
-                found = lookup(samples.reshape(-1)[here])
-                frames[here], present[here] = found.samples + self._bases[part], found.present
+            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
+            if lookup is not None and rows_of_part.size:
+                window_samples = lookup(samples.reshape(-1)[rows_of_part])
+                frames[rows_of_part], present[rows_of_part] = (
+                    window_samples.samples + self._bases[part],
+                    window_samples.present,
+                )
         return frames, present
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,7 +223,8 @@ class Table:
         self.identity = f"{num_rows} rows"
         if (blocks is not None) != (spec.kind == "windowed"):
             raise OrderError(
-                f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none"
+                f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, "
+                "others take none"
             )
         if blocks is not None:
             self.lengths = _block_lengths(num_rows, blocks)
@@ -221,7 +248,8 @@ class Table:
 
         if missing := [name for name in names if name not in self._columns]:
             raise OrderError(
-                f"data has no column {missing[0]!r}; it has: {', '.join(self._columns) or 'rows only'}"
+                f"data has no column {missing[0]!r}; it has: "
+                f"{', '.join(self._columns) or 'rows only'}"
             )
         return pa.table({name: self._columns[name] for name in names})
 
@@ -232,10 +260,10 @@ class Table:
             raise OrderError(
                 "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
             )
-        _, first, which = np.unique(
+        _, first, clip_index = np.unique(
             np.asarray(self._columns["clip_id"]), return_index=True, return_inverse=True
         )
-        number = np.argsort(np.argsort(first))[which]  # clips in the order of their first row
+        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
         if "frame" in self._columns:
             return ClipTable.build(number, self._columns["frame"])
         by_clip = np.argsort(number, kind="stable")
@@ -247,15 +275,16 @@ class Table:
 
 def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(blocks, int) and blocks >= 1:
-        whole, rest = divmod(num_rows, blocks)
-        return (blocks,) * whole + (rest,) * (rest > 0)
+        num_full, rest = divmod(num_rows, blocks)
+        return (blocks,) * num_full + (rest,) * (rest > 0)
     if isinstance(blocks, int) or sum(blocks) != num_rows or min(blocks, default=0) < 0:
-        given = (
+        blocks_text = (
             f"{blocks}"
             if isinstance(blocks, int)
             else f"{len(blocks)} lengths with the sum {sum(blocks)}"
         )
         raise OrderError(
-            f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}"
+            f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got "
+            f"{blocks_text}"
         )
     return tuple(blocks)

@@ -1,4 +1,6 @@
-"""Read what the samples of an order cost, for packs, for buckets and for balance, and apply these to the order."""
+"""Read what the samples of an order cost, for packs, for buckets and for balance, and apply
+these to the order.
+"""
 
 from __future__ import annotations
 
@@ -41,34 +43,37 @@ class OrderCosts(NamedTuple):
     ) -> OrderCosts:
         """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
 
-        Raises OrderError for columns that are no costs, and for a sample that fits no pack and no bucket.
+        Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
+        bucket.
         """
-        found = {}
+        costs_of = {}
         if spec.pack is not None:
             costs = sample_costs(spec.pack.cost, attributes, rows, num_samples)
             fit(costs, spec.pack, attributes, rows)
-            found["pack"] = (costs,)
+            costs_of["pack"] = (costs,)
         if spec.bucket is not None:
             bounds = spec.bucket.bounds
             costs = sample_costs(spec.bucket.by, attributes, rows, num_samples, texts=not bounds)
             if bounds:
-                what = f"above the last bound of {bounds[-1]}"
+                reason = f"above the last bound of {bounds[-1]}"
                 refuse(
                     costs > bounds[-1],
                     costs=costs,
                     attributes=attributes,
                     rows=rows,
-                    what=what,
+                    reason=reason,
                     fix="another bound",
                 )
-            found["bucket"] = (costs,)
+            costs_of["bucket"] = (costs,)
         if spec.balance is not None:
-            found["balance"] = (sample_costs(spec.balance.cost, attributes, rows, num_samples),)
-        return cls(**found)
+            costs_of["balance"] = (sample_costs(spec.balance.cost, attributes, rows, num_samples),)
+        return cls(**costs_of)
 
     def identity(self) -> dict[str, str]:
         """Return digests of the costs, by what they are for."""
-        return {f"{name}_costs": digest(each[0]) for name, each in self._asdict().items() if each}
+        return {
+            f"{name}_costs": digest(arrays[0]) for name, arrays in self._asdict().items() if arrays
+        }
 
     def apply(
         self,
@@ -79,8 +84,9 @@ class OrderCosts(NamedTuple):
     ) -> EndlessOrder:
         """Return an order of samples in packs or buckets, and dealt, where ``spec`` asks for these.
 
-        ``hidden`` are the samples of each part that are left out in their place, in any number of rounds. Raises
-        OrderError for stages of a mix, and for buckets without a global batch or with samples left out.
+        ``hidden`` are the samples of each part that are left out in their place, in any number of
+        rounds. Raises OrderError for stages of a mix, and for buckets without a global batch or
+        with samples left out.
         """
         if (
             (spec.pack or spec.bucket)
@@ -88,14 +94,16 @@ class OrderCosts(NamedTuple):
             and order.schedule is not None
         ):
             raise OrderError(
-                "stages of a mix count positions of samples: no packs and no buckets, which have others"
+                "stages of a mix count positions of samples: no packs and no buckets, which "
+                "have others"
             )
         if spec.pack is not None:
             order = PackedOrder(order, spec.pack, self.pack, spec.seed)
         if spec.bucket is not None:
             if hidden:
                 raise OrderError(
-                    "`without` shifts positions, and the global batches of buckets keep theirs: no buckets"
+                    "`without` shifts positions, and the global batches of buckets keep "
+                    "theirs: no buckets"
                 )
             order = BucketedOrder(
                 base=order,
@@ -112,7 +120,9 @@ class OrderCosts(NamedTuple):
     def split(
         cls, orders: Sequence[EndlessOrder]
     ) -> tuple[list[EndlessOrder], OrderCosts, list[tuple[NDArray[np.int64], ...]]]:
-        """Return the orders of samples under regrouped ones; all their costs; and what :meth:`apply` is to hide."""
+        """Return the orders of samples under regrouped ones; all their costs; and what
+        :meth:`apply` is to hide.
+        """
         bases: list[EndlessOrder] = []
         costs: dict[str, tuple[NDArray[np.integer], ...]] = {}
         hidden: list[list[NDArray[np.int64]]] = []

@@ -1,10 +1,11 @@
 """Weights: how often each sample comes in an epoch, by systematic sampling.
 
-An epoch of N positions over samples with weights w has N w_i / sum(w) copies of sample i expected. They are drawn by
-systematic sampling (Madow, "On the Theory of Systematic Sampling, II", 1949): the weights laid end to end, N points at
-equal distances, one random phase an epoch. So in each epoch a sample comes floor or ceil of its expected number of
-times, over all phases exactly that many on average, every stretch of the data has its share in every epoch, and where
-a position points to is arithmetic on one array of cumulated weights (8 bytes a sample).
+An epoch of N positions over samples with weights w has N w_i / sum(w) copies of sample i expected.
+They are drawn by systematic sampling (Madow, "On the Theory of Systematic Sampling, II", 1949): the
+weights laid end to end, N points at equal distances, one random phase an epoch. So in each epoch a
+sample comes floor or ceil of its expected number of times, over all phases exactly that many on
+average, every stretch of the data has its share in every epoch, and where a position points to is
+arithmetic on one array of cumulated weights (8 bytes a sample).
 """
 
 from __future__ import annotations
@@ -34,29 +35,37 @@ _SUM_BITS: Final = 62
 
 
 class ClassBalance(Settings, frozen=True, tag="class_balance", tag_field="by"):
-    """Class-balanced sampling as nuScenes trainers do it (CBGS: Zhu et al., arXiv 1908.09492, section 3.1).
+    """Class-balanced sampling as nuScenes trainers do it (CBGS: Zhu et al., arXiv 1908.09492,
+    section 3.1).
 
-    ``classes`` are attributes that count a class's boxes. A sample holds a class where its count is above 0, and gets
-    weight (sum over its classes c of 1 / samples that hold c): each class is drawn from equally often. Samples without
-    any box get 0. The epoch has as many positions as all classes have samples, cut to a multiple of the classes:
-    123,580 for the ten classes of nuScenes' training split.
+    ``classes`` are attributes that count a class's boxes. A sample holds a class where its count is
+    above 0, and gets weight (sum over its classes c of 1 / samples that hold c): each class is
+    drawn from equally often. Samples without any box get 0. The epoch has as many positions as all
+    classes have samples, cut to a multiple of the classes: 123,580 for the ten classes of nuScenes'
+    training split.
     """
 
     classes: tuple[str, ...]
 
 
 class AttributeWeights(Settings, frozen=True, tag="attribute", tag_field="by"):
-    """A weight for each value of one attribute, or, without ``values``, the attribute itself as the weight."""
+    """A weight for each value of one attribute, or, without ``values``, the attribute itself as
+    the weight.
+    """
 
     attribute: str
     values: dict[str, float] | None = None
-    """Weight by value, written as text: ``{"night": 3, "day": 1}``, ``{"true": 2.5}``, ``{"4": 1}``."""
+    """Weight by value, written as text: ``{"night": 3, "day": 1}``, ``{"true": 2.5}``, ``{"4":
+    1}``.
+    """
     default: float = 1.0
     """The weight of values that ``values`` does not name, and of unknown ones."""
 
 
 class FileWeights(Settings, frozen=True, tag="file", tag_field="by"):
-    """Hard examples: a weight for each key, from columns ``key`` and ``weight`` of a ``.parquet`` or ``.csv`` file."""
+    """Hard examples: a weight for each key, from columns ``key`` and ``weight`` of a
+    ``.parquet`` or ``.csv`` file.
+    """
 
     file: str
     default: float = 1.0
@@ -81,10 +90,11 @@ def columns_of(weightings: Sequence[Weighting]) -> tuple[str, ...]:
 
 
 def compute_weights(weightings: Sequence[Weighting], table: pa.Table) -> NDArray[np.float64]:
-    """Return the product of some weightings for each row of ``table`` (with :func:`columns_of` them): float64 (n,).
+    """Return the product of some weightings for each row of ``table`` (with :func:`columns_of`
+    them): float64 (n,).
 
-    Raises OrderError for attributes that are not numeric where they must be, classes that no sample holds, and for
-    weights that are negative, infinite or not a number.
+    Raises OrderError for attributes that are not numeric where they must be, classes that no sample
+    holds, and for weights that are negative, infinite or not a number.
     """
     product = np.ones(len(table))
     for weighting in weightings:
@@ -93,7 +103,9 @@ def compute_weights(weightings: Sequence[Weighting], table: pa.Table) -> NDArray
 
 
 def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
-    """Return the epoch length that some weightings suggest: CBGS's own with one ClassBalance, else one of each row."""
+    """Return the epoch length that some weightings suggest: CBGS's own with one ClassBalance,
+    else one of each row.
+    """
     balances = [weighting for weighting in weightings if isinstance(weighting, ClassBalance)]
     if len(balances) != 1:
         return len(table)
@@ -110,8 +122,9 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
         case AttributeWeights(attribute=name, values=None):
             if unknown := table[name].null_count:
                 raise OrderError(
-                    f"attribute {name!r} is unknown (null) for {unknown} of {len(table)} samples, and a weight needs a "
-                    f"number; leave them out by the filter '{name} is not None', or name weights in `values`"
+                    f"attribute {name!r} is unknown (null) for {unknown} of {len(table)} "
+                    "samples, and a weight needs a number; leave them out by the filter "
+                    f"'{name} is not None', or name weights in `values`"
                 )
             return checked(_numbers(table[name], name), f"attribute {name!r}")
         case AttributeWeights():
@@ -128,7 +141,9 @@ def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[n
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
-    """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for null."""
+    """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for
+    null.
+    """
     import pyarrow as pa
 
     number = {text: i for i, text in enumerate(values)}
@@ -139,10 +154,10 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
         [number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1]
     )
     unknown = len(of_code) - 1
-    found: NDArray[np.int64] = of_code[
+    numbers: NDArray[np.int64] = of_code[
         codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
     ]
-    return found
+    return numbers
 
 
 def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.float64]:
@@ -154,17 +169,19 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
     named = checked(values, f"weights file '{weighting.file}' and its default")
     if len(table["key"].unique()) != len(table):
         raise OrderError(f"weights file '{weighting.file}' names a key twice")
-    found = pc.index_in(keys, value_set=table["key"].cast(pa.string()).combine_chunks())
-    if found.null_count == len(keys):
+    places = pc.index_in(keys, value_set=table["key"].cast(pa.string()).combine_chunks())
+    if places.null_count == len(keys):
         raise OrderError(
             f"weights file '{weighting.file}' names none of the {len(keys)} selected samples"
         )
-    weights: NDArray[np.float64] = named[found.fill_null(len(table)).to_numpy()]
+    weights: NDArray[np.float64] = named[places.fill_null(len(table)).to_numpy()]
     return weights
 
 
 def read_columns(file: str, names: Sequence[str]) -> pa.Table:
-    """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot be read or lacks one."""
+    """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot
+    be read or lacks one.
+    """
     import pyarrow as pa
 
     from fuelrail.pipeline.storage.named_tables import SUFFIXES, TableError, read_named_columns
@@ -214,23 +231,27 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def checked(weights: NDArray[np.float64], what: str) -> NDArray[np.float64]:
-    """Return ``weights`` if each is a finite number of 0 or more; raise OrderError naming the first that is not."""
+def checked(weights: NDArray[np.float64], subject: str) -> NDArray[np.float64]:
+    """Return ``weights`` if each is a finite number of 0 or more; raise OrderError naming the
+    first that is not.
+    """
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
         raise OrderError(
-            f"{what}: weights must be finite numbers >= 0, got {weights[bad[0]]} (number {bad[0]}; "
-            f"{bad.size} of {len(weights)} are like that)"
+            f"{subject}: weights must be finite numbers >= 0, got {weights[bad[0]]} (number "
+            f"{bad[0]}; {bad.size} of {len(weights)} are like that)"
         )
     return weights
 
 
 class SystematicSampling:
-    """Epochs of ``length`` positions over n samples; sample i is expected ``expected_counts()[i]`` times in each.
+    """Epochs of ``length`` positions over n samples; sample i is expected ``expected_counts()[i]``
+    times in each.
 
-    Weights are held in whole ticks, the largest having 2**32 (fewer beyond 2**30 samples): within an epoch's arithmetic
-    nothing is rounded any more, so machines agree. Weights below 2**-33 of the largest count as 0.
-    Raises OrderError for weights that are negative or not finite, that are all 0, and for a length out of range.
+    Weights are held in whole ticks, the largest having 2**32 (fewer beyond 2**30 samples): within
+    an epoch's arithmetic nothing is rounded any more, so machines agree. Weights below 2**-33 of
+    the largest count as 0. Raises OrderError for weights that are negative or not finite, that are
+    all 0, and for a length out of range.
     """
 
     def __init__(self, weights: ArrayLike, length: int) -> None:
@@ -253,11 +274,15 @@ class SystematicSampling:
         return np.diff(self._ends, prepend=0) * (self.length / self._total)
 
     def digest(self) -> str:
-        """Return SHA-256 (hex) of the weights in ticks: equal where all epochs of equal length are."""
+        """Return SHA-256 (hex) of the weights in ticks: equal where all epochs of equal length
+        are.
+        """
         return hashlib.sha256(self._ends.astype("<i8").tobytes()).hexdigest()
 
     def epoch(self, phase_key: int) -> SystematicEpoch:
-        """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as `permutation.derive_key` makes."""
+        """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as
+        `permutation.derive_key` makes.
+        """
         return SystematicEpoch(self._search, self.length, phase_key % self._total)
 
 
@@ -281,19 +306,22 @@ class TickSearch:
 
     def __call__(self, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
-        found = self._guide.take(ticks >> self._shift).astype(np.int64)
+        indices = self._guide.take(ticks >> self._shift).astype(np.int64)
         for _ in range(_STEPS):
-            found += self.ends.take(found) <= ticks
-        left = np.flatnonzero(
-            self.ends.take(found) <= ticks
+            indices += self.ends.take(indices) <= ticks
+        rest = np.flatnonzero(
+            self.ends.take(indices) <= ticks
         )  # behind many samples of little weight
-        if left.size:
-            found[left] = np.searchsorted(self.ends, ticks[left], side="right")
-        return found
+        if rest.size:
+            indices[rest] = np.searchsorted(self.ends, ticks[rest], side="right")
+        return indices
 
 
 class SystematicEpoch:
-    """The copies of one epoch in stored order: maps 0 .. length - 1 to samples, ascending, copies side by side."""
+    """The copies of one epoch in stored order: maps 0 ..
+
+    length - 1 to samples, ascending, copies side by side.
+    """
 
     __slots__ = ("_ends", "_length", "_phase", "_remainder", "_search", "_spacing")
 
@@ -308,19 +336,24 @@ class SystematicEpoch:
         return self._length
 
     def __call__(self, copies: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples (int64, same shape) of ``copies`` (integers in [0, length)); raises OrderError for others."""
-        at = as_positions(copies, self._length, "copy")
+        """Return samples (int64, same shape) of ``copies`` (integers in [0, length)); raises
+        OrderError for others.
+        """
+        numbers = as_positions(copies, self._length, "copy")
         # floor((at * total + phase) / length), in parts that stay under 2**63.
-        flat = at.reshape(-1)
+        flat = numbers.reshape(-1)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
             part = flat[first : first + CHUNK]
             ticks = part * self._spacing + (part * self._remainder + self._phase) // self._length
             samples[first : first + CHUNK] = self._search(ticks)
-        return samples.reshape(at.shape)
+        return samples.reshape(numbers.shape)
 
     def first_copies(self, samples: Sequence[int]) -> list[int]:
-        """Return where the copies of each of ``samples`` (0 .. n) begin: the number of copies before it."""
+        """Return where the copies of each of ``samples`` (0 ..
+
+        n) begin: the number of copies before it.
+        """
         total = int(self._ends[-1])
         starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
         return [
@@ -329,9 +362,11 @@ class SystematicEpoch:
         ]
 
     def find(self, samples: ArrayLike, /) -> Shown:
-        """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises OrderError for others."""
-        wanted = as_positions(samples, len(self._ends), "sample")
-        first = np.array(self.first_copies(wanted.tolist()), np.int64)
-        num = np.array(self.first_copies((wanted + 1).tolist()), np.int64) - first
-        which = np.repeat(np.arange(len(wanted)), num)
-        return Shown(which, np.arange(len(which)) + (first - np.cumsum(num) + num)[which])
+        """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises
+        OrderError for others.
+        """
+        numbers = as_positions(samples, len(self._ends), "sample")
+        first = np.array(self.first_copies(numbers.tolist()), np.int64)
+        num = np.array(self.first_copies((numbers + 1).tolist()), np.int64) - first
+        indices = np.repeat(np.arange(len(numbers)), num)
+        return Shown(indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices])

@@ -1,8 +1,9 @@
 """Temporal windows: the frames of its clip that belong to a sample, and what replaces missing ones.
 
-A window is a list of offsets in frames, for example ``frames=[-2, -1, 0]`` with ``stride=2`` for frames f - 4, f - 2
-and f; or offsets in seconds for the images and for single channels (`TimeWindow`). Windows never cross a clip. They
-look at all frames that the split stores, whichever of them a filter selects.
+A window is a list of offsets in frames, for example ``frames=[-2, -1, 0]`` with ``stride=2`` for
+frames f - 4, f - 2 and f; or offsets in seconds for the images and for single channels
+(`TimeWindow`). Windows never cross a clip. They look at all frames that the split stores, whichever
+of them a filter selects.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _MAX_REACH_NS: Final = 10**15
 IMAGES: Final = "img"
 """The entry of a `TimeWindow` for the images, and for all else that belongs to a frame."""
 SAME_NS: Final = 1_000
-"""Times that differ by this much or less [ns] are the same: rates such as 30 Hz are no whole numbers of nanoseconds."""
+"""Times that differ by this much or less [ns] are the same: rates such as 30 Hz are no whole
+numbers of nanoseconds.
+"""
 
 Padding = Literal["repeat_edge", "repeat_current", "mask", "drop"]
 Interpolation = Literal["nearest", "hold", "linear"]
@@ -42,7 +45,8 @@ class FrameWindow(Settings, frozen=True):
 
     What replaces a frame that the clip does not have (``pad``):
 
-    * ``repeat_edge``: the clip's frame nearest to it on its side of the sample: at a clip's start its first one;
+    * ``repeat_edge``: the clip's frame nearest to it on its side of the sample: at a clip's start
+      its first one;
     * ``repeat_current``: the sample itself, as BEVDet4D does;
     * ``mask``: nothing; its place is marked absent;
     * ``drop``: samples without all of their frames are not in the epoch.
@@ -58,11 +62,13 @@ class FrameWindow(Settings, frozen=True):
         check_types(self, OrderError)
         if 0 not in self.frames or len(set(self.frames)) != len(self.frames):
             raise OrderError(
-                f"a window's frames must be different offsets with 0 among them, got {list(self.frames)}"
+                "a window's frames must be different offsets with 0 among them, got "
+                f"{list(self.frames)}"
             )
         if max(1, *map(abs, self.frames)) * self.stride >= _MAX_REACH:
             raise OrderError(
-                f"a window may reach less than 2**30 frames, got {list(self.frames)} x {self.stride}"
+                f"a window may reach less than 2**30 frames, got {list(self.frames)} x "
+                f"{self.stride}"
             )
 
     @property
@@ -77,20 +83,22 @@ class FrameWindow(Settings, frozen=True):
 
 
 class ChannelWindow(Settings, frozen=True, kw_only=True):
-    """Times relative to the sample's, at which one channel is read, and how: ``seconds``, or ``from``, ``to``, ``hz``.
+    """Times relative to the sample's, at which one channel is read, and how: ``seconds``, or
+    ``from``, ``to``, ``hz``.
 
-    In a dict ``start`` and ``end`` are called ``from`` and ``to``; a list stands for ``{"seconds": [...]}``. Raises
-    OrderError for values that are not allowed.
+    In a dict ``start`` and ``end`` are called ``from`` and ``to``; a list stands for ``{"seconds":
+    [...]}``. Raises OrderError for values that are not allowed.
 
     Attributes:
         seconds: offsets from the sample's time [s].
         start, end, hz: offsets from ``start`` to ``end`` [s], both included, at a rate [1/s].
-        interpolation: ``nearest``: the measurement nearest in time, of two equally near ones the earlier. ``hold``: the
-            last one at or before the time. ``linear``: between the one before and the one after. None: by the
-            channel's kind.
-        max_staleness_s: greatest distance in time [s] of a measurement that is used; None: any, but none is used before
-            the clip's first measurement or after its last one.
-        pad: of ``img`` only: what replaces a frame that the clip does not have, as of `FrameWindow`.
+        interpolation: ``nearest``: the measurement nearest in time, of two equally near ones the
+            earlier. ``hold``: the last one at or before the time. ``linear``: between the one
+            before and the one after. None: by the channel's kind.
+        max_staleness_s: greatest distance in time [s] of a measurement that is used; None: any, but
+            none is used before the clip's first measurement or after its last one.
+        pad: of ``img`` only: what replaces a frame that the clip does not have, as of
+            `FrameWindow`.
     """
 
     seconds: tuple[float, ...] = ()
@@ -109,7 +117,8 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
         offsets = self.offsets_ns
         if len(offsets) > _MAX_OFFSETS or len(set(offsets)) != len(offsets):
             raise OrderError(
-                f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got {len(offsets)}"
+                f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got "
+                f"{len(offsets)}"
             )
         if max(map(abs, offsets)) > _MAX_REACH_NS:
             raise OrderError(f"a window may reach {_MAX_REACH_NS * 1e-9:g} s, got {self}")
@@ -118,12 +127,12 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
     def offsets_ns(self) -> tuple[int, ...]:
         """The offsets from the sample's time [ns]."""
         if self.start is None or self.end is None or self.hz is None:
-            return tuple(round(one * 1e9) for one in self.seconds)
+            return tuple(round(offset_s * 1e9) for offset_s in self.seconds)
         steps = (self.end - self.start) * self.hz
         if not (self.hz > 0 and 0 <= steps < _MAX_OFFSETS and abs(steps - round(steps)) < 1e-6):
             raise OrderError(
-                f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a whole number in 0 .. "
-                f"{_MAX_OFFSETS - 1} is needed"
+                f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a "
+                f"whole number in 0 .. {_MAX_OFFSETS - 1} is needed"
             )
         return tuple(
             round((self.start + number / self.hz) * 1e9) for number in range(round(steps) + 1)
@@ -136,24 +145,27 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
 
 
 class TimeWindow(Settings, frozen=True):
-    """Offsets in seconds for the images (``img``, with all that belongs to a frame) and for channels of their own.
+    """Offsets in seconds for the images (``img``, with all that belongs to a frame) and for
+    channels of their own.
 
-    Frames are found by the samples' times. An entry of the name of a channel or attribute has an axis of its own times.
-    Raises OrderError for offsets of ``img`` without 0, and for an interpolation or padding that it cannot have.
+    Frames are found by the samples' times. An entry of the name of a channel or attribute has an
+    axis of its own times. Raises OrderError for offsets of ``img`` without 0, and for an
+    interpolation or padding that it cannot have.
     """
 
     channels: dict[str, ChannelWindow]
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        for name, one in self.channels.items():
-            if name != IMAGES and one.pad != "repeat_edge":
+        for name, window in self.channels.items():
+            if name != IMAGES and window.pad != "repeat_edge":
                 raise OrderError(
                     f"window of '{name}': pad is of '{IMAGES}' only; missing values are marked"
                 )
         if 0 not in self.frames or self.images.interpolation == "linear":
             raise OrderError(
-                f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {self}"
+                f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', "
+                f"got {self}"
             )
         if len(self.own_offsets) > _MAX_OFFSETS:
             raise OrderError(
@@ -171,10 +183,10 @@ class TimeWindow(Settings, frozen=True):
         return tuple(
             sorted(
                 {
-                    at
-                    for name, one in self.channels.items()
+                    offset_ns
+                    for name, window in self.channels.items()
                     if name != IMAGES
-                    for at in one.offsets_ns
+                    for offset_ns in window.offsets_ns
                 }
             )
         )
@@ -221,8 +233,8 @@ def as_window(value: Any) -> Window | None:
         return as_settings(value, FrameWindow, "window")
     if not isinstance(value, Mapping) or not value:
         raise ConfigError(
-            f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a "
-            "YAML file, or None"
+            f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the "
+            "fields of one, the path of a YAML file, or None"
         )
     stated = (
         value["channels"]
@@ -230,18 +242,23 @@ def as_window(value: Any) -> Window | None:
         else value
     )
     plain = {
-        name: {"seconds": one} if isinstance(one, list | tuple) else one
-        for name, one in stated.items()
+        name: {"seconds": offsets} if isinstance(offsets, list | tuple) else offsets
+        for name, offsets in stated.items()
     }
     return TimeWindow(
-        {name: as_settings(one, ChannelWindow, f"window.{name}") for name, one in plain.items()}
+        {
+            name: as_settings(offsets, ChannelWindow, f"window.{name}")
+            for name, offsets in plain.items()
+        }
     )
 
 
 class WindowSamples(NamedTuple):
-    """The samples of some windows: numbers int64 (B, T), and which of them are the requested frames: bool (B, T).
+    """The samples of some windows: numbers int64 (B, T), and which of them are the requested
+    frames: bool (B, T).
 
-    Where ``present`` is False the number is that of the stand-in; with ``pad="mask"`` the sample's own, to be left out.
+    Where ``present`` is False the number is that of the stand-in; with ``pad="mask"`` the sample's
+    own, to be left out.
     """
 
     samples: NDArray[np.int64]
@@ -249,49 +266,59 @@ class WindowSamples(NamedTuple):
 
 
 class WindowLookup:
-    """Maps sample numbers to the samples of their windows. Pure; safe to call from any number of threads."""
+    """Maps sample numbers to the samples of their windows.
+
+    Pure; safe to call from any number of threads.
+    """
 
     def __init__(self, clips: ClipTable, window: Window) -> None:
         self.window = window
         self._clips = clips
         self._offsets = window.offsets
         self.num_rows = len(self._offsets)
-        """Samples that are read for one: its frames, and then those that only channels of other times need."""
+        """Samples that are read for one: its frames, and then those that only channels of other
+        times need.
+        """
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
         """Return the windows of ``samples`` (integers (B,), numbers within the split)."""
         current = np.asarray(samples, dtype=np.int64)
         clips = self._clips
-        wanted = clips.keys[clips.ranks[current]][:, None] + self._offsets
-        # A key that has run over its clip's ends lands between the clips: frames take half of the frame bits.
-        at = np.searchsorted(clips.keys, wanted)
-        present = clips.keys[np.minimum(at, len(clips) - 1)] == wanted
+        keys = clips.keys[clips.ranks[current]][:, None] + self._offsets
+        # A key that has run over its clip's ends lands between the clips: frames take half of the
+        # frame bits.
+        places = np.searchsorted(clips.keys, keys)
+        present = clips.keys[np.minimum(places, len(clips) - 1)] == keys
         if self.window.pad == "repeat_edge":
-            # The first frame behind a missing past one, and the last before a missing future one; both of this clip,
-            # as the current frame is on that side.
-            at -= ~present & (self._offsets > 0)
-            return WindowSamples(clips.samples[at].astype(np.int64), present)
-        found = clips.samples[np.where(present, at, 0)].astype(np.int64)
-        return WindowSamples(np.where(present, found, current[:, None]), present)
+            # The first frame behind a missing past one, and the last before a missing future one;
+            # both of this clip, as the current frame is on that side.
+            places -= ~present & (self._offsets > 0)
+            return WindowSamples(clips.samples[places].astype(np.int64), present)
+        frames = clips.samples[np.where(present, places, 0)].astype(np.int64)
+        return WindowSamples(np.where(present, frames, current[:, None]), present)
 
     def without(self, samples: NDArray[np.int64]) -> WindowLookup:
-        """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for what shows one."""
+        """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for
+        what shows one.
+        """
         is_whole = self.window.pad == "drop" or not len(samples)
         return self if is_whole else window_lookup(self._clips.without(samples), self.window)
 
     def find(self, samples: ArrayLike) -> Shown:
-        """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""
+        """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample,
+        then ascending.
+        """
         clips = self._clips
-        asked = np.asarray(samples, dtype=np.int64)
+        numbers = np.asarray(samples, dtype=np.int64)
         number = clips.clip_numbers()
-        which = [np.zeros(0, np.int64)]
-        shown = [np.zeros(0, np.int64)]
-        for at, clip in enumerate(number[clips.ranks[asked]].tolist()):
+        indices = [np.zeros(0, np.int64)]
+        window_samples = [np.zeros(0, np.int64)]
+        for index, clip in enumerate(number[clips.ranks[numbers]].tolist()):
             near = clips.samples[slice(*np.searchsorted(number, (clip, clip + 1)))].astype(np.int64)
-            centres = np.sort(near[(self(near).samples == asked[at]).any(axis=1)])
-            which.append(np.full(len(centres), at))
-            shown.append(centres)
-        return Shown(np.concatenate(which), np.concatenate(shown))
+            centres = np.sort(near[(self(near).samples == numbers[index]).any(axis=1)])
+            indices.append(np.full(len(centres), index))
+            window_samples.append(centres)
+        return Shown(np.concatenate(indices), np.concatenate(window_samples))
 
     def complete(self) -> NDArray[np.bool_]:
         """Return which samples of the split have all their frames: bool (n,)."""
@@ -311,10 +338,11 @@ def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
 
 
 class TimeLookup(WindowLookup):
-    """Maps sample numbers to the samples of windows in seconds: the frames, then those about each other time.
+    """Maps sample numbers to the samples of windows in seconds: the frames, then those about each
+    other time.
 
-    Behind the T frames come, for each of the K offsets of channels, the samples before and after it: 2 K, all present.
-    Raises OrderError where times do not ascend with the frames of a clip.
+    Behind the T frames come, for each of the K offsets of channels, the samples before and after
+    it: 2 K, all present. Raises OrderError where times do not ascend with the frames of a clip.
     """
 
     def __init__(self, clips: ClipTable, window: TimeWindow) -> None:
@@ -330,53 +358,63 @@ class TimeLookup(WindowLookup):
         if falls.size:
             first, second = clips.samples[falls[0] : falls[0] + 2].tolist()
             raise OrderError(
-                f"windows in seconds need times that ascend in each clip; those of samples {first} and {second} of the "
-                "split, neighbours in a clip, do not: use a window in frames"
+                "windows in seconds need times that ascend in each clip; those of samples "
+                f"{first} and {second} of the split, neighbours in a clip, do not: use a "
+                "window in frames"
             )
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
-        """Return the windows of ``samples`` (integers (B,), numbers within the split): (B, T + 2 K)."""
+        """Return the windows of ``samples`` (integers (B,), numbers within the split): (B, T + 2
+        K).
+        """
         clips = self._clips
         times = self._times
         ranks = clips.ranks[np.asarray(samples, dtype=np.int64)].astype(np.int64)[:, None]
         first, end = clips.bounds(ranks)
-        wanted = times[ranks] + self._offsets
-        before = self._last_before(wanted, first, end)
+        wanted_ns = times[ranks] + self._offsets
+        before = self._last_before(wanted_ns, first, end)
         low = np.maximum(before, first)
         high = np.minimum(before + 1, end - 1)
-        found = low
+        nearest = low
         if not self._holds:
-            found = np.where(np.abs(times[high] - wanted) < np.abs(wanted - times[low]), high, low)
-        distance = np.abs(times[found] - wanted)
+            nearest = np.where(
+                np.abs(times[high] - wanted_ns) < np.abs(wanted_ns - times[low]), high, low
+            )
+        distance = np.abs(times[nearest] - wanted_ns)
         if self._reach_ns is not None:
             present = distance <= self._reach_ns
-        else:  # the first and the last frame stand for half an interval beyond them, as all others do
-            edge = np.where(wanted < times[first], first, np.maximum(end - 2, first))
+        # the first and the last frame stand for half an interval beyond them, as all others do
+        else:
+            edge = np.where(wanted_ns < times[first], first, np.maximum(end - 2, first))
             half = (times[np.minimum(edge + 1, end - 1)] - times[edge]) // 2
-            inside = (wanted >= times[first] - SAME_NS) & (wanted <= times[end - 1] + SAME_NS)
+            inside = (wanted_ns >= times[first] - SAME_NS) & (wanted_ns <= times[end - 1] + SAME_NS)
             present = inside | (~np.bool_(self._holds) & (distance <= half))
         if self._holds:
             present &= before >= first
         if self.window.pad != "repeat_edge":
-            found = np.where(present, found, ranks)
-        wanted = times[ranks] + self._own
-        before = self._last_before(wanted, first, end)
+            nearest = np.where(present, nearest, ranks)
+        wanted_ns = times[ranks] + self._own
+        before = self._last_before(wanted_ns, first, end)
         low = np.maximum(before, first)
-        is_exact = (before < first) | (wanted - times[low] <= SAME_NS)
+        is_exact = (before < first) | (wanted_ns - times[low] <= SAME_NS)
         high = np.where(is_exact, low, np.minimum(low + 1, end - 1))
-        about = np.stack([low, high], axis=-1).reshape(len(ranks), -1)
-        present = np.pad(present, ((0, 0), (0, about.shape[1])), constant_values=True)
-        return WindowSamples(clips.samples[np.hstack([found, about])].astype(np.int64), present)
+        neighbours = np.stack([low, high], axis=-1).reshape(len(ranks), -1)
+        present = np.pad(present, ((0, 0), (0, neighbours.shape[1])), constant_values=True)
+        return WindowSamples(
+            clips.samples[np.hstack([nearest, neighbours])].astype(np.int64), present
+        )
 
     def _last_before(
-        self, wanted: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
+        self, times_ns: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the rank of the last sample at or before each time, ``first`` - 1 where there is none: bisection."""
-        low = np.broadcast_to(first - 1, wanted.shape)
-        high = np.broadcast_to(end, wanted.shape)
+        """Return the rank of the last sample at or before each time, ``first`` - 1 where there
+        is none: bisection.
+        """
+        low = np.broadcast_to(first - 1, times_ns.shape)
+        high = np.broadcast_to(end, times_ns.shape)
         while (is_open := high - low > 1).any():
             middle = (low + high) // 2
-            is_before = self._times[middle] <= wanted + SAME_NS
+            is_before = self._times[middle] <= times_ns + SAME_NS
             low = np.where(is_open & is_before, middle, low)
             high = np.where(is_open & ~is_before, middle, high)
         return low

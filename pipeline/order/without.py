@@ -1,17 +1,20 @@
-"""Leave samples out of an order that is under way: what is left keeps its order, and batches stay full.
+"""Leave samples out of an order that is under way: what is left keeps its order, and batches stay
+full.
 
 ::
 
     order          a b C d e C f g       C is to be left out
     without C      a b d e f g           positions 0 .. 5 of a shorter epoch
 
-A filter would make another order, for it permutes fewer samples. Here position p of the epoch is the p-th position of
-the whole order that shows none of the samples left out: all positions before the first one that does are as they were.
-So a run that continues from a state before it equals, from its first step to its last, a run that began without them.
-The positions to leave out come from the inverse of the order, once an epoch; then a position takes one bisection.
+A filter would make another order, for it permutes fewer samples. Here position p of the epoch is
+the p-th position of the whole order that shows none of the samples left out: all positions before
+the first one that does are as they were. So a run that continues from a state before it equals,
+from its first step to its last, a run that began without them. The positions to leave out come from
+the inverse of the order, once an epoch; then a position takes one bisection.
 
-Lanes close up one by one, as if the frames were not stored. A pack stays as it is, less the samples; packs that are
-empty then are left out. A window shows what it shows where its clip lacks a frame.
+Lanes close up one by one, as if the frames were not stored. A pack stays as it is, less the
+samples; packs that are empty then are left out. A window shows what it shows where its clip lacks a
+frame.
 """
 
 from __future__ import annotations
@@ -42,14 +45,17 @@ _EPOCHS_KEPT: Final = 8
 class ThinnedOrder:
     """The epochs of ``base`` without some samples; they may differ in length.
 
-    ``hidden`` are these samples of each dataset of a mix, or of the one dataset, ascending. Raises OrderError where
-    nothing is left.
+    ``hidden`` are these samples of each dataset of a mix, or of the one dataset, ascending. Raises
+    OrderError where nothing is left.
     """
 
     def __init__(self, base: EndlessOrder, hidden: Sequence[Rows]) -> None:
         self.base = base
         self.hidden = tuple(hidden)
-        said = f"{sum(map(len, hidden))} samples {digest(*(part for rows in hidden for part in ([len(rows)], rows)))}"
+        said = (
+            f"{sum(map(len, hidden))} samples "
+            f"{digest(*(part for rows in hidden for part in ([len(rows)], rows)))}"
+        )
         self.identity: dict[str, Any] = {
             **base.identity,
             "without": [*base.identity.get("without", ()), said],
@@ -99,10 +105,10 @@ class ThinnedEpoch(Epoch):
         self._base = base
         self._hidden = hidden
         self._in_packs = in_packs
-        found = np.concatenate(
+        shown_positions = np.concatenate(
             [base.find(rows, part).positions for part, rows in enumerate(hidden)]
         )
-        gone, num = np.unique(found, return_counts=True)
+        gone, num = np.unique(shown_positions, return_counts=True)
         if in_packs:
             gone = gone[num == np.bincount(base.entries(gone).flags["pack"], minlength=len(gone))]
         self._gone = gone
@@ -113,52 +119,54 @@ class ThinnedEpoch(Epoch):
         return len(self._base) - len(self._gone)
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples alone (int64, same shape; in packs as many as these hold) at ``positions``."""
+        """Return samples alone (int64, same shape; in packs as many as these hold) at
+        ``positions``.
+        """
         return super().__call__(positions) if self._in_packs else self._base(self._below(positions))
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``; raises OrderError for positions outside."""
-        found = self._base.entries(self._below(positions))
+        below = self._base.entries(self._below(positions))
         if not self._in_packs:
-            return found
-        kept = ~np.logical_or.reduce(
+            return below
+        mask = ~np.logical_or.reduce(
             [
-                (found.parts == part) & np.isin(found.samples, rows)
+                (below.parts == part) & np.isin(below.samples, rows)
                 for part, rows in enumerate(self._hidden)
             ]
         )
-        parts, samples, valid, flags = found
+        parts, samples, valid, flags = below
         return Entries(
-            parts[kept],
-            samples[kept],
-            valid[kept],
-            {name: flag[kept] for name, flag in flags.items()},
+            parts[mask],
+            samples[mask],
+            valid[mask],
+            {name: flag[mask] for name, flag in flags.items()},
         )
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
         """Return where ``samples`` (n,) of a part are shown; those that are left out, nowhere."""
-        asked = np.asarray(samples, dtype=np.int64)
-        which, positions = self._base.find(asked, part)
-        kept = ~np.isin(asked[which], self._hidden[part])
-        which = which[kept]
-        positions = positions[kept]
-        return Shown(which, positions - np.searchsorted(self._gone, positions))
+        numbers = np.asarray(samples, dtype=np.int64)
+        indices, positions = self._base.find(numbers, part)
+        mask = ~np.isin(numbers[indices], self._hidden[part])
+        indices = indices[mask]
+        positions = positions[mask]
+        return Shown(indices, positions - np.searchsorted(self._gone, positions))
 
     def _below(self, positions: ArrayLike) -> NDArray[np.int64]:
         """Return the positions in the whole order."""
-        wanted = as_positions(positions, len(self))
-        return wanted + np.searchsorted(self._shifts, wanted, side="right")
+        places = as_positions(positions, len(self))
+        return places + np.searchsorted(self._shifts, places, side="right")
 
 
 def hidden_samples(order: EndlessOrder, part: int = 0) -> Rows:
     """Return the samples of a part that an order leaves out, ascending."""
-    found: Rows = np.zeros(0, np.int64)
+    rows: Rows = np.zeros(0, np.int64)
     below: Any = order
     while below is not None:
         if isinstance(below, ThinnedOrder):
-            found = np.union1d(found, below.hidden[part])
+            rows = np.union1d(rows, below.hidden[part])
         below = getattr(below, "base", None)
-    return found
+    return rows
 
 
 def windows_without(
@@ -166,8 +174,8 @@ def windows_without(
 ) -> tuple[WindowLookup | None, ...]:
     """Return the windows of each part, where clips lack the samples that the order leaves out."""
     return tuple(
-        None if one is None else one.without(hidden_samples(order, part))
-        for part, one in enumerate(windows)
+        None if lookup is None else lookup.without(hidden_samples(order, part))
+        for part, lookup in enumerate(windows)
     )
 
 
@@ -178,15 +186,16 @@ def check_unseen(
     full_batch: int,
     windows: Sequence[WindowLookup | None],
 ) -> None:
-    """Raise StateMismatchError where a run has shown samples before ``place`` that ``order`` leaves out.
+    """Raise StateMismatchError where a run has shown samples before ``place`` that ``order`` leaves
+    out.
 
-    ``state`` is the identity of the order that the run had, which left out none of them, or the first ones only;
-    ``full_batch`` is its global batch where it dropped the rest of each epoch, else 1. ``windows`` are those of each
-    part of the whole order.
+    ``state`` is the identity of the order that the run had, which left out none of them, or the
+    first ones only; ``full_batch`` is its global batch where it dropped the rest of each epoch,
+    else 1. ``windows`` are those of each part of the whole order.
     """
     before: Any = order
-    known = len(state.get("without", ()))
-    while len(before.identity.get("without", ())) > known:
+    num_applied = len(state.get("without", ()))
+    while len(before.identity.get("without", ())) > num_applied:
         before = before.base
     if before is order:
         return
@@ -209,7 +218,8 @@ def check_unseen(
             positions = in_order.find(rows, part).positions
             if (positions < end).any():
                 raise StateMismatchError(
-                    f"the state is of epoch {place.epoch}, sample {place.samples_consumed}, and the run showed what "
-                    f"`without` names at position {positions.min()} of epoch {epoch}: load a state from before it; "
-                    "`fuelrail runs seen LEDGER KEY...` names the newest one"
+                    f"the state is of epoch {place.epoch}, sample {place.samples_consumed}, "
+                    f"and the run showed what `without` names at position {positions.min()} "
+                    f"of epoch {epoch}: load a state from before it; `fuelrail runs seen "
+                    "LEDGER KEY...` names the newest one"
                 )

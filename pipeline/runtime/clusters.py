@@ -13,9 +13,11 @@ _PROBE_S: Final = 10.0
 
 
 def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:
-    """Connect this process to a cluster, None: a local one with this number of CPUs; return False if it was connected.
+    """Connect this process to a cluster, None: a local one with this number of CPUs; return False
+    if it was connected.
 
-    A local cluster ends with the thread that calls this. Raises ConfigError where no cluster answers.
+    A local cluster ends with the thread that calls this. Raises ConfigError where no cluster
+    answers.
     """
     if ray.is_initialized():
         return False
@@ -35,7 +37,7 @@ def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:
     except (OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"no Ray cluster answers at {address or 'this machine'!r} ({text}); start one with `ray start --head`, or "
-            "leave the address out to start a local cluster"
+            f"no Ray cluster answers at {address or 'this machine'!r} ({text}); start one "
+            "with `ray start --head`, or leave the address out to start a local cluster"
         ) from error
     return True

@@ -14,7 +14,9 @@ _MEMORY_SHARE: Final = 0.25
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> float:
-    """Return the CPUs that this process may use: its affinity mask, cut to its container's quota (cgroup 2, then 1)."""
+    """Return the CPUs that this process may use: its affinity mask, cut to its container's quota
+    (cgroup 2, then 1).
+    """
     allowed = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -31,14 +33,18 @@ def usable_cpus(cgroup: Path = _CGROUP) -> float:
 
 
 def num_usable_cpus() -> int:
-    """Return how many workers have a CPU of their own: :func:`usable_cpus`, a part of a CPU counted as one."""
+    """Return how many workers have a CPU of their own: :func:`usable_cpus`, a part of a CPU
+    counted as one.
+    """
     return max(1, math.ceil(usable_cpus()))
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control groups below ``root``, from the innermost to ``root``.
+    """Return the folders of this process's control groups below ``root``, from the innermost to
+    ``root``.
 
-    ``controller`` is one of version 1; "" is for version 2. In a container the innermost one mostly is ``root``.
+    ``controller`` is one of version 1; "" is for version 2. In a container the innermost one mostly
+    is ``root``.
     """
     for line in (_read(_OWN_CGROUPS) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -50,19 +56,25 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
 
 
 def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
-    """Return the memory that the container may take, files in the page cache included; None without a limit."""
+    """Return the memory that the container may take, files in the page cache included; None
+    without a limit.
+    """
     limit = _read(cgroup / "memory.max")
     return None if limit in (None, "max") else int(limit)
 
 
 def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
-    """Return the memory of the machine that can be taken now without swapping, as the kernel states it."""
+    """Return the memory of the machine that can be taken now without swapping, as the kernel
+    states it.
+    """
     lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Return memory that can be taken now without swapping: the machine's, cut to the rest of the container's limit."""
+    """Return memory that can be taken now without swapping: the machine's, cut to the rest of
+    the container's limit.
+    """
     free = free_memory_bytes(meminfo)
     limit = memory_limit_bytes(cgroup)
     return (
@@ -73,13 +85,17 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> 
 
 
 def ranks_on_host() -> int:
-    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
+    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE),
+    else 1.
+    """
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(stated)) if stated.isdecimal() else 1
 
 
 def default_num_workers() -> int:
-    """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
+    """Return the number of decoding threads for this rank: its share of the CPUs that the
+    process may use.
+    """
     return max(1, num_usable_cpus() // ranks_on_host())
 
 

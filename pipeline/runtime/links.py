@@ -1,4 +1,6 @@
-"""Between stages: the bounded, order-restoring link, the numbered source at the head, and the items."""
+"""Between stages: the bounded, order-restoring link, the numbered source at the head, and the
+items.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ class Failure(NamedTuple):
 class Link:
     """A bounded, order-restoring link between two stages.
 
-    Item s is admitted only while ``s < next_out + capacity``, so the link is bounded, and the oldest item in flight
-    can always move on: no deadlock for any number of threads. With ``in_bursts`` a thread that had to wait is
-    admitted once there is room for half of the capacity: it then makes several items in a row, with warm caches, and
-    threads change places less often.
+    Item s is admitted only while ``s < next_out + capacity``, so the link is bounded, and the
+    oldest item in flight can always move on: no deadlock for any number of threads. With
+    ``in_bursts`` a thread that had to wait is admitted once there is room for half of the capacity:
+    it then makes several items in a row, with warm caches, and threads change places less often.
     """
 
     def __init__(self, capacity: int, *, in_bursts: bool = False) -> None:
@@ -60,7 +62,9 @@ class Link:
             return True
 
     def get(self) -> tuple[int, Any]:
-        """Take the next item in order, waiting for it; (total, END) after the last one or when stopped."""
+        """Take the next item in order, waiting for it; (total, END) after the last one or when
+        stopped.
+        """
         with self._lock:
             while (
                 not self._stopped
@@ -73,7 +77,8 @@ class Link:
             number = self._next_out
             self._next_out += 1
             if self._next_out in self._items:
-                # put() wakes one taker, for the item that was due then; the follower may lie here already.
+                # put() wakes one taker, for the item that was due then; the follower may lie here
+                # already.
                 self._filled.notify()
             if self._first_blocked < self._reopens_at():
                 self._first_blocked = sys.maxsize

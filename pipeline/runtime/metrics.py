@@ -1,9 +1,11 @@
 """Counters of a running loader as Prometheus metrics, and an endpoint that serves them.
 
-All have the labels of the endpoint (``rank``, ...); `HELP` says what each is. Names that end with ``_total`` are
-counters, the others gauges. Those of a stage have the label ``stage``, its seconds also ``state``.
+All have the labels of the endpoint (``rank``, ...); `HELP` says what each is. Names that end with
+``_total`` are counters, the others gauges. Those of a stage have the label ``stage``, its seconds
+also ``state``.
 
-Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rate(fuelrail_uptime_seconds_total)``.
+Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) /
+rate(fuelrail_uptime_seconds_total)``.
 """
 
 from __future__ import annotations
@@ -103,12 +105,12 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
     """Return the metrics of one loader."""
     metrics = _metrics(_LOADER, stats, labels)
     for clock in stats.stages:
-        own = {**labels, "stage": clock.name}
-        metrics += _metrics(_STAGE, clock, own)
+        stage_labels = {**labels, "stage": clock.name}
+        metrics += _metrics(_STAGE, clock, stage_labels)
         metrics += [
             Metric(
                 "fuelrail_stage_seconds_total",
-                {**own, "state": state},
+                {**stage_labels, "state": state},
                 getattr(clock, f"{state}_s"),
             )
             for state in ("busy", "starved", "blocked")
@@ -140,7 +142,9 @@ class _Metrics(Collector):
 
 
 def parse(text: str) -> list[Metric]:
-    """Read the text that a :class:`MetricsServer` serves; raises ValueError where it is in another format."""
+    """Read the text that a :class:`MetricsServer` serves; raises ValueError where it is in
+    another format.
+    """
     return [
         Metric(sample.name, sample.labels, sample.value)
         for family in text_string_to_metric_families(text)
@@ -151,8 +155,9 @@ def parse(text: str) -> list[Metric]:
 class MetricsServer:
     """Serves ``/metrics`` over HTTP from a thread of its own, until closed.
 
-    ``collect`` is called for each request, on a thread of the server's. ``port`` 0 takes any free one, see :attr:`url`.
-    ``host`` is 127.0.0.1 by default: there is no password. Raises ConfigError where the port is taken.
+    ``collect`` is called for each request, on a thread of the server's. ``port`` 0 takes any free
+    one, see :attr:`url`. ``host`` is 127.0.0.1 by default: there is no password. Raises ConfigError
+    where the port is taken.
     """
 
     def __init__(
@@ -164,10 +169,11 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"metrics cannot be served on {host}:{port}: {error}; choose another port, or 0 for any free one"
+                f"metrics cannot be served on {host}:{port}: {error}; choose another port, "
+                "or 0 for any free one"
             ) from error
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_address[1]}/metrics"
+        host_text = f"[{host}]" if ":" in host else host
+        self.url = f"http://{host_text}:{self._server.server_address[1]}/metrics"
 
     def __repr__(self) -> str:
         return f"MetricsServer({self.url})"

@@ -1,4 +1,6 @@
-"""What a long command is doing: one line with the time left on a terminal, a line each minute elsewhere. To stderr."""
+"""What a long command is doing: one line with the time left on a terminal, a line each minute
+elsewhere. To stderr.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _FRESH_S = 10.0
 class Progress:
     """Shows the last text that :meth:`update` was given, until the end of the ``with`` block.
 
-    Where stderr is not a terminal (CI, a batch job's log) it is printed every ``every_s`` seconds, with the time since
-    the start, so that a run that takes minutes is seen to live.
+    Where stderr is not a terminal (CI, a batch job's log) it is printed every ``every_s`` seconds,
+    with the time since the start, so that a run that takes minutes is seen to live.
     """
 
     def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
@@ -33,7 +35,9 @@ class Progress:
         return self._console.is_terminal or time.monotonic() - self._updated >= _FRESH_S
 
     def update(self, text: str, done: float = 0.0) -> None:
-        """Show another text; ``done`` is the share of the work that is done, which the time left is estimated from."""
+        """Show another text; ``done`` is the share of the work that is done, which the time left
+        is estimated from.
+        """
         now = self._updated = time.monotonic()
         if self._first is None or done < self._first[1]:
             self._first = now, done

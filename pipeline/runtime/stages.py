@@ -1,14 +1,16 @@
-"""The stage runner: items flow through stages of threads, over bounded links, and come out in the order they went in.
+"""The stage runner: items flow through stages of threads, over bounded links, and come out in the
+order they went in.
 
 ::
 
     source --> [stage: n threads] --link--> [stage: m threads] --link--> consumer
 
-Every item has a sequence number, and links restore the order of the numbers (:mod:`fuelrail.pipeline.runtime.links`).
-What comes out therefore does not depend on timing or thread counts; those may change while the pipeline runs. An
-exception travels as an item in its place and is raised at the consumer. Each thread keeps its clock: *busy* in the
-stage's work, *starved* waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner read
-these.
+Every item has a sequence number, and links restore the order of the numbers
+(:mod:`fuelrail.pipeline.runtime.links`). What comes out therefore does not depend on timing or
+thread counts; those may change while the pipeline runs. An exception travels as an item in its
+place and is raised at the consumer. Each thread keeps its clock: *busy* in the stage's work,
+*starved* waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner
+read these.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ _RUNNING: Final[set[_Run]] = set()
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may wait behind it.
+    """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may
+    wait behind it.
 
-    With ``group`` the work takes a list of that many consecutive items (the last list may be shorter), or of as many
-    as the function says for the first of them; such a stage has one thread. With ``in_bursts`` a thread that waits for
-    room continues when half of it is free.
+    With ``group`` the work takes a list of that many consecutive items (the last list may be
+    shorter), or of as many as the function says for the first of them; such a stage has one thread.
+    With ``in_bursts`` a thread that waits for room continues when half of it is free.
     """
 
     name: str
@@ -60,9 +63,11 @@ class Stage:
 
 
 class StageClock(msgspec.Struct, frozen=True):
-    """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
+    """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this
+    moment.
 
-    ``items`` counts finished work calls, ``waiting`` the results that wait after the stage at this moment.
+    ``items`` counts finished work calls, ``waiting`` the results that wait after the stage at this
+    moment.
     """
 
     name: str
@@ -76,10 +81,12 @@ class StageClock(msgspec.Struct, frozen=True):
 
 
 class Observer(Protocol):
-    """Callback for every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
+    """Callback for every finished piece of work, on the thread that did it; times of
+    ``time.perf_counter``.
 
-    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0 (-1 before a stage whose
-    groups differ in size). The consumer's waits are reported too, with the stage name ``wait``.
+    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0 (-1
+    before a stage whose groups differ in size). The consumer's waits are reported too, with the
+    stage name ``wait``.
     """
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
@@ -87,7 +94,9 @@ class Observer(Protocol):
 
 
 class _Times(NamedTuple):
-    """A thread's sums, and what it has been doing since when; replaced as one, so that readers see one moment."""
+    """A thread's sums, and what it has been doing since when; replaced as one, so that readers
+    see one moment.
+    """
 
     items: int
     busy_s: float
@@ -107,7 +116,8 @@ class _Times(NamedTuple):
 
 
 class _Crew:
-    """A stage's threads and what they share: its links, its times, and how many threads it should have.
+    """A stage's threads and what they share: its links, its times, and how many threads it should
+    have.
 
     Thread k serves while k < ``target``; a larger target starts the missing ones.
     """
@@ -161,7 +171,7 @@ class _Crew:
             return True
 
     def clock(self, now_s: float) -> StageClock:
-        times = [one.until(now_s) for one in list(self.times)]
+        times = [thread_times.until(now_s) for thread_times in list(self.times)]
         return StageClock(
             name=self.stage.name,
             num_threads=self.target,
@@ -203,9 +213,12 @@ def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple
 
 
 class Pipeline:
-    """A running chain of stages; iterate it for the results. Close it, or let it be collected, to end its threads.
+    """A running chain of stages; iterate it for the results.
 
-    A process that was forked off by someone else has no copy of the threads; iterating there raises a StageError.
+    Close it, or let it be collected, to end its threads.
+
+    A process that was forked off by someone else has no copy of the threads; iterating there raises
+    a StageError.
     """
 
     def __init__(
@@ -250,15 +263,17 @@ class Pipeline:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result in order; raises what a stage raised for it, and stops the pipeline then.
+        """Return the next result in order; raises what a stage raised for it, and stops the
+        pipeline then.
 
-        Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
+        Threads still at work are not waited for, so that the error comes at once: :meth:`close`
+        does.
         """
         if os.getpid() != self._pid:
             raise StageError(
-                f"this iteration was started in process {self._pid} and cannot continue in process {os.getpid()}, "
-                "which was forked from it without its threads: start iterating in the child, or use the spawn start "
-                "method"
+                f"this iteration was started in process {self._pid} and cannot continue in "
+                f"process {os.getpid()}, which was forked from it without its threads: "
+                "start iterating in the child, or use the spawn start method"
             )
         started = time.perf_counter()
         _, item = self._links[-1].get()
@@ -271,7 +286,7 @@ class Pipeline:
             item = _observe(
                 self._observer,
                 stage="wait",
-                at=self._taken,
+                position=self._taken,
                 batch=self._taken,
                 begin_s=started,
                 end_s=done,
@@ -285,7 +300,9 @@ class Pipeline:
 
     @property
     def is_running(self) -> bool:
-        """Whether results can still come: not closed, and the process is the one that started it."""
+        """Whether results can still come: not closed, and the process is the one that started
+        it.
+        """
         return self._finalizer.alive and os.getpid() == self._pid
 
     def close(self) -> None:
@@ -293,7 +310,9 @@ class Pipeline:
         self._finalizer()
 
     def set_num_threads(self, stage: str, num_threads: int) -> None:
-        """Let ``num_threads`` threads serve a stage from now on; ones too many end after the item they are at."""
+        """Let ``num_threads`` threads serve a stage from now on; ones too many end after the
+        item they are at.
+        """
         crew = self._crew(stage)
         assert num_threads >= 1, "a stage needs a thread"
         assert crew.stage.group is None or num_threads == 1, "a grouping stage has one thread"
@@ -340,7 +359,9 @@ def _run(crew: _Crew, number: int) -> None:
             doing="starved",
             since_s=free_s,
         )
-        at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
+        position, item = (
+            inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
+        )
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
@@ -352,7 +373,7 @@ def _run(crew: _Crew, number: int) -> None:
                 doing="",
                 since_s=taken_s,
             )
-            outbox.finish(at)
+            outbox.finish(position)
             return
         times[number] = _Times(
             items=items,
@@ -376,17 +397,17 @@ def _run(crew: _Crew, number: int) -> None:
             since_s=done_s,
         )
         if crew.observer is not None:
-            batch = at // crew.per_batch if crew.per_batch else -1
+            batch = position // crew.per_batch if crew.per_batch else -1
             item = _observe(
                 crew.observer,
                 stage=stage.name,
-                at=at,
+                position=position,
                 batch=batch,
                 begin_s=taken_s,
                 end_s=done_s,
                 item=item,
             )
-        admitted = outbox.put(at, item)
+        admitted = outbox.put(position, item)
         free_s = now()
         blocked_s += free_s - done_s
         if not admitted or (stage.group is not None and isinstance(item, Failure)):
@@ -405,9 +426,12 @@ def _run(crew: _Crew, number: int) -> None:
 def _take_group(
     inbox: Source | Link, size: int | Callable[[Any], int], number: int
 ) -> tuple[int, Any]:
-    """Take group ``number``, of up to ``size`` items, with its number. The first failure is that of the whole group.
+    """Take group ``number``, of up to ``size`` items, with its number.
 
-    The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
+    The first failure is that of the whole group.
+
+    The rest of that group is left where it is: each may take as long to fail, and no result after
+    it is used.
     """
     items: list[Any] = []
     while not items or len(items) < (size if isinstance(size, int) else size(items[0])):
@@ -433,11 +457,17 @@ def _attempt(stage: Stage, item: Any) -> Any:
 
 
 def _observe(
-    observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any
+    observer: Observer,
+    stage: str,
+    position: int,
+    batch: int,
+    begin_s: float,
+    end_s: float,
+    item: Any,
 ) -> Any:
     """Call the observer; return the item, or the observer's failure in its place."""
     try:
-        observer(stage, at, batch, begin_s, end_s)
+        observer(stage, position, batch, begin_s, end_s)
     except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
         return (
             item
@@ -447,19 +477,21 @@ def _observe(
     return item
 
 
-def _failure(what: str, error: BaseException) -> Failure:
-    return Failure(stage_error(what, error))
+def _failure(context: str, error: BaseException) -> Failure:
+    return Failure(stage_error(context, error))
 
 
-def stage_error(what: str, error: BaseException) -> StageError:
+def stage_error(context: str, error: BaseException) -> StageError:
     """Return the error of a function that raised, with the place where it did."""
-    wrapped = StageError(f"{what}: {type(error).__name__}: {_text(error)} ({origin_of(error)})")
+    wrapped = StageError(f"{context}: {type(error).__name__}: {_text(error)} ({origin_of(error)})")
     wrapped.__cause__ = error
     return wrapped
 
 
 class RemoteError(Exception):
-    """The cause of an error that came from another process: its place there, and its traceback as text."""
+    """The cause of an error that came from another process: its place there, and its traceback
+    as text.
+    """
 
     def __init__(self, origin: str, text: str) -> None:
         super().__init__(origin, text)
@@ -470,12 +502,14 @@ class RemoteError(Exception):
 
 
 def origin_of(error: BaseException) -> str:
-    """Return the last line of an error's traceback outside installed packages, or the last at all."""
+    """Return the last line of an error's traceback outside installed packages, or the last at
+    all.
+    """
     if isinstance(error.__cause__, RemoteError):
         return error.__cause__.origin
     lines = traceback.extract_tb(error.__traceback__)
     origin = next(
-        (one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1]
+        (line for line in reversed(lines) if "site-packages" not in line.filename), lines[-1]
     )
     return f"{origin.filename}:{origin.lineno} in {origin.name}"
 
@@ -489,9 +523,11 @@ def _text(subject: object) -> str:
 
 def _shut_down(run: _Run) -> None:
     if os.getpid() != run.pid:
-        return  # in a fork the threads do not exist, and locks may be held for ever by those that held them
+        # in a fork the threads do not exist, and locks may be held for ever by those that held them
+        return
     if threading.current_thread() in run.threads():
-        # Garbage collection ran this inside one of the threads, which may hold a link's lock at this moment.
+        # Garbage collection ran this inside one of the threads, which may hold a link's lock at
+        # this moment.
         _thread.start_new_thread(_end, (run,))
         return
     try:
@@ -503,7 +539,8 @@ def _shut_down(run: _Run) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End what Ctrl-C left running, wherever it struck: after a start without its join, or in the middle of a join.
+    """End what Ctrl-C left running, wherever it struck: after a start without its join, or in the
+    middle of a join.
 
     A thread that outlives the interpreter is torn out of C++ code, and the process aborts.
     """
@@ -513,7 +550,9 @@ def _end_all() -> None:
 
 
 def _end(run: _Run) -> None:
-    """Release all threads and wait for them; work that was started and cancelled can be done again."""
+    """Release all threads and wait for them; work that was started and cancelled can be done
+    again.
+    """
     _stop(run.parts)
     deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
     threads = run.threads()

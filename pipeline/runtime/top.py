@@ -19,7 +19,7 @@ from rich.text import Text
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import Metric, parse
 from fuelrail.pipeline.settings import Settings, flag, make_options
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 TIMEOUT_S = 5.0
 _BAR = 10
@@ -62,7 +62,9 @@ class StageRow(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """One loader over one interval; ``waiting`` is the share of time in which the trainer waited for data."""
+    """One loader over one interval; ``waiting`` is the share of time in which the trainer waited
+    for data.
+    """
 
     rank: str
     batches_per_s: float
@@ -95,9 +97,10 @@ def read(url: str) -> Reading:
             )
         return digest(parse(body.decode()), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = shown(getattr(error, "reason", error))
+        reason = shortened(getattr(error, "reason", error))
         raise ConfigError(
-            f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.serve_metrics(loader)?"
+            f"no metrics at {address}: {reason}; is the trainer running, with "
+            "fuelrail.serve_metrics(loader)?"
         ) from error
 
 
@@ -107,7 +110,8 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
     for name, labels, value in metrics:
         if not math.isfinite(value) or abs(value) > _MAX_COUNT:
             raise ValueError(
-                f"{shown(name)} is {value}; a loader's metrics are numbers of at most {_MAX_COUNT:g}"
+                f"{shortened(name)} is {value}; a loader's metrics are numbers of at most "
+                f"{_MAX_COUNT:g}"
             )
         values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
     stages = list(dict.fromkeys(labels["stage"] for _, labels, _ in metrics if "stage" in labels))
@@ -115,7 +119,7 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
         raise ValueError(f"{len(stages):,} stages; a loader has at most {_MAX_STAGES}")
     for stage in stages:
         if lacks := [name for name in _OF_A_STAGE if (name, stage) not in values]:
-            raise ValueError(f"{', '.join(lacks)} lacks for stage '{shown(stage)}'")
+            raise ValueError(f"{', '.join(lacks)} lacks for stage '{shortened(stage)}'")
     rank = next((labels["rank"] for _, labels, _ in metrics if "rank" in labels), "?")
     return Reading(time_s, rank, values, stages)
 
@@ -165,18 +169,18 @@ def draw(views: Sequence[RankView]) -> Group:
             "green" if view.waiting < 0.02 else "bold red",
         )
         head = Text(
-            f"rank {shown(view.rank)}   {view.batches_per_s:.1f} batches/s   {view.samples_per_s:.1f} samples/s   "
-            f"{view.images_per_s:.0f} images/s   "
+            f"rank {shortened(view.rank)}   {view.batches_per_s:.1f} batches/s   "
+            f"{view.samples_per_s:.1f} samples/s   {view.images_per_s:.0f} images/s   "
         ).append_text(fed)
         if view.bottleneck:
-            head.append(f"   held up by {shown(view.bottleneck)}", "red")
+            head.append(f"   held up by {shortened(view.bottleneck)}", "red")
         table = Table(box=None, pad_edge=False)
         for title in ("stage", "threads", "items/s", "busy", "starved", "blocked", "queue"):
             table.add_column(title, justify="left" if title in ("stage", "queue") else "right")
         for row in view.stages:
             filled = round(_BAR * min(1.0, row.queue / max(1, row.capacity)))
             table.add_row(
-                Text(shown(row.name)),  # a plain string would be read as markup
+                Text(shortened(row.name)),  # a plain string would be read as markup
                 str(row.threads),
                 f"{row.items_per_s:.1f}",
                 f"{100 * row.busy:.0f} %",
@@ -195,11 +199,12 @@ def top(
     progress: Callable[[list[RankView]], object] | None = None,
     **changes: Any,  # fields of TopOptions
 ) -> list[RankView]:
-    """Measure running loaders by their metrics endpoints; return one :class:`RankView` for each, of the last interval.
+    """Measure running loaders by their metrics endpoints; return one :class:`RankView` for each, of
+    the last interval.
 
-    ``fuelrail.top("localhost:9400", once=True)`` takes the fields of :class:`TopOptions` as keywords. ``progress`` is
-    called with the views of each interval. Without ``once`` it returns when the last loader has ended. Raises
-    ConfigError where no loader answers.
+    ``fuelrail.top("localhost:9400", once=True)`` takes the fields of :class:`TopOptions` as
+    keywords. ``progress`` is called with the views of each interval. Without ``once`` it returns
+    when the last loader has ended. Raises ConfigError where no loader answers.
     """
     options = make_options(TopOptions, options, changes)
     urls = [endpoints] if isinstance(endpoints, str) else endpoints

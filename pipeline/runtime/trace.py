@@ -1,7 +1,8 @@
 """A timeline of what every stage did, as a trace that https://ui.perfetto.dev opens.
 
-The format is Chrome's Trace Event JSON: one complete event (``"ph": "X"``) for each piece of work on its thread's
-track, with the item's and the batch's number, and one flow of arrows a batch from its first fetch to the trainer.
+The format is Chrome's Trace Event JSON: one complete event (``"ph": "X"``) for each piece of work
+on its thread's track, with the item's and the batch's number, and one flow of arrows a batch from
+its first fetch to the trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ NO_BATCH: Final = -1
 
 
 class Span(NamedTuple):
-    """One piece of work: the stage, its item and batch, begin and end on ``time.perf_counter`` [s], and the thread.
+    """One piece of work: the stage, its item and batch, begin and end on ``time.perf_counter`` [s],
+    and the thread.
 
     A phase of a trainer's step has the step as its item, and the batch :data:`NO_BATCH`.
     """
@@ -44,14 +46,15 @@ class TraceRecorder:
         ...
         trace.write("loader.json")
 
-    A span costs well under a microsecond. Thread-safe. With several ranks each writes a file of its own; ``rank``
-    becomes the process's name in the viewer.
+    A span costs well under a microsecond. Thread-safe. With several ranks each writes a file of its
+    own; ``rank`` becomes the process's name in the viewer.
     """
 
     def __init__(self, *, rank: int = 0, max_spans: int = MAX_SPANS) -> None:
         self._rank = rank
         self._spans: collections.deque[Span] = collections.deque(maxlen=max_spans)
-        # One moment on both clocks, so that traces of several processes fall into place beside each other.
+        # One moment on both clocks, so that traces of several processes fall into place beside each
+        # other.
         self._wall_s = time.time()
         self._start_s = time.perf_counter()
 
@@ -117,7 +120,8 @@ class TraceRecorder:
             )
             arrow: dict[str, Any] = {"name": "batch", "cat": "batch", "id": span.batch, **place}
             if span.stage == "wait":
-                # Viewers tie an arrow to the work that encloses it, and at its very end that is over.
+                # Viewers tie an arrow to the work that encloses it, and at its very end that is
+                # over.
                 events.append({**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 1.0)})
             else:
                 events.append(

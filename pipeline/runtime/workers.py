@@ -38,12 +38,15 @@ GRACE_S: Final = 3.0
 
 
 def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
-    """Return a context to work on a sample of this size in: a process works on one large sample at a time."""
+    """Return a context to work on a sample of this size in: a process works on one large sample
+    at a time.
+    """
     return _large if num_bytes > LARGE_BYTES else _ANY_TIME
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
-    """Yield ``work(item)`` for each item, in order; items that are not started when the caller stops never are.
+    """Yield ``work(item)`` for each item, in order; items that are not started when the caller
+    stops never are.
 
     No more than twice as many items as threads are under way, so results do not pile up.
     """
@@ -52,9 +55,11 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> 
 
 
 def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int) -> Iterator[B]:
-    """Yield ``work(item)`` for each item, in order, as `in_threads` does; ``work``, items and results are pickled.
+    """Yield ``work(item)`` for each item, in order, as `in_threads` does; ``work``, items and
+    results are pickled.
 
-    A script that calls this needs a main guard (`check_main_guard`). Raises FuelrailError where a process dies.
+    A script that calls this needs a main guard (`check_main_guard`). Raises FuelrailError where a
+    process dies.
     """
     check_main_guard()
     context = multiprocessing.get_context(
@@ -65,8 +70,8 @@ def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int)
             yield from _in_order(pool, work, items, num_processes, starting=ctrl_c_waits)
     except BrokenProcessPool as error:
         raise FuelrailError(
-            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
-            "script lacks `if __name__ == '__main__':`"
+            "a worker process died: it was killed, perhaps for lack of memory (use fewer "
+            "workers), or the calling script lacks `if __name__ == '__main__':`"
         ) from error
 
 
@@ -77,7 +82,9 @@ def _in_order(
     num_workers: int,
     starting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[B]:
-    """Yield results in order; an item is given to the pool, which may start a worker then, inside ``starting()``."""
+    """Yield results in order; an item is given to the pool, which may start a worker then,
+    inside ``starting()``.
+    """
     pending: deque[Future[B]] = deque()
     try:
         for item in items:
@@ -94,7 +101,8 @@ def _in_order(
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM while inside: batch systems and Kubernetes send SIGTERM before they kill.
+    """Raise KeyboardInterrupt on SIGTERM while inside: batch systems and Kubernetes send SIGTERM
+    before they kill.
 
     Does nothing on another thread than the main one, which alone gets signals.
     """
@@ -113,30 +121,34 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def check_main_guard() -> None:
-    """Raise ConfigError in a worker process that runs the caller's script again because it has no main guard.
+    """Raise ConfigError in a worker process that runs the caller's script again because it has no
+    main guard.
 
     A spawned process imports the script that started it, under another name, before it can work.
     """
     for frame in inspect.stack(context=0):
         if frame.function == "<module>" and frame.frame.f_globals.get("__name__") == "__mp_main__":
             raise ConfigError(
-                f"{frame.filename}:{frame.lineno}: this call starts worker processes, and each of them runs the script "
+                f"{frame.filename}:{frame.lineno}: this call starts worker processes, and "
+                "each of them runs the script "
                 'again: put the call below `if __name__ == "__main__":`'
             )
 
 
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone.
+    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's
+    business alone.
 
-    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had to tell it; so does
-    SIGTERM where it has a handler.
+    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had
+    to tell it; so does SIGTERM where it has a handler.
     """
     held: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    # The mask is this thread's and its children's. Another thread may get the signal all the same, and then its handler
-    # runs on the main thread: so that waits too. SIGTERM is not masked, because children must die of it.
+    # The mask is this thread's and its children's. Another thread may get the signal all the same,
+    # and then its handler runs on the main thread: so that waits too. SIGTERM is not masked,
+    # because children must die of it.
     if threading.current_thread() is not threading.main_thread():
         handlers = {}
     for number in handlers:
@@ -155,9 +167,11 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 def set_up_worker() -> None:
-    """Set up a worker process, before all else: it ignores Ctrl-C, and ends when its parent ends for any reason.
+    """Set up a worker process, before all else: it ignores Ctrl-C, and ends when its parent ends
+    for any reason.
 
-    A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two samples.
+    A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two
+    samples.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_soon)
@@ -179,7 +193,9 @@ def _follow_parent() -> None:
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """Return an error that was caught here as a pickle of itself and its cause: its place and traceback here."""
+    """Return an error that was caught here as a pickle of itself and its cause: its place and
+    traceback here.
+    """
     failed = RemoteError(origin_of(error), "".join(traceback.format_exception(error)))
     try:
         answer = pickle.dumps((error, failed))

@@ -1,9 +1,10 @@
 """safetensors and .npy, read straight from a buffer into numpy views.
 
-Headers are written by the ``safetensors`` library, once for each set of names, dtypes and shapes. Reading a handful of
-small tensors is on every sample's path, so it is done here, with headers parsed once and numpy views on the bytes: same
-result (a property test holds it to the library) in a fraction of the time (``bench/micro/metadata.py``). Every
-size in the untrusted header is checked before use.
+Headers are written by the ``safetensors`` library, once for each set of names, dtypes and shapes.
+Reading a handful of small tensors is on every sample's path, so it is done here, with headers
+parsed once and numpy views on the bytes: same result (a property test holds it to the library) in a
+fraction of the time (``bench/micro/metadata.py``). Every size in the untrusted header is checked
+before use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.text import repeated_key, shown
+from fuelrail.pipeline.text import repeated_key, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,7 +80,9 @@ _header_decoder = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
-    """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the same bytes."""
+    """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the
+    same bytes.
+    """
     arrays = {name: _plain(array) for name, array in tensors.items()}
     start, order = _header(
         tuple((name, array.dtype, array.shape) for name, array in arrays.items())
@@ -88,7 +91,9 @@ def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
 
 
 def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
-    """Do :func:`write_tensors` for many records at once: all arrays have one more axis in front, of the same length."""
+    """Do :func:`write_tensors` for many records at once: all arrays have one more axis in front,
+    of the same length.
+    """
     arrays = {name: _plain(array) for name, array in tensors.items()}
     start, order = _header(
         tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items())
@@ -102,7 +107,9 @@ def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
 
 
 def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int]) -> list[bytes]:
-    """Do :func:`write_tensors` for many records at once, whose rows follow each other; ``counts`` are rows of each."""
+    """Do :func:`write_tensors` for many records at once, whose rows follow each other;
+    ``counts`` are rows of each.
+    """
     arrays = {name: _plain(array) for name, array in tensors.items()}
     heads = {
         count: _header(
@@ -114,12 +121,12 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
         name: (array.reshape(-1).view(np.uint8).data, array.itemsize * math.prod(array.shape[1:]))
         for name, array in arrays.items()
     }
-    found = []
+    records = []
     first = 0
     for count in counts:
         start, order = heads[count]
         last = first + count
-        found.append(
+        records.append(
             b"".join(
                 (
                     start,
@@ -131,7 +138,7 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
             )
         )
         first = last
-    return found
+    return records
 
 
 def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -145,28 +152,32 @@ def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def _header(
     specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...],
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Return length and header as the library writes them for these kinds of arrays, and the order of their data."""
+    """Return length and header as the library writes them for these kinds of arrays, and the
+    order of their data.
+    """
     from safetensors.numpy import save  # here, for orders need no arrays of samples
 
-    whole = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
-    end = 8 + int.from_bytes(whole[:8], "little")
+    document = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
+    end = 8 + int.from_bytes(document[:8], "little")
     begins = {
-        name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()
+        name: entry.data_offsets for name, entry in _header_decoder.decode(document[8:end]).items()
     }
-    return whole[:end], tuple(sorted(begins, key=lambda name: begins[name]))
+    return document[:end], tuple(sorted(begins, key=lambda name: begins[name]))
 
 
 def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
     """Read all tensors of a safetensors buffer as read-only views into it.
 
-    Raises SchemaError where header or offsets do not describe the buffer exactly. The ``__metadata__`` entry that the
-    format permits is refused: Fuelrail writes none.
+    Raises SchemaError where header or offsets do not describe the buffer exactly. The
+    ``__metadata__`` entry that the format permits is refused: Fuelrail writes none.
     """
     return read_layout(data).views(data)
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a safetensors buffer: dtype, shape, and where it begins [bytes from the buffer's start]."""
+    """One tensor of a safetensors buffer: dtype, shape, and where it begins [bytes from the
+    buffer's start].
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -176,8 +187,8 @@ class TensorSpec(NamedTuple):
 class TensorLayout:
     """The header of a safetensors buffer: tensors without holes or overlaps up to the buffer's end.
 
-    Samples of one rig have equal headers, so a layout is parsed and checked once and then found by its header's bytes.
-    ``fits`` is for callers: the record types that they have found it to fit.
+    Samples of one rig have equal headers, so a layout is parsed and checked once and then found by
+    its header's bytes. ``fits`` is for callers: the record types that they have found it to fit.
     """
 
     __slots__ = ("_record", "fits", "num_bytes", "specs")
@@ -188,8 +199,8 @@ class TensorLayout:
         self.fits: set[type] = set()
         self._record: np.dtype[Any] | None = None
         if num_bytes <= _MAX_RECORD_BYTES and "" not in specs:
-            formats = [(one.dtype, one.shape) for one in specs.values()]
-            offsets = [one.offset for one in specs.values()]
+            formats = [(spec.dtype, spec.shape) for spec in specs.values()]
+            offsets = [spec.offset for spec in specs.values()]
             with contextlib.suppress(ValueError):  # shapes that a record may not have
                 self._record = np.dtype(
                     {
@@ -201,7 +212,9 @@ class TensorLayout:
                 )
 
     def views(self, data: Buffer) -> dict[str, NDArray[np.generic]]:
-        """Return the tensors of a buffer of this layout, as read-only views into it; raise SchemaError if it is cut."""
+        """Return the tensors of a buffer of this layout, as read-only views into it; raise
+        SchemaError if it is cut.
+        """
         view = memoryview(data).toreadonly()
         if len(view) != self.num_bytes:
             raise SchemaError(
@@ -209,8 +222,8 @@ class TensorLayout:
             )
         if self._record is None:
             return {
-                name: np.ndarray(shape, dtype, view, at)
-                for name, (dtype, shape, at) in self.specs.items()
+                name: np.ndarray(shape, dtype, view, offset)
+                for name, (dtype, shape, offset) in self.specs.items()
             }
         # A field of a record costs a quarter of an array of its own.
         record: NDArray[np.void] = np.ndarray((), self._record, view)
@@ -218,7 +231,9 @@ class TensorLayout:
 
 
 def read_layout(data: Buffer) -> TensorLayout:
-    """Return the layout of a safetensors buffer; raise SchemaError where its header describes none."""
+    """Return the layout of a safetensors buffer; raise SchemaError where its header describes
+    none.
+    """
     view = memoryview(data)
     if len(view) < 8:
         raise SchemaError(f"{len(view)} bytes are too few for safetensors")
@@ -236,7 +251,7 @@ def _parse(header: bytes) -> TensorLayout:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"safetensors header: {error}") from error
     if (twice := repeated_key(header, entries)) is not None:
-        raise SchemaError(f"safetensors header: '{shown(twice)}' occurs twice")
+        raise SchemaError(f"safetensors header: '{shortened(twice)}' occurs twice")
     position = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):
         if begin != position:
@@ -254,7 +269,8 @@ def _parse(header: bytes) -> TensorLayout:
             )
         if end - begin != math.prod(entry.shape) * dtype.itemsize:
             raise SchemaError(
-                f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes {begin} to {end}"
+                f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes "
+                f"{begin} to {end}"
             )
         try:
             np.broadcast_to(np.empty((), dtype), entry.shape)
@@ -271,9 +287,11 @@ _known_layout = functools.lru_cache(maxsize=512)(_parse)
 
 def write_npy(array: NDArray[np.generic]) -> bytes:
     """Serialise one array as ``.npy`` version 1.0, C order; never pickles."""
-    whole = np.asarray(array, order="C")
+    contiguous = np.asarray(array, order="C")
     # As bytes: a buffer cannot say every dtype there is (datetime64).
-    return b"".join((_npy_start(whole.dtype, whole.shape), whole.reshape(-1).view(np.uint8).data))
+    return b"".join(
+        (_npy_start(contiguous.dtype, contiguous.shape), contiguous.reshape(-1).view(np.uint8).data)
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -290,8 +308,9 @@ def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
     """Read a ``.npy`` 1.0 buffer as a read-only view, in Fortran order too with ``any_order``.
 
-    Raises SchemaError for anything else, object arrays included. ``numpy.load`` evaluates each header as a Python
-    literal, which in CPython 3.11 may fail in threads (https://github.com/python/cpython/issues/106905); this does not.
+    Raises SchemaError for anything else, object arrays included. ``numpy.load`` evaluates each
+    header as a Python literal, which in CPython 3.11 may fail in threads
+    (https://github.com/python/cpython/issues/106905); this does not.
     """
     view = memoryview(data).toreadonly()
     if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
@@ -313,19 +332,21 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=512)
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
-    """Return dtype, shape and order of a header as numpy writes it; raise an error of :func:`read_npy` for a fault."""
-    found = _NPY_HEADER.fullmatch(header)
-    if found is None:
+    """Return dtype, shape and order of a header as numpy writes it; raise an error of
+    :func:`read_npy` for a fault.
+    """
+    match = _NPY_HEADER.fullmatch(header)
+    if match is None:
         raise ValueError("not as numpy writes it for an array of numbers")
-    dtype = _npy_dtype(found[1])
-    sizes = found[3].replace(b" ", b"").split(b",")
+    dtype = _npy_dtype(match[1])
+    sizes = match[3].replace(b" ", b"").split(b",")
     if not sizes[-1]:
         sizes.pop()
     elif len(sizes) == 1:
         raise ValueError("its shape is not a tuple")
     if not all(map(_SIZE.fullmatch, sizes)):
         raise ValueError("odd shapes are refused")
-    return dtype, tuple(map(int, sizes)), "F" if found[2] == b"True" else "C"
+    return dtype, tuple(map(int, sizes)), "F" if match[2] == b"True" else "C"
 
 
 @functools.lru_cache(maxsize=512)

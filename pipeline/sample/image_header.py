@@ -1,8 +1,10 @@
-"""Reads image headers: what is it, how large, and is it something that the decoders take? No pixel is decoded.
+"""Reads image headers: what is it, how large, and is it something that the decoders take? No pixel
+is decoded.
 
-The writer, ``verify --deep`` and the loader use these rules, so that a stored image is one that can be loaded. Strict
-on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes, before any decoder allocates.
-JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3C recommendation.
+The writer, ``verify --deep`` and the loader use these rules, so that a stored image is one that can
+be loaded. Strict on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes,
+before any decoder allocates. JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG
+after the W3C recommendation.
 """
 
 from __future__ import annotations
@@ -20,14 +22,19 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_PIXELS = 1 << 26
-"""Largest image decoded by default: 67 megapixels, several times the largest automotive camera's."""
+"""Largest image decoded by default: 67 megapixels, several times the largest automotive
+camera's.
+"""
 
 MAX_SCANS = 100
 """Progressive JPEGs have about ten scans. Thousands keep a decoder busy for minutes."""
 
 MAX_SCANNED_PIXELS: Final = 16 * MAX_PIXELS
-"""Largest product of a JPEG's scans and pixels, because a decoder visits each block in each scan. It bounds the time to
-about 1.5 s of a core. It permits 12 scans of the largest image, and 100 scans of 10 megapixels."""
+"""Largest product of a JPEG's scans and pixels, because a decoder visits each block in each scan.
+
+It bounds the time to about 1.5 s of a core. It permits 12 scans of the largest image, and 100 scans
+of 10 megapixels.
+"""
 
 _SOF_REFUSED = {
     3: "lossless",
@@ -63,24 +70,30 @@ _ADAM7 = (
     (1, 0, 2, 2),
     (0, 1, 1, 2),
 )
-"""The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
+"""The passes of an interlaced PNG: first column, first row, and the steps between columns and
+between rows.
+"""
 _FACTORS = frozenset(16 * across + down for across in range(1, 5) for down in range(1, 5))
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
-"""A marker but for those that are inside of entropy-coded data: stuffed zeros, restarts and fill bytes."""
+"""A marker but for those that are inside of entropy-coded data: stuffed zeros, restarts and fill
+bytes.
+"""
 _U16 = struct.Struct(">H").unpack_from
 _SEGMENT = struct.Struct(">HH").unpack_from
 _PASSED_OVER = frozenset({0xFFC4, 0xFFDB, 0xFFFE, *range(0xFFE0, 0xFFF0)} - {0xFFE1})
-"""Markers of tables, comments and applications: most of a header's segments, of which the length alone counts."""
+"""Markers of tables, comments and applications: most of a header's segments, of which the length
+alone counts.
+"""
 _SOF = struct.Struct(">BHHB").unpack_from
 
 
 class ImageInfo(NamedTuple):
     """The header of an encoded image.
 
-    ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a name, and "" for
-    PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1 to 8, reported and never applied.
-    ``frame_at`` and ``scan_at`` are the bytes where a JPEG's frame header (its marker) and the entropy-coded data of
-    its first scan begin; 0 for PNG.
+    ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a
+    name, and "" for PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1
+    to 8, reported and never applied. ``frame_at`` and ``scan_at`` are the bytes where a JPEG's
+    frame header (its marker) and the entropy-coded data of its first scan begin; 0 for PNG.
     """
 
     width: int
@@ -106,9 +119,10 @@ def probe(
 ) -> ImageInfo:
     """Read the header of a JPEG or PNG; ``bits`` are those that a channel of a PNG may have.
 
-    Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
-    ``max_pixels``, for JPEGs whose scans would take too long, and for coding variants that no decoder takes: 12-bit,
-    lossless, arithmetic, hierarchical JPEG; palette PNG, and 16-bit PNG unless ``bits`` has it.
+    Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for
+    images over ``max_pixels``, for JPEGs whose scans would take too long, and for coding variants
+    that no decoder takes: 12-bit, lossless, arithmetic, hierarchical JPEG; palette PNG, and 16-bit
+    PNG unless ``bits`` has it.
     """
     if encoded[:2] == b"\xff\xd8":
         info = _probe_jpeg(encoded)
@@ -130,14 +144,14 @@ def _check_scans(encoded: Buffer, width: int, height: int) -> None:
         raise ImageError(f"JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
     if num_scans * width * height > MAX_SCANNED_PIXELS:
         raise ImageError(
-            f"JPEG of {width}x{height} pixels has {num_scans} scans; scans times pixels may be at most "
-            f"{MAX_SCANNED_PIXELS}: re-encode it with fewer scans"
+            f"JPEG of {width}x{height} pixels has {num_scans} scans; scans times pixels may "
+            f"be at most {MAX_SCANNED_PIXELS}: re-encode it with fewer scans"
         )
 
 
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     end = len(encoded)
-    at = 2
+    position = 2
     sof: tuple[int, int, int, int, int, bytes] | None = (
         None  # marker, precision, height, width, count, factors
     )
@@ -145,51 +159,60 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     orientation = 1
     frame_at = 0
     while True:
-        if at + 4 > end:
+        if position + 4 > end:
             raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
-        marker, length = _SEGMENT(encoded, at)
-        if marker in _PASSED_OVER and 2 <= length <= end - at - 2:
-            at += 2 + length
+        marker, length = _SEGMENT(encoded, position)
+        if marker in _PASSED_OVER and 2 <= length <= end - position - 2:
+            position += 2 + length
             continue
         if marker < 0xFF00:
             raise ImageError(
-                f"JPEG header is broken: expected a marker at byte {at}, found 0x{marker >> 8:02x}"
+                f"JPEG header is broken: expected a marker at byte {position}, found "
+                f"0x{marker >> 8:02x}"
             )
         if marker == 0xFFFF:  # fill byte
-            at += 1
+            position += 1
             continue
         if not 0xFFC0 <= marker <= 0xFFFE or 0xFFD0 <= marker <= 0xFFD9:
             raise ImageError(
-                f"JPEG header is broken: marker 0x{marker:04x} at byte {at} is not allowed there"
+                f"JPEG header is broken: marker 0x{marker:04x} at byte {position} is not "
+                "allowed there"
             )
-        if length < 2 or at + 2 + length > end:
+        if length < 2 or position + 2 + length > end:
             raise ImageError(
-                f"JPEG header is broken: segment 0x{marker:04x} at byte {at} claims {length} bytes"
+                f"JPEG header is broken: segment 0x{marker:04x} at byte {position} claims "
+                f"{length} bytes"
             )
         if marker == 0xFFDA:
             break
         if marker == 0xFFDD and length == 4:
-            (restart_interval,) = _U16(encoded, at + 4)
-        elif marker == 0xFFE1 and length >= 16 and encoded[at + 4 : at + 10] == b"Exif\0\0":
-            orientation = _exif_orientation(bytes(encoded[at + 10 : at + 2 + length]))
+            (restart_interval,) = _U16(encoded, position + 4)
+        elif (
+            marker == 0xFFE1
+            and length >= 16
+            and encoded[position + 4 : position + 10] == b"Exif\0\0"
+        ):
+            orientation = _exif_orientation(bytes(encoded[position + 10 : position + 2 + length]))
         elif marker <= 0xFFCF and marker not in (0xFFC8, 0xFFCC):
             if sof is not None:
-                raise ImageError(f"JPEG header is broken: a second frame header at byte {at}")
-            precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
+                raise ImageError(f"JPEG header is broken: a second frame header at byte {position}")
+            precision, height, width, count = (
+                _SOF(encoded, position + 4) if length >= 8 else (0, 0, 0, 0)
+            )
             if length != 8 + 3 * count:
                 raise ImageError(
                     f"JPEG header is broken: frame header of {length} bytes for {count} components"
                 )
-            frame_at = at
+            frame_at = position
             sof = (
                 marker - 0xFFC0,
                 precision,
                 height,
                 width,
                 count,
-                bytes(encoded[at + 11 : at + 10 + 3 * count : 3]),
+                bytes(encoded[position + 11 : position + 10 + 3 * count : 3]),
             )
-        at += 2 + length
+        position += 2 + length
     if sof is None:
         raise ImageError("JPEG header is broken: pixel data start without a frame header")
     kind, precision, height, width, count, factors = sof
@@ -207,9 +230,10 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
     if not _is_decodable(factors):
         raise ImageError(
-            f"JPEG with the sampling factors {factors.hex(' ')} is not supported: {_REENCODE} of 4:4:4 or 4:2:0"
+            f"JPEG with the sampling factors {factors.hex(' ')} is not supported: "
+            f"{_REENCODE} of 4:4:4 or 4:2:0"
         )
-    if kind == 2 or encoded[at + 4] != count:
+    if kind == 2 or encoded[position + 4] != count:
         _check_scans(encoded, width, height)
     return ImageInfo(
         width=width,
@@ -222,13 +246,15 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         restart_interval=restart_interval,
         orientation=orientation,
         frame_at=frame_at,
-        scan_at=at + 2 + length,
+        scan_at=position + 2 + length,
     )
 
 
 @functools.lru_cache(256)
 def _is_decodable(factors: bytes) -> bool:
-    """Return whether libjpeg decodes these 0xHV factors: whole ratios, and at most ten blocks in an MCU."""
+    """Return whether libjpeg decodes these 0xHV factors: whole ratios, and at most ten blocks in
+    an MCU.
+    """
     if len(factors) == 1:
         return True
     across = [factor >> 4 for factor in factors]
@@ -296,8 +322,8 @@ def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
 def check_jpeg_end(encoded: Buffer) -> None:
     """Refuse a JPEG without an end-of-image marker: it was cut.
 
-    Anything may follow the marker: a film, a second picture, a line feed. For decoders that read only some rows, or
-    fill up what is missing. Raises ImageError.
+    Anything may follow the marker: a film, a second picture, a line feed. For decoders that read
+    only some rows, or fill up what is missing. Raises ImageError.
     """
     if encoded[-2:] != b"\xff\xd9" and jpeg_length(encoded) is None:
         raise ImageError(
@@ -306,7 +332,8 @@ def check_jpeg_end(encoded: Buffer) -> None:
 
 
 def jpeg_length(encoded: Buffer) -> int | None:
-    """Return the bytes of a JPEG up to its end-of-image marker, found marker by marker; None where there is none.
+    """Return the bytes of a JPEG up to its end-of-image marker, found marker by marker; None where
+    there is none.
 
     ``encoded`` begins with a sound header; what follows the marker counts for nothing.
     """
@@ -336,12 +363,14 @@ def png_length(encoded: Buffer) -> int | None:
 
 
 def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
-    """Check a whole PNG; return it with its pixel data uncompressed and without further chunks. Raises ImageError.
+    """Check a whole PNG; return it with its pixel data uncompressed and without further chunks.
 
-    The checksum of every chunk is verified. Pixel data are expanded to the size that the header states; more or less
-    is refused. libpng-based decoders give half-decoded pictures of cut or damaged files without an error, and expand
-    what follows the pixels without a limit. They read uncompressed data in a fourth of the time, which pays for a part
-    of the check.
+    Raises ImageError.
+
+    The checksum of every chunk is verified. Pixel data are expanded to the size that the header
+    states; more or less is refused. libpng-based decoders give half-decoded pictures of cut or
+    damaged files without an error, and expand what follows the pixels without a limit. They read
+    uncompressed data in a fourth of the time, which pays for a part of the check.
     """
     info = _probe_png(encoded, bits)
     packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")
@@ -369,7 +398,8 @@ def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
 
 
 def gray_of_palette(encoded: Buffer) -> bytes:
-    """Return a PNG with a palette as a gray one, whose pixels are the indices; raises ImageError for a damaged one.
+    """Return a PNG with a palette as a gray one, whose pixels are the indices; raises ImageError
+    for a damaged one.
 
     A gray PNG of as many bits is returned with the same pixels, without further chunks.
     """
@@ -385,27 +415,33 @@ def gray_of_palette(encoded: Buffer) -> bytes:
 
 
 def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
+    """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or
+    missing one.
+    """
     end = len(encoded)
-    at = 8
+    position = 8
     view = memoryview(encoded)
-    while at + 12 <= end:
-        (length,) = struct.unpack_from(">I", encoded, at)
-        if at + 12 + length > end:
+    while position + 12 <= end:
+        (length,) = struct.unpack_from(">I", encoded, position)
+        if position + 12 + length > end:
             break
-        (stored,) = struct.unpack_from(">I", encoded, at + 8 + length)
-        if zlib.crc32(view[at + 4 : at + 8 + length]) != stored:
-            raise ImageError(f"PNG chunk at byte {at} fails its checksum: the file is damaged")
-        name = bytes(view[at + 4 : at + 8])
-        yield name, view[at + 8 : at + 8 + length]
+        (stored,) = struct.unpack_from(">I", encoded, position + 8 + length)
+        if zlib.crc32(view[position + 4 : position + 8 + length]) != stored:
+            raise ImageError(
+                f"PNG chunk at byte {position} fails its checksum: the file is damaged"
+            )
+        name = bytes(view[position + 4 : position + 8])
+        yield name, view[position + 8 : position + 8 + length]
         if name == b"IEND":
             return
-        at += 12 + length
+        position += 12 + length
     raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")
 
 
 def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
-    """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of each row."""
+    """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of
+    each row.
+    """
     num_bytes = 0
     for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
         width = -((left - info.width) // step_x)
@@ -429,12 +465,18 @@ def _describe_stranger(head: bytes) -> str:
     if not head:
         return "image is empty (0 bytes)"
     if head.startswith(b"version https://git-lfs"):
-        return "image is a git-LFS pointer, not the picture itself: run 'git lfs pull' where the data came from"
+        return (
+            "image is a git-LFS pointer, not the picture itself: run 'git lfs pull' where the "
+            "data came from"
+        )
     text = head.lstrip()[:64].lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "image is an HTML or XML page: the download that made it has failed"
     if not head.strip(b"\0"):
-        return "image starts with zero bytes: the file was not written out (disk full, crash during a copy?)"
+        return (
+            "image starts with zero bytes: the file was not written out (disk full, crash "
+            "during a copy?)"
+        )
     names = {
         b"RIFF": "WebP",
         b"GIF8": "GIF",

@@ -17,7 +17,9 @@ _WIDTH: Final = 200
 
 
 def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
-    """Make a JPEG ``width`` pixels wide of an encoded image; raise ImageError where it cannot be decoded."""
+    """Make a JPEG ``width`` pixels wide of an encoded image; raise ImageError where it cannot be
+    decoded.
+    """
     import cv2
 
     info = probe(encoded)
@@ -37,7 +39,9 @@ def dataset_html(
     splits: Iterable[tuple[str, int, int, int]],
     read_images: Callable[[], Mapping[str, bytes]],
 ) -> str:
-    """Return a table of splits (name, samples, clips, shards), and the images, or what is wrong with them."""
+    """Return a table of splits (name, samples, clips, shards), and the images, or what is wrong
+    with them.
+    """
     rows = "".join(
         f"<tr><td>{escape(name)}</td>"
         + "".join(f"<td>{number:,}</td>" for number in numbers)
@@ -49,7 +53,8 @@ def dataset_html(
         for channel, encoded in read_images().items():
             data = base64.b64encode(thumbnail(encoded)).decode()
             figures.append(
-                f'<figure style="display:inline-block;margin:2px"><img src="data:image/jpeg;base64,{data}">'
+                '<figure style="display:inline-block;margin:2px"><img '
+                f'src="data:image/jpeg;base64,{data}">'
                 f"<figcaption>{escape(channel)}</figcaption></figure>"
             )
     except FuelrailError as error:

@@ -4,14 +4,17 @@ Conventions (normative):
 
 * time: integer nanoseconds; length m, angle rad, speed m/s
 * a matrix ``a2b`` maps homogeneous column vectors of frame a to frame b: ``p_b = a2b @ p_a``
-* ``ego``: x forward, y left, z up (ISO 8855); ``cam``: optical axes, x right, y down, z forward; ``lidar``: the
-  sensor's own axes; ``global``: the data set's world, float64
+* ``ego``: x forward, y left, z up (ISO 8855); ``cam``: optical axes, x right, y down, z forward;
+  ``lidar``: the sensor's own axes; ``global``: the data set's world, float64
 * pixels: the centre of the top-left pixel is (0, 0)
-* boxes: gravity centre, size l, w, h, yaw counter-clockwise from +x to +y, in ``ego`` at ``timestamp_ns``
-* unknown is NaN or -1, never 0; a missing camera is an absent member and ``cam_valid`` 0, never a blank image
+* boxes: gravity centre, size l, w, h, yaw counter-clockwise from +x to +y, in ``ego`` at
+  ``timestamp_ns``
+* unknown is NaN or -1, never 0; a missing camera is an absent member and ``cam_valid`` 0, never a
+  blank image
 
-N is the number of cameras of the rig (order of the manifest), L of lidars, M of boxes. The array fields below carry
-dtype and shape in their annotations, and those are what encoding and decoding check.
+N is the number of cameras of the rig (order of the manifest), L of lidars, M of boxes. The array
+fields below carry dtype and shape in their annotations, and those are what encoding and decoding
+check.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ _fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = 
 
 
 class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """One camera of one sample, scalars: source token, exposure time [ns], stored image size [px]."""
+    """One camera of one sample, scalars: source token, exposure time [ns], stored image size
+    [px].
+    """
 
     token: str
     timestamp_ns: Int64
@@ -75,7 +80,10 @@ class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """``meta.json``: identity and scalars of one sample. ``key`` is unique in the dataset; no neighbour is null."""
+    """``meta.json``: identity and scalars of one sample.
+
+    ``key`` is unique in the dataset; no neighbour is null.
+    """
 
     schema: str
     dataset: str
@@ -101,7 +109,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def frame(self) -> int:
-        """The frame's number in its clip, as batches and filters call it: ``frame_idx`` of the stored record."""
+        """The frame's number in its clip, as batches and filters call it: ``frame_idx`` of the
+        stored record.
+        """
         return self.frame_idx
 
 
@@ -109,8 +119,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 class Geometry:
     """``geometry.safetensors``: where every sensor was, and how its pixels map, at its own time.
 
-    Derived matrices are computed here, in float64, and never stored. :meth:`stack` puts samples together: the fields
-    and the derived matrices then have leading axes, such as [B] or [B, T].
+    Derived matrices are computed here, in float64, and never stored. :meth:`stack` puts samples
+    together: the fields and the derived matrices then have leading axes, such as [B] or [B, T].
     """
 
     cam_valid: Annotated[NDArray[np.uint8], "u1", "N"]  #: 1 where the image member exists
@@ -138,10 +148,10 @@ class Geometry:
 
         Of the lidars, only those that every sample has are kept.
         """
-        num_lidars = min(len(one.lidar2ego) for one in geometries)
+        num_lidars = min(len(geometry.lidar2ego) for geometry in geometries)
 
         def stacked(name: str) -> NDArray[Any]:
-            values = [getattr(one, name) for one in geometries]
+            values = [getattr(geometry, name) for geometry in geometries]
             if name.startswith("lidar"):
                 values = [value[:num_lidars] for value in values]
             array = np.array(values)
@@ -153,18 +163,20 @@ class Geometry:
         """Return it with these rows of the cameras alone."""
         in_a_row = range(rows[0], rows[0] + len(rows)) if rows else range(0)
         # A slice is a view, and costs a fraction of a copy.
-        kept: Any = slice(in_a_row.start, in_a_row.stop) if [*rows] == [*in_a_row] else [*rows]
+        selector: Any = slice(in_a_row.start, in_a_row.stop) if [*rows] == [*in_a_row] else [*rows]
         return Geometry(
             *[
-                getattr(self, name)[kept] if shape[0] == "N" else getattr(self, name)
+                getattr(self, name)[selector] if shape[0] == "N" else getattr(self, name)
                 for name, _, shape in ARRAYS[Geometry]
             ]
         )
 
     def cam2keyego(self, key2global: F64 | None = None) -> F64:
-        """Return (N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
+        """Return (N, 4, 4): each camera at its exposure to ego at the sample's time, through both
+        ego poses.
 
-        ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading axes.
+        ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading
+        axes.
         """
         origin = self.ego2global if key2global is None else key2global
         return np.asarray(
@@ -176,7 +188,9 @@ class Geometry:
         return invert_rigid(self.cam2keyego())
 
     def ego2img(self) -> F64:
-        """Return (N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
+        """Return (N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of
+        the stored image.
+        """
         return np.asarray(homogeneous(self.intrinsics) @ self.ego2cam())
 
     def lidar2keyego(self, lidar: int = 0) -> F64:
@@ -185,12 +199,15 @@ class Geometry:
         return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
 
     def lidar2img(self, lidar: int = 0) -> F64:
-        """Return (N, 4, 4): one lidar at its own time to homogeneous pixels, by both ego poses (as mmdet3d's)."""
+        """Return (N, 4, 4): one lidar at its own time to homogeneous pixels, by both ego poses
+        (as mmdet3d's).
+        """
         return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
 
 
 def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
-    """Return the corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
+    """Return the corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the
+    boxes.
 
     Order: x front to back outermost, then y left to right, then z top to bottom.
     """
@@ -204,7 +221,9 @@ def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """``boxes.safetensors``: 3-D annotations of one sample, in ego at the sample's ``timestamp_ns``."""
+    """``boxes.safetensors``: 3-D annotations of one sample, in ego at the sample's
+    ``timestamp_ns``.
+    """
 
     boxes3d: Annotated[F32, "f4", "M", 7]  #: x, y, z of the gravity centre, l, w, h [m], yaw [rad]
     rotation_wxyz: Annotated[F32, "f4", "M", 4]  #: full rotation, box to ego
@@ -228,7 +247,8 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweeps:
-    """``{lidar}_sweeps.safetensors``: a lidar's S sweeps before the sample's own one, the latest first.
+    """``{lidar}_sweeps.safetensors``: a lidar's S sweeps before the sample's own one, the latest
+    first.
 
     Each is as it was measured, in the lidar's frame at its own time: nothing is moved or left out.
     """
@@ -243,11 +263,13 @@ class Sweeps:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sample:
-    """One decoded sample: metadata parsed, images still encoded (views of the shard), points as arrays.
+    """One decoded sample: metadata parsed, images still encoded (views of the shard), points as
+    arrays.
 
-    ``images`` maps channel to encoded bytes, rig order, absent cameras left out; ``points`` maps lidar channel to
-    float32 (P, C) in the lidar's own frame, columns as the manifest names them; ``extra`` holds user members by field;
-    ``sweeps`` maps lidar channel to its earlier sweeps, where they are stored.
+    ``images`` maps channel to encoded bytes, rig order, absent cameras left out; ``points`` maps
+    lidar channel to float32 (P, C) in the lidar's own frame, columns as the manifest names them;
+    ``extra`` holds user members by field; ``sweeps`` maps lidar channel to its earlier sweeps,
+    where they are stored.
     """
 
     key: str
@@ -260,11 +282,13 @@ class Sample:
     sweeps: Mapping[str, Sweeps] = field(default_factory=dict)
 
     def of_cameras(self, rows: Sequence[int], num_cameras: int) -> Sample:
-        """Return it with these cameras of a rig, of which the images are; raises SchemaError for another rig."""
-        found = len(self.geometry.cam_valid)
-        if found != num_cameras:
+        """Return it with these cameras of a rig, of which the images are; raises SchemaError for
+        another rig.
+        """
+        num_stored = len(self.geometry.cam_valid)
+        if num_stored != num_cameras:
             raise SchemaError(
-                f"it is of {found} cameras, the manifest has {num_cameras}",
+                f"it is of {num_stored} cameras, the manifest has {num_cameras}",
                 key=self.key,
                 member=GEOMETRY,
             )
@@ -311,7 +335,9 @@ def decode_meta(data: Buffer) -> Meta:
 
 
 def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
-    """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
+    """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked
+    (SchemaError).
+    """
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[kind]}
     _check_once(kind, arrays)
@@ -319,7 +345,9 @@ def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
 
 
 def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
-    """Do :func:`encode_arrays` for many records of the same shapes, whose arrays all have one more axis in front."""
+    """Do :func:`encode_arrays` for many records of the same shapes, whose arrays all have one
+    more axis in front.
+    """
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[kind]}
     _check_once(kind, {name: array[0] for name, array in arrays.items()})
@@ -327,7 +355,9 @@ def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
 
 
 def encode_parts(record: Boxes, counts: Sequence[int]) -> list[bytes]:
-    """Do :func:`encode_arrays` for many records whose rows follow each other; ``counts`` are rows of each."""
+    """Do :func:`encode_arrays` for many records whose rows follow each other; ``counts`` are
+    rows of each.
+    """
     arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[Boxes]}
     _check_once(Boxes, arrays)
     return write_parts(arrays, counts)
@@ -343,23 +373,27 @@ def decode_arrays(data: Buffer, to: type[A]) -> A:
 
 
 def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...]], ...]:
-    """Name, dtype and shape of each array of a record, from its annotations; equal letters are equal sizes."""
+    """Name, dtype and shape of each array of a record, from its annotations; equal letters are
+    equal sizes.
+    """
     hints = get_type_hints(record, include_extras=True)
     metadata = {name: hint.__metadata__ for name, hint in hints.items()}
     return tuple((name, np.dtype("<" + code), shape) for name, (code, *shape) in metadata.items())
 
 
 ARRAYS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
-"""Name, dtype and shape of each array of a record; a text in a shape stands for a length that varies."""
+"""Name, dtype and shape of each array of a record; a text in a shape stands for a length that
+varies.
+"""
 
 
 def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
-    found = tuple((array.dtype, array.shape) for array in arrays.values())
-    if (kind, found) not in _fitting:
+    layout = tuple((array.dtype, array.shape) for array in arrays.values())
+    if (kind, layout) not in _fitting:
         _check(kind, arrays)
         if len(_fitting) == _MOST_FITTING:
             _fitting.clear()
-        _fitting.add((kind, found))
+        _fitting.add((kind, layout))
 
 
 def _check(
@@ -377,14 +411,17 @@ def _check(
         array = arrays.get(name)
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
-        found = array.shape
-        wanted = tuple(
-            sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
+        shape_stored = array.shape
+        shape_expected = tuple(
+            sizes.setdefault(n, shape_stored[i] if i < len(shape_stored) else -1)
+            if isinstance(n, str)
+            else n
             for i, n in enumerate(shape)
         )
-        if array.dtype != dtype or found != wanted:
+        if array.dtype != dtype or shape_stored != shape_expected:
             raise SchemaError(
-                f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}"
+                f"array '{name}' is {array.dtype}{list(shape_stored)}; wanted "
+                f"{dtype}{list(shape_expected)}"
             )
 
 
@@ -404,14 +441,18 @@ def decode_points(data: Buffer) -> F32:
 
 
 def lidar_channel(name: str) -> str:
-    """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
+    """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and
+    ``lidar_top_sweeps.safetensors``.
+    """
     return (
         name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
     )
 
 
 def decode_sweeps(data: Buffer) -> Sweeps:
-    """Parse a lidar's earlier sweeps; raises SchemaError, also where the points are not as many as stated."""
+    """Parse a lidar's earlier sweeps; raises SchemaError, also where the points are not as many
+    as stated.
+    """
     sweeps = decode_arrays(data, Sweeps)
     counts = sweeps.num_points.tolist()
     if min(counts, default=0) < 0 or sum(counts) != len(sweeps.points):
@@ -420,7 +461,8 @@ def decode_sweeps(data: Buffer) -> Sweeps:
 
 
 def decode_member(name: str, data: Buffer) -> Any:
-    """Decode one member by its field name: Meta, Geometry, Boxes, Sweeps, points (P, C); the bytes of all others.
+    """Decode one member by its field name: Meta, Geometry, Boxes, Sweeps, points (P, C); the bytes
+    of all others.
 
     Raises SchemaError for what does not match the schema.
     """
@@ -440,22 +482,22 @@ def decode_member(name: str, data: Buffer) -> Any:
 def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
-    ``fields`` are the members of channels that a sample has beyond cameras, lidars and boxes: they stay raw, in
-    ``extra``.
+    ``fields`` are the members of channels that a sample has beyond cameras, lidars and boxes: they
+    stay raw, in ``extra``.
 
-    Raises SchemaError, naming key and member, where a member does not match the schema, a needed one is absent, or
-    ``meta.json`` is that of another sample.
+    Raises SchemaError, naming key and member, where a member does not match the schema, a needed
+    one is absent, or ``meta.json`` is that of another sample.
     """
     images: dict[str, Buffer] = {}
     points: dict[str, F32] = {}
     extra: dict[str, Buffer] = {}
     sweeps: dict[str, Sweeps] = {}
-    known: dict[str, Any] = {META: None, GEOMETRY: None, BOXES: None}
+    parts: dict[str, Any] = {META: None, GEOMETRY: None, BOXES: None}
     for name, data in members.items():
         channel, _, extension = name.partition(".")
         try:
-            if name in known:
-                known[name] = decode_member(name, data)
+            if name in parts:
+                parts[name] = decode_member(name, data)
             elif name in fields or channel.startswith("x_"):
                 extra[name] = data
             elif name.endswith(SWEEPS_FIELD):
@@ -470,16 +512,16 @@ def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[st
                 extra[name] = data
         except MemberError as error:
             raise type(error)(error.message, key=key, member=name) from error
-    for needed in (META, GEOMETRY):
-        if known[needed] is None:
-            raise SchemaError("the member is missing", key=key, member=needed)
-    if known[META].key != key:
-        raise SchemaError(f"key {known[META].key!r} is not the sample's key", key=key, member=META)
+    for part_name in (META, GEOMETRY):
+        if parts[part_name] is None:
+            raise SchemaError("the member is missing", key=key, member=part_name)
+    if parts[META].key != key:
+        raise SchemaError(f"key {parts[META].key!r} is not the sample's key", key=key, member=META)
     return Sample(
         key=key,
-        meta=known[META],
-        geometry=known[GEOMETRY],
-        boxes=known[BOXES],
+        meta=parts[META],
+        geometry=parts[GEOMETRY],
+        boxes=parts[BOXES],
         images=images,
         points=points,
         extra=extra,

@@ -1,9 +1,10 @@
 """Columns on disk: written to unnamed temporary files, read back through the page cache.
 
-What is collected row by row and looked up in any order would take memory for every row. Here it takes disk: a column is
-a file without a name in a folder of the caller's, gone with the process however that ends, mapped into memory when it
-is read. :meth:`Disk.used` gives pages back to the page cache, so that the memory of this process stays the same however
-long the columns are. For one thread.
+What is collected row by row and looked up in any order would take memory for every row. Here it
+takes disk: a column is a file without a name in a folder of the caller's, gone with the process
+however that ends, mapped into memory when it is read. :meth:`Disk.used` gives pages back to the
+page cache, so that the memory of this process stays the same however long the columns are. For one
+thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ROWS_AT_ONCE: Final = 1 << 16
 
 
 def numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
-    """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in pyarrow 23 and older."""
+    """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in
+    pyarrow 23 and older.
+    """
     dtype: np.dtype[Any] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
     return dtype
 
@@ -47,7 +50,9 @@ class Disk:
     def filled(
         self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()
     ) -> NDArray[Any]:
-        """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
+        """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in
+        place.
+        """
         column = self.column(dtype, shape)
         for first in range(0, num_rows, ROWS_AT_ONCE):
             column.append(np.full((min(ROWS_AT_ONCE, num_rows - first), *shape), value, dtype))
@@ -67,27 +72,39 @@ class Disk:
         return pa.ipc.open_file(pa.py_buffer(self.map(file))).read_all()
 
     def take(self, table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
-        """Copy rows of a :meth:`table`, batch by batch: Arrow's own ``take`` would copy whole columns first."""
+        """Copy rows of a :meth:`table`, batch by batch: Arrow's own ``take`` would copy whole
+        columns first.
+        """
         batches = table.to_batches()
         ends = np.cumsum([len(batch) for batch in batches])
         number = np.searchsorted(ends, rows, "right")
         parts = [
-            batches[at].take(pa.array(rows[number == at] - (ends[at] - len(batches[at]))))
-            for at in np.unique(number).tolist()
+            batches[batch_number].take(
+                pa.array(
+                    rows[number == batch_number] - (ends[batch_number] - len(batches[batch_number]))
+                )
+            )
+            for batch_number in np.unique(number).tolist()
         ]
         order = np.argsort(np.argsort(number, kind="stable"))
-        found = pa.Table.from_batches(parts, table.schema).combine_chunks().take(pa.array(order))
-        self.used(found.num_rows * found.num_columns)
-        return found
+        table_taken = (
+            pa.Table.from_batches(parts, table.schema).combine_chunks().take(pa.array(order))
+        )
+        self.used(table_taken.num_rows * table_taken.num_columns)
+        return table_taken
 
     def used(self, num_rows: int) -> None:
-        """Count rows that were looked at; every 32,768 of them pages are given back to the page cache."""
+        """Count rows that were looked at; every 32,768 of them pages are given back to the page
+        cache.
+        """
         self._num_used += num_rows
         if self._num_used >= _ROWS_BETWEEN:
             self.release()
 
     def release(self) -> None:
-        """Give the pages of all columns back. What was written to them is not lost, and arrays stay good.
+        """Give the pages of all columns back.
+
+        What was written to them is not lost, and arrays stay good.
 
         Arrow's pool gives back too what it keeps of freed arrays: tens of megabytes otherwise.
         """
@@ -185,7 +202,7 @@ class Texts:
     def parts(self, num_rows: int = ROWS_AT_ONCE) -> Iterator[pa.LargeStringArray]:
         """Yield the rows as Arrow arrays, not copied, ``num_rows`` at a time."""
         buffers = [None, pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.values)]
-        whole = pa.Array.from_buffers(pa.large_string(), len(self), buffers)
+        texts = pa.Array.from_buffers(pa.large_string(), len(self), buffers)
         for first in range(0, len(self), num_rows):
-            yield whole.slice(first, num_rows)
+            yield texts.slice(first, num_rows)
             self.disk.used(num_rows)

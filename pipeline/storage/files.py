@@ -1,8 +1,9 @@
 """Open files of a dataset without trusting its folder; publish files by rename.
 
-Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
-the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
-Errors are OSErrors, whose ``strerror`` is a clause for the message: ``it is not a regular file``.
+Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link
+is followed within the dataset's folder and not out of it, so that a dataset cannot make a command
+read, digest or copy other files. Errors are OSErrors, whose ``strerror`` is a clause for the
+message: ``it is not a regular file``.
 
 A working folder (``.fuelrail``) may have come with the dataset as well, and commands write and
 delete in it. So
@@ -41,7 +42,9 @@ _MAX_DEPTH: Final = 16
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
+    """Return a descriptor to read a file of a dataset, whose folder is the path's parent; raises
+    OSError.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
@@ -50,8 +53,11 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             raise _refused(path, "it is not a regular file") from error
         if error.errno == errno.EMFILE:
             allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            what = f"this process has as many open files as it may, {allowed}: allow 1024 or more (`ulimit -n 1024`)"
-            raise OSError(errno.EMFILE, what, str(path)) from error
+            reason = (
+                f"this process has as many open files as it may, {allowed}: allow 1024 or more "
+                "(`ulimit -n 1024`)"
+            )
+            raise OSError(errno.EMFILE, reason, str(path)) from error
         if error.errno != errno.ELOOP:
             raise
         place = Path(path)
@@ -60,8 +66,11 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
         if (
             folder not in target.parents or target.is_symlink()
         ):  # a link that leads to itself stays one
-            what = "it is a link that leads out of the dataset's folder, or nowhere; put the file itself there"
-            raise _refused(path, what) from error
+            reason = (
+                "it is a link that leads out of the dataset's folder, or nowhere; put the file "
+                "itself there"
+            )
+            raise _refused(path, reason) from error
         descriptor = os.open(target, flags)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -73,7 +82,9 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
-    """Open a file object as :func:`open_descriptor`; raise OSError also for more than ``max_bytes``."""
+    """Open a file object as :func:`open_descriptor`; raise OSError also for more than
+    ``max_bytes``.
+    """
     file = os.fdopen(open_descriptor(path), "rb")
     size = os.fstat(file.fileno()).st_size
     if max_bytes is not None and size > max_bytes:
@@ -209,11 +220,12 @@ def save_npy(path: Path, array: NDArray[Any]) -> None:
 def published(
     path: Path, temporary: Path | None = None, *, sync: bool = True
 ) -> Iterator[BinaryIO]:
-    """Write a file under another name, in the folder ``temporary`` (default: its own), and rename it at the end.
+    """Write a file under another name, in the folder ``temporary`` (default: its own), and rename
+    it at the end.
 
-    No reader sees a part of it. The other name is this call's alone: a worker of a run that was killed may live a
-    moment longer than that, here or on another machine, and must not take the file of a new run for its own. ``sync``:
-    the file survives a crash of the machine.
+    No reader sees a part of it. The other name is this call's alone: a worker of a run that was
+    killed may live a moment longer than that, here or on another machine, and must not take the
+    file of a new run for its own. ``sync``: the file survives a crash of the machine.
     """
     part = (temporary or path.parent) / f".{path.name}.{uuid.uuid4().hex[:12]}"
     try:
@@ -254,6 +266,6 @@ def _kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a file")
 
 
-def _refused(path: str | os.PathLike[str], what: str) -> OSError:
+def _refused(path: str | os.PathLike[str], reason: str) -> OSError:
     # Of this class, so that it is not retried (pipeline.storage.retry).
-    return PermissionError(errno.EPERM, what, str(path))
+    return PermissionError(errno.EPERM, reason, str(path))

@@ -1,7 +1,8 @@
 """Columns of a ``.parquet`` or ``.csv`` file that a user named, limited by what they decode to.
 
-A dictionary, or runs of one value, in a Parquet file make gigabytes of a few kilobytes. So texts are
-read as numbers of dictionary entries, and their expanded size is computed before they are expanded.
+A dictionary, or runs of one value, in a Parquet file make gigabytes of a few kilobytes. So texts
+are read as numbers of dictionary entries, and their expanded size is computed before they are
+expanded.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def expanded_bytes(array: pa.Array) -> int:
 
 
 def _encoded_bytes(metadata: pq.FileMetaData, names: Sequence[str]) -> int:
-    """Return what columns take before dictionaries are expanded: a number a row, and what is stored."""
+    """Return what columns take before dictionaries are expanded: a number a row, and what is
+    stored.
+    """
     num_bytes: int = metadata.num_rows * _NUMBER_BYTES * len(names)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

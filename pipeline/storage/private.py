@@ -1,8 +1,8 @@
 """Folders and files of one user, in places where others may write too: caches.
 
-A user that may write in a shared place can put a link or a folder where ours is about to be. So a folder is
-opened, not believed: it must belong to this user and be no link, and what we make is for this user only. Files in it
-are opened by its descriptor, and no link is followed there.
+A user that may write in a shared place can put a link or a folder where ours is about to be. So a
+folder is opened, not believed: it must belong to this user and be no link, and what we make is for
+this user only. Files in it are opened by its descriptor, and no link is followed there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fuelrail.pipeline.errors import ConfigError
 def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = True) -> int:
     """Open a folder of this user, made with mode 0700 where it is missing; returns its descriptor.
 
-    With ``parent_fd`` only the last part of ``path`` is looked up, in that folder. ``restrict`` takes away the
-    rights of others in a folder that is already there. Raises ConfigError for a link or another owner, and OSError.
+    With ``parent_fd`` only the last part of ``path`` is looked up, in that folder. ``restrict``
+    takes away the rights of others in a folder that is already there. Raises ConfigError for a link
+    or another owner, and OSError.
     """
     name = path if parent_fd is None else path.name
     try:
@@ -30,9 +31,9 @@ def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = Tr
         name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd
     )
     try:
-        found = os.fstat(fd)
-        _check_owner(path, found)
-        if restrict and found.st_mode & 0o077:
+        status = os.fstat(fd)
+        _check_owner(path, status)
+        if restrict and status.st_mode & 0o077:
             os.fchmod(fd, 0o700)
     except BaseException:
         os.close(fd)
@@ -49,8 +50,9 @@ def make_folder(path: Path, *, restrict: bool = True) -> None:
 def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
     """Open a file of this user in a folder; returns its descriptor.
 
-    With ``os.O_CREAT`` among ``flags`` it is made, with mode 0600, where it is missing. Raises ConfigError for a link,
-    another owner or what is not a regular file, FileNotFoundError, and other OSErrors.
+    With ``os.O_CREAT`` among ``flags`` it is made, with mode 0600, where it is missing. Raises
+    ConfigError for a link, another owner or what is not a regular file, FileNotFoundError, and
+    other OSErrors.
     """
     name = path if folder_fd is None else path.name
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: opening a FIFO must not wait
@@ -66,20 +68,20 @@ def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
         )
     fd = os.open(name, flags, dir_fd=folder_fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise _refused(path, "is another name of some other file")
-        _check_owner(path, found)
+        _check_owner(path, status)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
         raise _refused(
-            path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+            path, f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
         )
 
 

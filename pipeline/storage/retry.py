@@ -41,11 +41,15 @@ _NO_CREDENTIALS: Final = (
     "PermissionDenied",
 )
 _MALFORMED: Final = ("ParamValidation", "InvalidUrl", "InvalidURL")
-"""Starts of the names of what botocore and aiohttp raise before a request is sent: no address, no bucket."""
+"""Starts of the names of what botocore and aiohttp raise before a request is sent: no address,
+no bucket.
+"""
 _ON_THE_WAY: Final = frozenset(
     {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
 )
-"""Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's, obstore's."""
+"""Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's,
+obstore's.
+"""
 _CODE_IN_TEXT: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _OF_CODE: Final[dict[str, FaultKind]] = {
     **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"), "refused"),
@@ -74,8 +78,9 @@ _USERINFO: Final = re.compile(r"(\w+://)[^\s/@'\"]+@")
 class RetryPolicy(Settings, frozen=True):
     """How often and how long to try. Times in seconds.
 
-    The ``n``-th failure is followed by a pause drawn evenly from 0 to ``min(max_delay_s, first_delay_s * 2**n)``
-    ("full jitter", Brooker, AWS Architecture Blog, 2015): clients that failed together do not come back together.
+    The ``n``-th failure is followed by a pause drawn evenly from 0 to ``min(max_delay_s,
+    first_delay_s * 2**n)`` ("full jitter", Brooker, AWS Architecture Blog, 2015): clients that
+    failed together do not come back together.
     """
 
     deadline_s: float = 120.0
@@ -86,7 +91,9 @@ class RetryPolicy(Settings, frozen=True):
     max_delay_s: float = 5.0
 
     def delay_s(self, num_failures: int, draw: float) -> float:
-        """Return the pause after failure number ``num_failures`` (1 for the first); ``draw`` in [0, 1)."""
+        """Return the pause after failure number ``num_failures`` (1 for the first); ``draw`` in
+        [0, 1).
+        """
         # 2**60 of anything is over the cap; larger exponents would overflow a float.
         return draw * min(self.max_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 60))
 
@@ -123,7 +130,9 @@ def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = N
 
 
 def _text(error: BaseException, code: str) -> str:
-    """Return the start of an error's text, with the storage's own code, which may be far behind it."""
+    """Return the start of an error's text, with the storage's own code, which may be far behind
+    it.
+    """
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     start = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
@@ -131,7 +140,9 @@ def _text(error: BaseException, code: str) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """Return the code that the storage answered with: of an error or its cause, or in the text of its answer."""
+    """Return the code that the storage answered with: of an error or its cause, or in the text
+    of its answer.
+    """
     for raised in (error, error.__cause__):
         response = getattr(raised, "response", None)
         about = response.get("Error") if isinstance(response, dict) else None
@@ -176,19 +187,21 @@ def _kind_of_status(status: int) -> FaultKind:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error or its cause carries, in the attribute that its library uses."""
-    for one in (error, error.__cause__):
+    """Return the HTTP status that an error or its cause carries, in the attribute that its
+    library uses.
+    """
+    for cause in (error, error.__cause__):
         response = getattr(
-            one, "response", None
+            cause, "response", None
         )  # botocore's ClientError, which s3fs's OSErrors have as a cause
         stated = (
             response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(response, dict)
             else None
         )
-        for found in (stated, *(getattr(one, name, None) for name in ("status", "status_code"))):
-            if isinstance(found, int) and 400 <= found < 600:
-                return found
+        for status in (stated, *(getattr(cause, name, None) for name in ("status", "status_code"))):
+            if isinstance(status, int) and 400 <= status < 600:
+                return status
     code = getattr(error, "code", None)  # gcsfs
     if isinstance(code, int) and type(error).__module__.startswith("gcsfs"):
         return code
@@ -199,7 +212,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Remove user names, passwords and query strings of URLs from a text, and all values of ``storage_options``."""
+    """Remove user names, passwords and query strings of URLs from a text, and all values of
+    ``storage_options``.
+    """
     text = _USERINFO.sub(r"\1", _QUERY.sub(r"\1?...", text))
     for secret in sorted(_strings(storage_options), key=len, reverse=True):
         text = text.replace(secret, "...")
@@ -207,7 +222,9 @@ def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str
 
 
 def _strings(value: object) -> set[str]:
-    """Return all strings of four characters or more in nested options; not plain URLs, which help to find mistakes."""
+    """Return all strings of four characters or more in nested options; not plain URLs, which
+    help to find mistakes.
+    """
     if isinstance(value, str):
         return {value} if len(value) >= 4 and "://" not in value else set()
     if isinstance(value, dict):
@@ -220,10 +237,11 @@ def _strings(value: object) -> set[str]:
 
 
 def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:
-    """Return what ``check`` returns of the bytes read; where it raises a FuelrailError, they are read again.
+    """Return what ``check`` returns of the bytes read; where it raises a FuelrailError, they are
+    read again.
 
-    A proxy may change bytes on the way. The policy's pauses are between the reads. The error of the sixth is raised,
-    or of bytes that were read before: they are so in storage.
+    A proxy may change bytes on the way. The policy's pauses are between the reads. The error of the
+    sixth is raised, or of bytes that were read before: they are so in storage.
     """
     before: bytes | None = None
     for number in range(1, _MAX_READS + 1):
@@ -246,8 +264,9 @@ def call_with_retries(
 ) -> T:
     """Call ``work`` until it succeeds.
 
-    ``on_fault(fault, pause)`` is called for every failure; with the pause None it was the last, and should raise; if it
-    does not, the original exception is raised. A FuelrailError is never tried again.
+    ``on_fault(fault, pause)`` is called for every failure; with the pause None it was the last, and
+    should raise; if it does not, the original exception is raised. A FuelrailError is never tried
+    again.
     """
     deadline = time.monotonic() + policy.deadline_s
     failures = 0

@@ -1,15 +1,18 @@
-"""Augmentation of the world about the vehicle: one linear map of the ego frame for boxes, points and matrices at once.
+"""Augmentation of the world about the vehicle: one linear map of the ego frame for boxes, points
+and matrices at once.
 
-p' = B p with B = translation . flip . scale . rotation about z, as BEVDet's `bda`, bevfusion's `lidar_aug_matrix` and
-StreamPETR's global augmentations. B is not rigid: it may mirror and scale. An image flip is not one of these; that is
-drawn separately (`fuelrail.pipeline.transforms.image`).
+p' = B p with B = translation . flip . scale . rotation about z, as BEVDet's `bda`, bevfusion's
+`lidar_aug_matrix` and StreamPETR's global augmentations. B is not rigid: it may mirror and scale.
+An image flip is not one of these; that is drawn separately (`fuelrail.pipeline.transforms.image`).
 
 With the ego frame replaced by the augmented one (ego'):
 
-* boxes: centre' = B centre, size' = scale * size, heading' = the direction of B heading, velocity' = B's 3 x 3 part *
-  velocity, since positions scale and time does not;
-* ego' to anything: X' = X . B^-1 (``ego2img``, ``ego2global``); anything to ego': X' = B . X (``cam2keyego``);
-* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which does not change.
+* boxes: centre' = B centre, size' = scale * size, heading' = the direction of B heading, velocity'
+  = B's 3 x 3 part * velocity, since positions scale and time does not;
+* ego' to anything: X' = X . B^-1 (``ego2img``, ``ego2global``); anything to ego': X' = B . X
+  (``cam2keyego``);
+* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which does
+  not change.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from fuelrail.pipeline.settings import AtLeast0, Probability, Settings, check_ty
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "bev-augment"
-"""Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the translation."""
+"""Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the
+translation.
+"""
 
 _NUM_DRAWS = 10
 _DRAWN = ("rotate_deg", "scale", "flip_x_prob", "flip_y_prob", "translate_std_m")
@@ -76,7 +81,10 @@ class BevMap:
         return inverse
 
     def boxes3d(self, boxes3d: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi). A copy."""
+        """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi).
+
+        A copy.
+        """
         if self == IDENTITY:
             return boxes3d.copy()
         matrix = self.matrix
@@ -87,7 +95,9 @@ class BevMap:
         return boxes.astype(np.float32)
 
     def yaws(self, yaws: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return headings (any shape), radians about z from +x, in augmented ego axes; in [-pi, pi)."""
+        """Return headings (any shape), radians about z from +x, in augmented ego axes; in [-pi,
+        pi).
+        """
         yaw = yaws + self.rotation_rad
         yaw = math.pi - yaw if self.flip_x else yaw
         yaw = -yaw if self.flip_y else yaw
@@ -97,8 +107,9 @@ class BevMap:
     def rotations(self, rotation_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return unit quaternions (..., 4) of bodies in augmented ego axes, box to ego; a copy.
 
-        A mirrored body has its own left and right exchanged, so that its rotation stays one: with M_y the mirror of y,
-        M_y R M_y has the quaternion (w, -x, y, -z), and mirroring x as well is half a turn about z.
+        A mirrored body has its own left and right exchanged, so that its rotation stays one: with
+        M_y the mirror of y, M_y R M_y has the quaternion (w, -x, y, -z), and mirroring x as well is
+        half a turn about z.
         """
         q = rotation_wxyz.astype(np.float64)
         q = _turn_about_z(self.rotation_rad, q)
@@ -109,7 +120,8 @@ class BevMap:
     def in_frame(
         self, frame2ego: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,), float64.
+        """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,),
+        float64.
 
         ``frame2ego`` F is rigid, (4, 4) float64.
         """
@@ -128,7 +140,8 @@ class BevMap:
     def points(
         self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]
     ) -> NDArray[np.float32]:
-        """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z are copied.
+        """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z
+        are copied.
 
         ``lidar2ego`` is rigid, (4, 4) float64.
         """
@@ -158,9 +171,11 @@ class BevAugment(Settings, frozen=True):
     Attributes:
         train: draw at random; False changes nothing. It must be given with any of the other fields.
         rotate_deg: rotation about z, uniform in this range, degrees (BEVDet: -22.5 to 22.5).
-        scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to 1.1).
+        scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to
+            1.1).
         flip_x_prob, flip_y_prob: probability of mirroring the x (y) coordinate.
-        translate_std_m: standard deviation of a normal translation of each axis, metres (bevfusion: 0.5).
+        translate_std_m: standard deviation of a normal translation of each axis, metres (bevfusion:
+            0.5).
 
     Raises ConfigError for values out of range.
     """
@@ -204,7 +219,7 @@ class BevAugment(Settings, frozen=True):
             math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i])
             for i in range(3)
         ]
-        x, y, z = (self.translate_std_m * one for one in normal)
+        x, y, z = (self.translate_std_m * number for number in normal)
         return BevMap(
             rotation_rad=math.radians(within(self.rotate_deg, u[0])),
             scale=within(self.scale, u[1]),

@@ -1,11 +1,12 @@
-"""Image augmentation settings and their draw: from (seed, epoch, sample, camera) to one `ImageMap` an image.
+"""Image augmentation settings and their draw: from (seed, epoch, sample, camera) to one `ImageMap`
+an image.
 
-The order of operations, the sizes and the crops are those of the BEVDet family (BEVDet, bevfusion, StreamPETR,
-Sparse4D, SparseDrive): resize by a factor with the side lengths cut to integers, crop, flip, rotate. The matrices are
-exact (`fuelrail.pipeline.transforms.image_map`): they follow the integers used and the half-pixel centres. Those code
-bases use the
-drawn factor and edge-origin formulas on centre-origin pixels, and are off by up to two pixels; for weights that were
-trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
+The order of operations, the sizes and the crops are those of the BEVDet family (BEVDet, bevfusion,
+StreamPETR, Sparse4D, SparseDrive): resize by a factor with the side lengths cut to integers, crop,
+flip, rotate. The matrices are exact (`fuelrail.pipeline.transforms.image_map`): they follow the
+integers used and the half-pixel centres. Those code bases use the
+drawn factor and edge-origin formulas on centre-origin pixels, and are off by up to two pixels; for
+weights that were trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "image-augment"
-"""Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
+"""Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this
+order.
+"""
 
 _NUM_DRAWS = 5
 _MIN_FACTOR = 1e-3
@@ -46,27 +49,32 @@ class ImageAugment(Settings, frozen=True):
 
     Attributes:
         height, width: final size in pixels.
-        train: draw at random. False gives the deterministic evaluation of the same settings: no jitter, no flip, no
-            rotation, mean of ``crop_bottom``, random crops centred. It must be given where there is something of these
-            but the default ``crop_x``; else it is False.
-        resize: factor from stored to resized image. ``"width"``: final width / stored width (BEVDet).
-            ``"cover"``: the smallest factor at which the final size is filled (StreamPETR, SparseDrive).
-            ``"contain"``: the largest at which the whole image fits; the rest is black. ``"stretch"``: each side to
-            its final length, aspect not kept. Or a number (bevfusion evaluates with 0.48, BEVFormer-tiny uses 0.5).
-        resize_jitter: in training, uniform in this range is added to ``resize`` (BEVDet: -0.06 to 0.11).
-        resize_range: in training, the factor is uniform in this range instead of ``resize`` (StreamPETR: 0.38 to 0.55).
-        crop_y: where the final height is taken: ``"bottom"``, ``"center"``, ``"top"`` or ``"random"``.
-        crop_bottom: with ``crop_y="bottom"``, the share of the resized height left out below: uniform in this range
-            in training, its mean in evaluation (``bot_pct_lim`` elsewhere).
+        train: draw at random. False gives the deterministic evaluation of the same settings: no
+            jitter, no flip, no rotation, mean of ``crop_bottom``, random crops centred. It must be
+            given where there is something of these but the default ``crop_x``; else it is False.
+        resize: factor from stored to resized image. ``"width"``: final width / stored width
+            (BEVDet). ``"cover"``: the smallest factor at which the final size is filled
+            (StreamPETR, SparseDrive). ``"contain"``: the largest at which the whole image fits; the
+            rest is black. ``"stretch"``: each side to its final length, aspect not kept. Or a
+            number (bevfusion evaluates with 0.48, BEVFormer-tiny uses 0.5).
+        resize_jitter: in training, uniform in this range is added to ``resize`` (BEVDet: -0.06 to
+            0.11).
+        resize_range: in training, the factor is uniform in this range instead of ``resize``
+            (StreamPETR: 0.38 to 0.55).
+        crop_y: where the final height is taken: ``"bottom"``, ``"center"``, ``"top"`` or
+            ``"random"``.
+        crop_bottom: with ``crop_y="bottom"``, the share of the resized height left out below:
+            uniform in this range in training, its mean in evaluation (``bot_pct_lim`` elsewhere).
         crop_x: where the final width is taken: ``"random"``, ``"center"`` or ``"left"``.
         flip_prob: probability of a left-right flip in training.
         rotate_deg: in training, rotation uniform in this range, degrees, counter-clockwise.
-        geometry: ``"exact"``, or ``"legacy_mmdet3d"``: the matrices of BEVDet, bevfusion, StreamPETR and SparseDrive as
-            published, errors included. Pixels are the same.
-        scope: ``"camera"`` draws for each camera (BEVDet, bevfusion), ``"sample"`` once for all of them (StreamPETR).
+        geometry: ``"exact"``, or ``"legacy_mmdet3d"``: the matrices of BEVDet, bevfusion,
+            StreamPETR and SparseDrive as published, errors included. Pixels are the same.
+        scope: ``"camera"`` draws for each camera (BEVDet, bevfusion), ``"sample"`` once for all of
+            them (StreamPETR).
 
-    Resized images smaller than the final size are padded with black at the right and at the bottom; at the top with
-    ``crop_y="bottom"``. Raises ConfigError for values out of range.
+    Resized images smaller than the final size are padded with black at the right and at the bottom;
+    at the top with ``crop_y="bottom"``. Raises ConfigError for values out of range.
     """
 
     height: _Side
@@ -88,8 +96,8 @@ class ImageAugment(Settings, frozen=True):
         check_types(self, ConfigError)
         if self.height * self.width > _MAX_PIXELS:
             raise ConfigError(
-                f"final size height={self.height}, width={self.width} has {self.height * self.width} pixels: "
-                f"at most {_MAX_PIXELS} are allowed"
+                f"final size height={self.height}, width={self.width} has "
+                f"{self.height * self.width} pixels: at most {_MAX_PIXELS} are allowed"
             )
         if self.resize_jitter is not None and self.resize_range is not None:
             raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
@@ -103,11 +111,11 @@ class ImageAugment(Settings, frozen=True):
                 raise ConfigError(
                     f"{name}={list(limits)} must be [low, high] with low <= high, both finite"
                 )
-        for name, least in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
+        for name, lowest in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
             limits = getattr(self, name)
-            if limits is not None and not (least <= limits[0] and limits[1] <= _MAX_FACTOR):
+            if limits is not None and not (lowest <= limits[0] and limits[1] <= _MAX_FACTOR):
                 raise ConfigError(
-                    f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}"
+                    f"{name}={list(limits)} must be factors from {lowest:g} to {_MAX_FACTOR:g}"
                 )
         if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
@@ -134,13 +142,13 @@ class ImageAugment(Settings, frozen=True):
         """Return one map for each camera of a sample.
 
         Args:
-            img_wh: width and height in pixels of each stored image; (N, 2) integers. A camera without an image may
-                say 0, 0: its map is the identity on the final size.
+            img_wh: width and height in pixels of each stored image; (N, 2) integers. A camera
+                without an image may say 0, 0: its map is the identity on the final size.
             seed: the run's seed.
             epoch: counted from 0.
             sample: index of the sample in the dataset, not its position in the epoch.
-            cameras: the cameras' indices in the dataset's rig, where not 0 .. N-1, so that a loader of some cameras
-                draws for them what a loader of all cameras draws.
+            cameras: the cameras' indices in the dataset's rig, where not 0 .. N-1, so that a loader
+                of some cameras draws for them what a loader of all cameras draws.
 
         """
         if not self.train:
@@ -169,7 +177,8 @@ class ImageAugment(Settings, frozen=True):
         ]
 
     def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
-        """Return the factors of width and height without randomness, and the (width, height) that they lead to.
+        """Return the factors of width and height without randomness, and the (width, height) that
+        they lead to.
 
         Those are exact integers, where int(W * (fW / W)) may be one short.
         """
@@ -214,7 +223,9 @@ class ImageAugment(Settings, frozen=True):
         )
 
     def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
-        """Return left and top of the final size in a resized one; ``share`` of its height is left out below."""
+        """Return left and top of the final size in a resized one; ``share`` of its height is
+        left out below.
+        """
         room_x = max(0, size[0] - self.width)
         room_y = max(0, size[1] - self.height)
         left = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
@@ -232,7 +243,9 @@ class ImageAugment(Settings, frozen=True):
         flip: bool,
         degrees: float,
     ) -> ImageMap:
-        """Return the map of what was drawn; ``factors`` are those that led to the resized ``size``."""
+        """Return the map of what was drawn; ``factors`` are those that led to the resized
+        ``size``.
+        """
 
         def rest(resized: ImageMap) -> ImageMap:
             cropped = resized.crop(*left_top, self.width, self.height)
@@ -252,7 +265,8 @@ class CameraGroup(Settings, frozen=True):
     """Cameras of a rig whose images have one size and augmentation of their own.
 
     Attributes:
-        cameras: their channels, such as ``("cam_front", "cam_back")``; the batch has them in this order.
+        cameras: their channels, such as ``("cam_front", "cam_back")``; the batch has them in this
+            order.
         image: size and augmentation of their images.
 
     Raises ConfigError for values that are not allowed.

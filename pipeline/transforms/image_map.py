@@ -1,13 +1,17 @@
-"""Map source pixels to output pixels through resize, crop, flip and rotation: one affine map an image, sub-pixel exact.
+"""Map source pixels to output pixels through resize, crop, flip and rotation: one affine map an
+image, sub-pixel exact.
 
 Two pixel conventions meet here and must not be mixed:
 
-* *edge-origin*: 0 is the left (top) edge of the first pixel, its centre is at 0.5. Operations compose here, because
-  resizing is a plain scaling only about an edge. `ImageMap` holds edge-origin coefficients.
-* *centre-origin*: (0, 0) is the centre of the first pixel. Calibrations (`intrinsics`, `lidar2img`) of the schema are
-  centre-origin. With H the translation by (1/2, 1/2), a map A becomes M = H^-1 A H (`ImageMap.centre_matrix`).
+* *edge-origin*: 0 is the left (top) edge of the first pixel, its centre is at 0.5. Operations
+  compose here, because resizing is a plain scaling only about an edge. `ImageMap` holds edge-origin
+  coefficients.
+* *centre-origin*: (0, 0) is the centre of the first pixel. Calibrations (`intrinsics`, `lidar2img`)
+  of the schema are centre-origin. With H the translation by (1/2, 1/2), a map A becomes M = H^-1 A
+  H (`ImageMap.centre_matrix`).
 
-So intrinsics' = M @ intrinsics and ego2img' = M4 @ ego2img point at the very pixel features that the decoder wrote.
+So intrinsics' = M @ intrinsics and ego2img' = M4 @ ego2img point at the very pixel features that
+the decoder wrote.
 """
 
 from __future__ import annotations
@@ -36,16 +40,19 @@ _FUZZ = 1e-6
 
 
 def scaled_size(size_px: int, numerator: int, denominator: int) -> int:
-    """Return ceil(size * numerator / denominator): what a JPEG decoder makes of ``size_px`` in DCT-scaled decoding.
+    """Return ceil(size * numerator / denominator): what a JPEG decoder makes of ``size_px`` in
+    DCT-scaled decoding.
 
-    The geometry is scaled by exactly numerator/denominator all the same; the last partial pixel is encoder padding.
+    The geometry is scaled by exactly numerator/denominator all the same; the last partial pixel is
+    encoder padding.
     """
     return -(-size_px * numerator // denominator)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageMap:
-    """The affine map from a stored image to the output image, and the part of the source that may be seen.
+    """The affine map from a stored image to the output image, and the part of the source that may
+    be seen.
 
     Build one with `identity` and the operations, applied in order:
     ``ImageMap.identity((1600, 900)).resize(704, 396).crop(0, 140, 704, 256).flip().rotate(5.4)``.
@@ -54,13 +61,16 @@ class ImageMap:
         coefficients: (a, b, tx, c, d, ty), source to output, pixels, edge-origin.
         source_wh: width and height of the stored image in pixels.
         out_wh: width and height of the output image in pixels.
-        visible: (left, top, right, bottom) in source pixels, edge-origin. Output pixels whose centre falls outside of
-            it are black; all of them where it is empty (left >= right). A crop shrinks it, so that a later rotation
-            turns black corners in, as cropping and then rotating an image does.
-        published: None, or centre-origin coefficients that the matrices say in place of the truth, for models that
-            were trained with inexact ones. What is decoded does not change, and operations do not keep it.
-        lens: None, or the lens of the stored image: the map begins at the rectified image then, which has the stored
-            one's size. Decoders undo it in the same interpolation. Operations do not keep it.
+        visible: (left, top, right, bottom) in source pixels, edge-origin. Output pixels whose
+            centre falls outside of it are black; all of them where it is empty (left >= right). A
+            crop shrinks it, so that a later rotation turns black corners in, as cropping and then
+            rotating an image does.
+        published: None, or centre-origin coefficients that the matrices say in place of the truth,
+            for models that were trained with inexact ones. What is decoded does not change, and
+            operations do not keep it.
+        lens: None, or the lens of the stored image: the map begins at the rectified image then,
+            which has the stored one's size. Decoders undo it in the same interpolation. Operations
+            do not keep it.
     """
 
     coefficients: Coefficients
@@ -84,7 +94,9 @@ class ImageMap:
         )
 
     def resize(self, width: int, height: int) -> ImageMap:
-        """Scale the current canvas to (width, height): by the integers used, never by the factor that led to them."""
+        """Scale the current canvas to (width, height): by the integers used, never by the factor
+        that led to them.
+        """
         _check_size(width, height)
         sx = width / self.out_wh[0]
         sy = height / self.out_wh[1]
@@ -97,13 +109,16 @@ class ImageMap:
         )
 
     def crop(self, left: int, top: int, width: int, height: int) -> ImageMap:
-        """Take the rectangle of the current canvas; what is outside of the canvas becomes black padding."""
+        """Take the rectangle of the current canvas; what is outside of the canvas becomes black
+        padding.
+        """
         _check_size(width, height)
         a, b, tx, c, d, ty = self.coefficients
         coefficients = (a, b, tx - left, c, d, ty - top)
         visible = self.visible
         if b == 0.0 and c == 0.0:
-            # After a rotation the canvas alone cuts; the rectangle would no longer be one in the source.
+            # After a rotation the canvas alone cuts; the rectangle would no longer be one in the
+            # source.
             visible = _intersect(visible, _preimage(coefficients, width, height))
         return ImageMap(coefficients, self.source_wh, (width, height), visible)
 
@@ -115,7 +130,9 @@ class ImageMap:
         )
 
     def rotate(self, degrees: float) -> ImageMap:
-        """Turn the content counter-clockwise (as seen, y down) about the canvas centre; the canvas keeps its size."""
+        """Turn the content counter-clockwise (as seen, y down) about the canvas centre; the
+        canvas keeps its size.
+        """
         if degrees == 0.0:
             return self
         quarters, rest = divmod(degrees, 90.0)
@@ -141,14 +158,18 @@ class ImageMap:
         return ImageMap(coefficients, self.source_wh, self.out_wh, self.visible)
 
     def of_rows(self, top: int, height: int) -> ImageMap:
-        """Return the same map from another source: the pixel rows [top, top + height) of this one's, cut out."""
+        """Return the same map from another source: the pixel rows [top, top + height) of this
+        one's, cut out.
+        """
         a, b, tx, c, d, ty = self.coefficients
         visible = self.visible[0], self.visible[1] - top, self.visible[2], self.visible[3] - top
         coefficients = (a, b, tx + b * top, c, d, ty + d * top)
         return ImageMap(coefficients, (self.source_wh[0], height), self.out_wh, visible)
 
     def of_scaled(self, factor: int) -> ImageMap:
-        """Return the same map from the source decoded at 1/factor: coordinates are scaled by exactly that."""
+        """Return the same map from the source decoded at 1/factor: coordinates are scaled by
+        exactly that.
+        """
         a, b, tx, c, d, ty = self.coefficients
         left, top, right, bottom = self.visible
         return ImageMap(
@@ -175,14 +196,18 @@ class ImageMap:
 
     @property
     def max_scale(self) -> float:
-        """The largest number of output pixels that a source pixel's length becomes: the largest singular value."""
+        """The largest number of output pixels that a source pixel's length becomes: the largest
+        singular value.
+        """
         a, b, _, c, d, _ = self.coefficients
         if b == 0.0 and c == 0.0:
             return max(abs(a), abs(d))
         return (math.hypot(a + d, b - c) + math.hypot(a - d, b + c)) / 2
 
     def centre_coefficients(self) -> Coefficients:
-        """Return (a, b, tx, c, d, ty) of M = H^-1 A H on centre-origin pixels, or what is published in its place."""
+        """Return (a, b, tx, c, d, ty) of M = H^-1 A H on centre-origin pixels, or what is
+        published in its place.
+        """
         if self.published is not None:
             return self.published
         a, b, tx, c, d, ty = self.coefficients
@@ -193,7 +218,9 @@ class ImageMap:
         return np.array((*self.centre_coefficients(), 0.0, 0.0, 1.0)).reshape(3, 3)
 
     def ida_mat(self) -> NDArray[np.float64]:
-        """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to output image."""
+        """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to
+        output image.
+        """
         return ida_mats([self]).reshape(4, 4)
 
     def inverse_coefficients(self) -> Coefficients:
@@ -210,7 +237,8 @@ class ImageMap:
         )
 
     def covered_output(self) -> tuple[int, int, int, int]:
-        """Return (left, top, right, bottom): output pixels whose centre sees the source; axis-aligned maps only.
+        """Return (left, top, right, bottom): output pixels whose centre sees the source;
+        axis-aligned maps only.
 
         The rest is black. Empty rectangles are (0, 0, 0, 0).
         """
@@ -223,7 +251,8 @@ class ImageMap:
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
 
     def visible_columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Return (first, last + 1) output columns whose centre sees the source, int64 (height,) each, for any map.
+        """Return (first, last + 1) output columns whose centre sees the source, int64 (height,)
+        each, for any map.
 
         None when all output pixels do. Rows that see nothing have first >= last + 1.
         """
@@ -254,10 +283,11 @@ class ImageMap:
         ) + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
-        """Return (left, top, right, bottom): whole source pixels that the output samples, within the source.
+        """Return (left, top, right, bottom): whole source pixels that the output samples, within
+        the source.
 
-        ``support_px`` widens it by the reach of the resampling filter, in source pixels. Empty (0, 0, 0, 0) when the
-        output sees nothing of the source.
+        ``support_px`` widens it by the reach of the resampling filter, in source pixels. Empty (0,
+        0, 0, 0) when the output sees nothing of the source.
         """
         left, top, right, bottom = _intersect(
             self.visible, _preimage(self.coefficients, *self.out_wh)
@@ -285,9 +315,11 @@ def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
 def apply_to_intrinsics(
     ida_mat: NDArray[np.float64], intrinsics: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return M @ K, float64 (..., 3, 3), from ida_mat (..., 4, 4) and the stored image's K (..., 3, 3).
+    """Return M @ K, float64 (..., 3, 3), from ida_mat (..., 4, 4) and the stored image's K (..., 3,
+    3).
 
-    A flip gives a negative focal length and a rotation gives skew: use the whole matrix, not (fx, fy, cx, cy).
+    A flip gives a negative focal length and a rotation gives skew: use the whole matrix, not (fx,
+    fy, cx, cy).
     """
     return ida_mat[..., :3, :3] @ intrinsics
 
@@ -302,7 +334,9 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
 
 
 def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
-    """Return the output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
+    """Return the output pixels [first, last) whose centre maps into [low, high] of the source,
+    on one axis.
+    """
     a = scale * low + offset
     b = scale * high + offset
     return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(

@@ -22,7 +22,7 @@ MODELS: Final[dict[str, tuple[Kind, tuple[int, ...]]]] = {
 """``dist_model`` to the kind of lens and the numbers of coefficients that it takes."""
 
 UNBENT: Final = "none"
-OWN: Final = ("ftheta", "mei")
+OWN_MODELS: Final = ("ftheta", "mei")
 """Kinds that OpenCV does not have."""
 _ROUNDS: Final = 30
 _FARTHEST: Final = 10.0
@@ -35,13 +35,14 @@ Matrix3: TypeAlias = tuple[tuple[float, float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Lens:
-    """A distorted camera and the pinhole that is to take its place; hashable, so that what it costs can be kept.
+    """A distorted camera and the pinhole that is to take its place; hashable, so that what it costs
+    can be kept.
 
     Attributes:
         kind: ``"pinhole"``: OpenCV's k1, k2, p1, p2[, k3[, k4, k5, k6[, s1 .. s4[, tx, ty]]]]
-            (calib3d, "Camera Calibration"); ``"fisheye"``: Kannala and Brandt's k1 .. k4 (``cv2.fisheye``);
-            ``"ftheta"``: k0 .. k5 of the radius k0 + k1 theta + ... + k5 theta^5 under K; ``"mei"``: xi, k1, k2, p1,
-            p2 of the unified model (Mei and Rives, ICRA 2007).
+            (calib3d, "Camera Calibration"); ``"fisheye"``: Kannala and Brandt's k1 .. k4
+            (``cv2.fisheye``); ``"ftheta"``: k0 .. k5 of the radius k0 + k1 theta + ... + k5 theta^5
+            under K; ``"mei"``: xi, k1, k2, p1, p2 of the unified model (Mei and Rives, ICRA 2007).
         coefficients: of that model.
         stored: K of the stored image, centre-origin; without skew.
         rectified: K of the rectified image, which has the stored one's size.
@@ -56,7 +57,8 @@ class Lens:
 def read_lens(
     model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]
 ) -> Lens | None:
-    """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None where nothing is bent.
+    """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None
+    where nothing is bent.
 
     Args:
         model: the camera's ``dist_model``.
@@ -92,14 +94,15 @@ def _as_rows(matrix: NDArray[np.float64]) -> Matrix3:
 def source_places(
     matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the stored coordinates of each pixel of an output that shows the rectified image under ``matrix`` (3, 3).
+    """Return the stored coordinates of each pixel of an output that shows the rectified image under
+    ``matrix`` (3, 3).
 
     Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
     """
     camera = np.array(lens.stored)
     coefficients = np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
-    if lens.kind in OWN:
+    if lens.kind in OWN_MODELS:
         columns, rows = np.meshgrid(
             np.arange(wh[0], dtype=np.float64), np.arange(wh[1], dtype=np.float64)
         )
@@ -127,19 +130,21 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     camera = np.array(lens.stored)
     coefficients = np.array(lens.coefficients)
     rectified = np.array(lens.rectified)
-    if lens.kind in OWN:
+    if lens.kind in OWN_MODELS:
         flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
         return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
     import cv2
 
     undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
     points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)
-    found = undo(points, camera, coefficients, R=np.eye(3), P=rectified)
-    return np.asarray(found, np.float64).reshape(-1, 2)
+    undistorted = undo(points, camera, coefficients, R=np.eye(3), P=rectified)
+    return np.asarray(undistorted, np.float64).reshape(-1, 2)
 
 
 def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
-    """Map rays x/z, y/z (..., 2) to coordinates (..., 2) under K of the stored image, for the kinds of ``OWN``."""
+    """Map rays x/z, y/z (..., 2) to coordinates (..., 2) under K of the stored image, for the
+    kinds of ``OWN``.
+    """
     radius = np.linalg.norm(flat, axis=-1, keepdims=True)
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
@@ -152,7 +157,9 @@ def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
 
 
 def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
-    """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89 degrees becomes one of 89."""
+    """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89
+    degrees becomes one of 89.
+    """
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = polynomial.deriv()
@@ -166,14 +173,15 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         )
     xi = lens.coefficients[0]
     coefficients = lens.coefficients[1:]
-    found = places
+    points = places
     for _ in range(_ROUNDS):
-        found = np.clip(found + places - _radtan(found, coefficients), -_FARTHEST, _FARTHEST)
-    square = (found**2).sum(-1, keepdims=True)
-    # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives, equation 4.
+        points = np.clip(points + places - _radtan(points, coefficients), -_FARTHEST, _FARTHEST)
+    square = (points**2).sum(-1, keepdims=True)
+    # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
+    # equation 4.
     root = np.sqrt(np.maximum(1.0 + (1.0 - xi**2) * square, 0.0))
     scale = (xi + root) / (1.0 + square)
-    return np.asarray(found * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
+    return np.asarray(points * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
 
 
 def _radtan(flat: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:

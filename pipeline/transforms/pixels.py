@@ -1,7 +1,9 @@
-"""Augmentation of pixel values: photometric distortion and grid mask, drawn from (seed, epoch, sample, camera).
+"""Augmentation of pixel values: photometric distortion and grid mask, drawn from (seed, epoch,
+sample, camera).
 
-The distortion is mmdet3d's `PhotoMetricDistortionMultiViewImage`, which BEVFormer, UniAD and SparseDrive train with;
-the grid mask is that of PETR and StreamPETR. Nothing here moves a pixel, so no matrix changes.
+The distortion is mmdet3d's `PhotoMetricDistortionMultiViewImage`, which BEVFormer, UniAD and
+SparseDrive train with; the grid mask is that of PETR and StreamPETR. Nothing here moves a pixel, so
+no matrix changes.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from fuelrail.pipeline.settings import Probability, Settings, check_types, must_
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "pixel-augment"
-"""Name of the random stream; its columns are, each switch before its amount: brightness, contrast, saturation, hue,
-channel order; then whether contrast comes first; then grid mask: switch, spacing, offset down, offset right."""
+"""Name of the random stream; its columns are, each switch before its amount: brightness, contrast,
+saturation, hue, channel order; then whether contrast comes first; then grid mask: switch, spacing,
+offset down, offset right.
+"""
 
 _NUM_DRAWS = 15
 _DRAWN = ("brightness", "contrast", "saturation", "hue_deg", "swap_channels", "grid_mask_prob")
@@ -29,7 +33,9 @@ _ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 
 
 class GridHoles(NamedTuple):
-    """Square holes on a grid: row y is solid where (y - top) mod spacing < bar, columns alike; the rest are holes."""
+    """Square holes on a grid: row y is solid where (y - top) mod spacing < bar, columns alike;
+    the rest are holes.
+    """
 
     spacing_px: int
     bar_px: int
@@ -40,9 +46,9 @@ class GridHoles(NamedTuple):
 class PixelChange(NamedTuple):
     """What happens to one image's pixels, in this order.
 
-    brightness is added (grey levels of 255); contrast multiplies here if ``contrast_first``; then in HSV the saturation
-    is multiplied and the hue turned; contrast multiplies here if not ``contrast_first``; channels are put in ``order``;
-    holes are filled.
+    brightness is added (grey levels of 255); contrast multiplies here if ``contrast_first``; then
+    in HSV the saturation is multiplied and the hue turned; contrast multiplies here if not
+    ``contrast_first``; channels are put in ``order``; holes are filled.
     """
 
     brightness: float = 0.0
@@ -114,7 +120,9 @@ class PixelAugment(Settings, frozen=True):
     def draw(
         self, height: int, *, seed: int, epoch: int, sample: int, cameras: Sequence[int]
     ) -> list[PixelChange]:
-        """Return one change for each camera; ``height`` of the output in pixels, others as in `ImageAugment.draw`."""
+        """Return one change for each camera; ``height`` of the output in pixels, others as in
+        `ImageAugment.draw`.
+        """
         if self.changes_nothing:
             return [NO_CHANGE] * len(cameras)
         if self.scope == "sample":

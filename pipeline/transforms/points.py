@@ -1,9 +1,11 @@
-"""Several lidar sweeps as one cloud: the sample's own and those before it, moved along with the vehicle.
+"""Several lidar sweeps as one cloud: the sample's own and those before it, moved along with the
+vehicle.
 
-As nuScenes' ``LidarPointCloud.from_file_multisweep`` and mmdetection3d's ``LoadPointsFromMultiSweeps`` build it: points
-close to the sensor go, every sweep is moved from the lidar at its own time, through both ego poses, to the lidar at the
-sample's time, and a column says how long ago it was measured. Objects that move are smeared; the vehicle's
-ego-motion is compensated.
+As nuScenes' ``LidarPointCloud.from_file_multisweep`` and mmdetection3d's
+``LoadPointsFromMultiSweeps`` build it: points close to the sensor go, every sweep is moved from the
+lidar at its own time, through both ego poses, to the lidar at the sample's time, and a column says
+how long ago it was measured. Objects that move are smeared; the vehicle's ego-motion is
+compensated.
 """
 
 from __future__ import annotations
@@ -27,21 +29,23 @@ STREAM = "lidar-sweeps"
 """Name of the random stream; a column for each stored sweep."""
 
 RING = "ring"
-"""The column of points that the time takes the place of, as in the trainers; where there is none, it comes last."""
+"""The column of points that the time takes the place of, as in the trainers; where there is
+none, it comes last.
+"""
 
 
 class PointSweeps(CheckedSettings, frozen=True):
     """How many lidar sweeps make the points of a sample, and which.
 
     Attributes:
-        num_sweeps: sweeps together, the sample's own included (nuScenes: 10). Where fewer are stored, as at a clip's
-            start, there are fewer.
-        choose: which of the earlier ones: the ``"latest"``, or ``"random"`` among those stored (mmdetection3d in
-            training), drawn for each sample and epoch.
-        min_distance_m: points with both |x| and |y| below it, in their own sweep's lidar frame, are left out (nuScenes
-            and mmdetection3d: 1.0): those are the vehicle itself.
-        repeat_if_alone: a sample without any earlier sweep has its own ``num_sweeps`` times (mmdetection3d's
-            ``pad_empty_sweeps``).
+        num_sweeps: sweeps together, the sample's own included (nuScenes: 10). Where fewer are
+            stored, as at a clip's start, there are fewer.
+        choose: which of the earlier ones: the ``"latest"``, or ``"random"`` among those stored
+            (mmdetection3d in training), drawn for each sample and epoch.
+        min_distance_m: points with both |x| and |y| below it, in their own sweep's lidar frame, are
+            left out (nuScenes and mmdetection3d: 1.0): those are the vehicle itself.
+        repeat_if_alone: a sample without any earlier sweep has its own ``num_sweeps`` times
+            (mmdetection3d's ``pad_empty_sweeps``).
 
     Raises ConfigError for values out of range.
     """
@@ -56,7 +60,9 @@ class PointSweeps(CheckedSettings, frozen=True):
         return msgspec.structs.replace(self, choose="latest")
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
-        """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
+        """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``,
+        or last.
+        """
         return tuple("dt_s" if name == RING else name for name in stored) + (
             () if RING in stored else ("dt_s",)
         )
@@ -79,7 +85,7 @@ class PointSweeps(CheckedSettings, frozen=True):
 
     def accumulate(
         self,
-        own: NDArray[np.float32],
+        current: NDArray[np.float32],
         earlier: Sweeps | None,
         *,
         columns: Sequence[str],
@@ -87,12 +93,14 @@ class PointSweeps(CheckedSettings, frozen=True):
         timestamp_ns: int,
         chosen: Sequence[int],
     ) -> NDArray[np.float32]:
-        """Return the cloud, float32 (P', C'), in the lidar's frame at the sample's time, the own sweep first.
+        """Return the cloud, float32 (P', C'), in the lidar's frame at the sample's time, the own
+        sweep first.
 
         Args:
             own: the sample's own sweep, float32 (P, C).
             earlier: the sweeps before it; None where none are stored.
-            columns: names of the C columns; x, y, z come first. `columns` gives those of the result.
+            columns: names of the C columns; x, y, z come first. `columns` gives those of the
+                result.
             lidar2global: of the own sweep, (4, 4) float64.
             timestamp_ns: of the own sweep.
             chosen: places in ``earlier`` to take, from `chosen`.
@@ -100,29 +108,33 @@ class PointSweeps(CheckedSettings, frozen=True):
         Raises SchemaError where the sweeps' columns differ.
 
         """
-        if earlier is not None and earlier.points.shape[1] != own.shape[1]:
+        if earlier is not None and earlier.points.shape[1] != current.shape[1]:
             raise SchemaError(
-                f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own {own.shape[1]}"
+                f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own "
+                f"{current.shape[1]}"
             )
         parts: list[tuple[NDArray[np.float32], NDArray[np.float64] | None, float]] = [
-            (own, None, 0.0)
+            (current, None, 0.0)
         ]
         if self.repeat_if_alone and not chosen:
             parts *= self.num_sweeps
         if earlier is not None and chosen:
             global2lidar = invert_rigid(lidar2global)
             ends = np.cumsum(earlier.num_points).tolist()
-            for at in chosen:
-                points = earlier.points[ends[at] - int(earlier.num_points[at]) : ends[at]]
-                # Global coordinates lose centimetres in float32: composed in float64, applied to the small numbers.
-                move = global2lidar @ earlier.lidar2global[at]
-                parts.append((points, move, (timestamp_ns - int(earlier.timestamp_ns[at])) * 1e-9))
+            for sweep in chosen:
+                points = earlier.points[ends[sweep] - int(earlier.num_points[sweep]) : ends[sweep]]
+                # Global coordinates lose centimetres in float32: composed in float64, applied to
+                # the small numbers.
+                move = global2lidar @ earlier.lidar2global[sweep]
+                parts.append(
+                    (points, move, (timestamp_ns - int(earlier.timestamp_ns[sweep])) * 1e-9)
+                )
         names = self.columns(columns)
         at_dt = names.index("dt_s")
-        kept = [self._far_enough(points) for points, _, _ in parts]
-        cloud = np.empty((sum(len(points) for points in kept), len(names)), np.float32)
+        clouds = [self._far_enough(points) for points, _, _ in parts]
+        cloud = np.empty((sum(len(points) for points in clouds), len(names)), np.float32)
         first = 0
-        for points, (_, move, dt_s) in zip(kept, parts, strict=True):
+        for points, (_, move, dt_s) in zip(clouds, parts, strict=True):
             part = cloud[first : first + len(points)]
             part[:, : points.shape[1]] = points
             if move is not None:

@@ -1,14 +1,16 @@
 """Counter-based random numbers: they depend on their purpose, never on the caller or the time.
 
-A draw is addressed by (stream, seed, epoch, sample, camera) and is the same on every host, rank, worker, thread and
-call order. There is no generator and no state: the address is hashed. So a resumed or re-partitioned run repeats its
-augmentations exactly, and a single sample's can be reproduced alone.
+A draw is addressed by (stream, seed, epoch, sample, camera) and is the same on every host, rank,
+worker, thread and call order. There is no generator and no state: the address is hashed. So a
+resumed or re-partitioned run repeats its augmentations exactly, and a single sample's can be
+reproduced alone.
 
-Definition (frozen; golden values in the tests): the 64-bit words of a draw are the little-endian words of
-``BLAKE2b(message = seed, epoch, sample, camera, block as five signed 64-bit little-endian integers,
-person = stream in ASCII, digest_size = 64)`` for block 0, 1, ..., eight words a block; a word w gives the uniform
-``(w >> 11) * 2**-53``. BLAKE2b (RFC 7693) is in Python's standard library, identical everywhere, and costs about a
-microsecond a camera, less than numpy's own counter-based generators cost to construct.
+Definition (frozen; golden values in the tests): the 64-bit words of a draw are the little-endian
+words of ``BLAKE2b(message = seed, epoch, sample, camera, block as five signed 64-bit little-endian
+integers, person = stream in ASCII, digest_size = 64)`` for block 0, 1, ..., eight words a block; a
+word w gives the uniform ``(w >> 11) * 2**-53``. BLAKE2b (RFC 7693) is in Python's standard library,
+identical everywhere, and costs about a microsecond a camera, less than numpy's own counter-based
+generators cost to construct.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _WORDS_PER_BLOCK = 8
 
 
 def second_view(sample: int) -> int:
-    """Return the sample to name for a sample's second draw: ``-1 - sample``, which no sample has."""
+    """Return the sample to name for a sample's second draw: ``-1 - sample``, which no sample
+    has.
+    """
     return -1 - sample
 
 
@@ -40,8 +44,9 @@ def uniforms(
 ) -> NDArray[np.float64]:
     """Return uniforms in [0, 1), float64 (len(cameras), count), for one sample.
 
-    Row i belongs to ``cameras[i]`` and its first values do not change when ``count`` grows. ``stream`` (1 to 16 ASCII
-    characters) keeps different uses apart. Raises ConfigError for an address outside signed 64 bits.
+    Row i belongs to ``cameras[i]`` and its first values do not change when ``count`` grows.
+    ``stream`` (1 to 16 ASCII characters) keeps different uses apart. Raises ConfigError for an
+    address outside signed 64 bits.
     """
     blocks = -(-count // _WORDS_PER_BLOCK)
     person = stream.encode("ascii")
@@ -68,7 +73,8 @@ def uniforms(
 def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
     """Make ``train`` False where it is not given, which settings without fields of ``drawn`` allow.
 
-    Raises ConfigError where fields that are drawn in training alone are given without it: they would do nothing.
+    Raises ConfigError where fields that are drawn in training alone are given without it: they
+    would do nothing.
     """
     if getattr(settings, "train", None) is not None:
         return
@@ -77,8 +83,8 @@ def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
     given = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
     if given:
         raise ConfigError(
-            f"{type(settings).__name__}: {', '.join(given)} is drawn in training alone, and train is not given: "
-            "say train=True, or train=False for evaluation"
+            f"{type(settings).__name__}: {', '.join(given)} is drawn in training alone, and "
+            "train is not given: say train=True, or train=False for evaluation"
         )
     msgspec.structs.force_setattr(settings, "train", False)
 

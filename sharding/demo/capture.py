@@ -1,4 +1,6 @@
-"""One capture of a clip made into files: pictures, lidar sweep, tokens, and what was seen of each object."""
+"""One capture of a clip made into files: pictures, lidar sweep, tokens, and what was seen of
+each object.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,16 @@ TOKENS: Final = Channel(
     axes=("token",),
     shape=(1 + _CELLS**2,),
     vocabulary=Vocabulary("top-view", 64),
-    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the kind of object "
-    "whose centre is in it (from 1: vehicle, human, movable, static, animal) and, times 6, its heading in ego (0 to 7)",
+    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the "
+    "kind of object whose centre is in it (from 1: vehicle, human, movable, static, animal) "
+    "and, times 6, its heading in ego (0 to 7)",
 )
 
 
 class Sighting(NamedTuple):
-    """What a keyframe has of an actor: lidar points in its box, visible share of its silhouettes in the images."""
+    """What a keyframe has of an actor: lidar points in its box, visible share of its silhouettes
+    in the images.
+    """
 
     actor: int
     num_lidar_points: int
@@ -58,7 +63,8 @@ def filename(
 
 
 def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, list[Sighting]]:
-    """Write the files of a capture below ``root``, whose folders exist; return what a keyframe shows of each actor.
+    """Write the files of a capture below ``root``, whose folders exist; return what a keyframe
+    shows of each actor.
 
     The files are a pure function of world and capture.
     """
@@ -108,7 +114,7 @@ def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> ND
     cells = np.zeros((_CELLS, _CELLS), np.uint16)
     for solid in solids:
         place = global2ego[:3, :3] @ solid.centre + global2ego[:3, 3]
-        row, column = (int(at // _CELL_M) + _CELLS // 2 for at in place[:2])
+        row, column = (int(coordinate // _CELL_M) + _CELLS // 2 for coordinate in place[:2])
         if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
             continue
         category = clip.actors[solid.actor].category

@@ -1,7 +1,8 @@
 """The roof lidar: 32 beams cast against the ground and the blocks of everything near.
 
-A sweep is given as if taken at one instant, its reference time (that is, motion-compensated). Points are float32
-``x, y, z, intensity, ring`` in the lidar frame, as in nuScenes' ``.pcd.bin`` files; ring 0 is the lowest beam.
+A sweep is given as if taken at one instant, its reference time (that is, motion-compensated).
+Points are float32 ``x, y, z, intensity, ring`` in the lidar frame, as in nuScenes' ``.pcd.bin``
+files; ring 0 is the lowest beam.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     shape = ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)
     intensity = np.clip(np.rint(reflectance * draw.uniform(0.5, 1.6, shape)), 0, 255)
-    kept = (
+    mask = (
         (ranges > _NEAREST_M)
         & (ranges < _FARTHEST_M)
         & (draw.random(shape) > 0.02 * (1.0 + ranges / _FARTHEST_M))
     )
     # As a spinning lidar writes them: all rings of a column, then the next column.
-    column, ring = np.nonzero(kept.T)
+    column, ring = np.nonzero(mask.T)
     points = np.empty((len(ring), POINT_COLUMNS), np.float32)
     points[:, :3] = (rays[:, ring, column] * noisy[ring, column]).T
     points[:, 3] = intensity[ring, column]
@@ -87,7 +88,9 @@ def _columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp
 
 
 def points_in_box(points: NDArray[np.float64], solid: Solid) -> int:
-    """Return how many of the points (N, 3), in global coordinates, are in an object's box, its faces included."""
+    """Return how many of the points (N, 3), in global coordinates, are in an object's box, its
+    faces included.
+    """
     c = np.cos(solid.yaw_rad)
     s = np.sin(solid.yaw_rad)
     offset = (points - solid.centre) @ np.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])

@@ -68,7 +68,8 @@ class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return the report as one line."""
         world = self.world
         return (
-            f"{'already complete' if self.reused else 'wrote'}: {self.folder}, {VERSION}, seed {world.seed}: "
-            f"{world.clips} clips of {world.frames} keyframes, {self.num_images:,} images, "
-            f"{self.num_sweeps:,} lidar sweeps, {self.num_annotations:,} boxes, {self.num_bytes / 1e6:,.1f} MB\n"
+            f"{'already complete' if self.reused else 'wrote'}: {self.folder}, {VERSION}, "
+            f"seed {world.seed}: {world.clips} clips of {world.frames} keyframes, "
+            f"{self.num_images:,} images, {self.num_sweeps:,} lidar sweeps, "
+            f"{self.num_annotations:,} boxes, {self.num_bytes / 1e6:,.1f} MB\n"
         )

@@ -1,7 +1,9 @@
-"""The picture of one camera: a ray for each pixel, against the ground and the blocks of everything near.
+"""The picture of one camera: a ray for each pixel, against the ground and the blocks of everything
+near.
 
-What is drawn is where the calibration says, to the pixel. Pixel coordinates have the centre of the top left pixel at
-(0, 0). Camera rays have 1 as third component, so that multiples of them are depths.
+What is drawn is where the calibration says, to the pixel. Pixel coordinates have the centre of the
+top left pixel at (0, 0). Camera rays have 1 as third component, so that multiples of them are
+depths.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def window_of(
         return slice(0, 0), slice(0, 0)
     margin_px = 0
     if (vertices[:, 2] < NEAR_M).any():
-        # Only what is ahead of the camera shows: cut the body's hull off, well before the nearest depth that is drawn.
+        # Only what is ahead of the camera shows: cut the body's hull off, well before the nearest
+        # depth that is drawn.
         is_ahead = vertices[:, 2] >= _CUT_M
         ahead = vertices[is_ahead]
         behind = vertices[~is_ahead]
@@ -90,7 +93,9 @@ def sights(
 def owners(
     camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid], width_px: int
 ) -> tuple[NDArray[np.int32], dict[int, int]]:
-    """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of each actor if alone."""
+    """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of
+    each actor if alone.
+    """
     scale = width_px / camera.size[0]
     size = (width_px, round(camera.size[1] * scale))
     global2cam = invert_rigid(cam2global)
@@ -99,7 +104,7 @@ def owners(
         np.array([[scale, 0.0, move], [0.0, scale, move], [0.0, 0.0, 1.0]]) @ camera.intrinsics
     )
     rays = pixel_rays(intrinsics, size)
-    found = np.full(size[::-1], -1, np.int32)
+    actors = np.full(size[::-1], -1, np.int32)
     nearest = np.full(size[::-1], np.inf)
     alone = dict[int, int]()
     for solid in solids:
@@ -108,26 +113,28 @@ def owners(
             silhouette[sight.window] |= sight.depth < np.inf
             nearer = sight.depth < nearest[sight.window]
             nearest[sight.window][nearer] = sight.depth[nearer]
-            found[sight.window][nearer] = solid.actor
+            actors[sight.window][nearer] = solid.actor
         if solid.actor >= 0 and silhouette.any():
             alone[solid.actor] = int(silhouette.sum())
-    return found, alone
+    return actors, alone
 
 
 def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dict[int, float]:
-    """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in at least one image."""
-    whole = np.zeros(len(clip.actors) + 1)
-    seen = np.zeros(len(clip.actors) + 1)
+    """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in
+    at least one image.
+    """
+    alone_pixels = np.zeros(len(clip.actors) + 1)
+    visible_pixels = np.zeros(len(clip.actors) + 1)
     for camera in clip.rig.cameras:
         cam2global = clip.ego2global(capture_us - camera.lead_us) @ camera.sensor2ego
-        found, alone = owners(camera, cam2global, solids, _SILHOUETTE_PX)
-        seen += np.bincount(found.ravel() + 1, minlength=len(seen))
+        actors, alone = owners(camera, cam2global, solids, _SILHOUETTE_PX)
+        visible_pixels += np.bincount(actors.ravel() + 1, minlength=len(visible_pixels))
         for actor, pixels in alone.items():
-            whole[actor + 1] += pixels
+            alone_pixels[actor + 1] += pixels
     return {
-        actor - 1: float(seen[actor] / whole[actor])
-        for actor in range(1, len(whole))
-        if whole[actor]
+        actor - 1: float(visible_pixels[actor] / alone_pixels[actor])
+        for actor in range(1, len(alone_pixels))
+        if alone_pixels[actor]
     }
 
 
@@ -140,17 +147,17 @@ def render(
     image = _backdrop(clip, camera, cam2global, rays)
     nearest = np.full(image.shape[:2], np.inf, np.float32)
     for solid in sorted(
-        solids, key=lambda one: math.dist(one.centre[:2], cam2global[:2, 3])
+        solids, key=lambda candidate: math.dist(candidate.centre[:2], cam2global[:2, 3])
     ):  # fewer are painted over
         for sight in sights(solid, invert_rigid(cam2global), camera.intrinsics, rays):
-            shown = sight.depth < nearest[sight.window]
-            depth = sight.depth[shown]
-            nearest[sight.window][shown] = depth
+            mask = sight.depth < nearest[sight.window]
+            depth = sight.depth[mask]
+            nearest[sight.window][mask] = depth
             turn = sight.cam2unit.astype(np.float32)
-            own = rays[:, *sight.window][:, shown] * depth
-            places = np.einsum("ij,jn->in", turn[:3, :3], own) + turn[:3, 3:]
-            found = colours(solid, sight.block.material, places, sight.entries[:, shown].argmax(0))
-            image[sight.window][shown] = _through_air(found, depth, clip.weather)
+            pixel_places = rays[:, *sight.window][:, mask] * depth
+            places = np.einsum("ij,jn->in", turn[:3, :3], pixel_places) + turn[:3, 3:]
+            painted = colours(solid, sight.block.material, places, sight.entries[:, mask].argmax(0))
+            image[sight.window][mask] = _through_air(painted, depth, clip.weather)
     draw = stream("sensor", clip.name, camera.channel, exposure_us)
     noise = draw.standard_normal(image.shape[:2], dtype=np.float32)[..., None] * np.float32(2.1)
     return np.clip(np.rint(cv2.GaussianBlur(image, (0, 0), 0.5) + noise), 0, 255).astype(np.uint8)
@@ -176,7 +183,10 @@ def _backdrop(
     is_ground = toward[2] < -0.002
     depth = np.float32(-cam2global[2, 3]) / toward[2][is_ground]
     eye = cam2global[:2, 3] - (clip.road.x, clip.road.y)
-    x, y = (np.float32(at) + axis[is_ground] * depth for at, axis in zip(eye, toward, strict=False))
+    x, y = (
+        np.float32(origin) + axis[is_ground] * depth
+        for origin, axis in zip(eye, toward, strict=False)
+    )
     ground = _ground(*clip.road.locate(x, y), depth / np.float32(camera.intrinsics[0, 0]))
     image[is_ground] = _through_air(ground, depth, clip.weather)
     return np.asarray(image, np.float32)

@@ -1,8 +1,9 @@
-"""Seeded random streams, and the sensor rig: six cameras and a roof lidar, placed and timed as on a nuScenes car.
+"""Seeded random streams, and the sensor rig: six cameras and a roof lidar, placed and timed as on a
+nuScenes car.
 
 Each vehicle gets its own small, seeded calibration errors, so no two have the same matrices.
-Frames: ego is x forward, y left, z up on the ground below the rear axle; a camera is x right, y down, z forward;
-the lidar is x right, y forward, z up.
+Frames: ego is x forward, y left, z up on the ground below the rear axle; a camera is x right, y
+down, z forward; the lidar is x right, y forward, z up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ LIDAR_CHANNEL: Final = "LIDAR_TOP"
 
 
 def stream(*path: object) -> np.random.Generator:
-    """Return the random stream of a path such as ``(seed, "clip", 3)``: independent of the order of use."""
+    """Return the random stream of a path such as ``(seed, "clip", 3)``: independent of the order
+    of use.
+    """
     digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
@@ -63,7 +66,8 @@ class _Mount(NamedTuple):
     lead_us: int  # how long before the end of the lidar's revolution the shutter opens
 
 
-# The lidar turns clockwise and ends its revolution at the rear left, so the front left camera fires first.
+# The lidar turns clockwise and ends its revolution at the rear left, so the front left camera fires
+# first.
 _MOUNTS: Final[dict[str, _Mount]] = {
     "CAM_FRONT": _Mount(0.0, (1.71, 0.01, 1.50), 1262.0, 35_500),
     "CAM_FRONT_RIGHT": _Mount(-55.5, (1.56, -0.495, 1.50), 1258.0, 27_600),
@@ -80,8 +84,9 @@ _OPTICAL2FORWARD: Final = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.
 class RigSensor:
     """A pinhole camera, or the lidar, on the car.
 
-    ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0); the lidar's are empty and its ``size`` in
-    pixels is (0, 0). ``lead_us``: how long before the end of the lidar's revolution it records.
+    ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0); the lidar's are empty and
+    its ``size`` in pixels is (0, 0). ``lead_us``: how long before the end of the lidar's revolution
+    it records.
     """
 
     channel: str

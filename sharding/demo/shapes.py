@@ -1,7 +1,9 @@
-"""What stands and moves in the world: upright objects made of blocks, which cameras draw and the lidar hits.
+"""What stands and moves in the world: upright objects made of blocks, which cameras draw and the
+lidar hits.
 
-Unit box coordinates of an object: x from -0.5 (rear) to 0.5 (front), y from -0.5 (right) to 0.5 (left), z from 0 to 1
-(top). They are scaled to the object's box, so a shape fills its box and never leaves it.
+Unit box coordinates of an object: x from -0.5 (rear) to 0.5 (front), y from -0.5 (right) to 0.5
+(left), z from 0 to 1 (top). They are scaled to the object's box, so a shape fills its box and never
+leaves it.
 """
 
 from __future__ import annotations
@@ -125,7 +127,9 @@ _SHAPES: Final[dict[str, tuple[Block, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Solid:
-    """One upright box. ``kind`` is an annotated category or a kind of scenery; ``style`` shifts its texture.
+    """One upright box.
+
+    ``kind`` is an annotated category or a kind of scenery; ``style`` shifts its texture.
 
     ``actor``: index in the clip's actors, -1 for scenery.
     """
@@ -144,7 +148,9 @@ class Solid:
         return _SHAPES["human" if self.kind.startswith("human.") else self.kind]
 
     def unit2global(self) -> NDArray[np.float64]:
-        """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside their boxes."""
+        """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside
+        their boxes.
+        """
         inset = INSET_M if self.actor >= 0 else 0.0
         length, width, height = (size - 2.0 * inset for size in self.size_lwh)
         c = math.cos(self.yaw_rad)
@@ -161,10 +167,11 @@ class Solid:
 
 
 def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Floats]:
-    """Return where rays (3, R, C) from a sensor, in its frame, enter a block, as multiples of them; inf for a miss.
+    """Return where rays (3, R, C) from a sensor, in its frame, enter a block, as multiples of them;
+    inf for a miss.
 
-    That is (R, C), and (3, R, C) where they pass the nearer of the two sides across each axis: the side that a ray
-    enters by is across the axis of the largest of these.
+    That is (R, C), and (3, R, C) where they pass the nearer of the two sides across each axis: the
+    side that a ray enters by is across the axis of the largest of these.
     """
     # A ray is inside from the last entry between two opposite sides to the first exit.
     along = np.einsum(
@@ -186,7 +193,9 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
 
 @lru_cache(maxsize=1)
 def _noise() -> NDArray[np.float32]:
-    """Return noise (512, 512), mean 0 and standard deviation 1, that tiles seamlessly and has more of the coarse."""
+    """Return noise (512, 512), mean 0 and standard deviation 1, that tiles seamlessly and has
+    more of the coarse.
+    """
     frequency = np.fft.fftfreq(_NOISE_PX, 1 / _NOISE_PX)
     white = stream("tile", "grain").standard_normal((_NOISE_PX, _NOISE_PX))
     spectrum = np.fft.fft2(white) / np.maximum(np.hypot(frequency[:, None], frequency), 1.0) ** 1.4
@@ -203,16 +212,16 @@ def noise_at(x_m: Floats, y_m: Floats, px_per_m: float) -> Floats:
 
 
 def colours(solid: Solid, material: str, places: Floats, axes: NDArray[np.intp]) -> Floats:
-    """Return RGB (N, 3) in full light of places (3, N) in the unit box, on sides across these axes (N,)."""
+    """Return RGB (N, 3) in full light of places (3, N) in the unit box, on sides across these
+    axes (N,).
+    """
     x, y, z = places * np.array(solid.size_lwh, places.dtype)[:, None]
     across = np.where(axes == 0, y, x)
     up = np.where(axes == 2, y, z)
     grain = noise_at(across + solid.style, up, 24.0) * _GRAIN.get(material, 4.0)
-    found = np.array(_COLOURS.get(material, solid.colour), np.float32) + grain[:, None]
+    rgb = np.array(_COLOURS.get(material, solid.colour), np.float32) + grain[:, None]
     if material == "facade":
-        found[(axes != 2) & (np.mod(across, 2.6) < 1.2) & (np.mod(up, 3.1) > 1.5)] = _COLOURS[
-            "glass"
-        ]
+        rgb[(axes != 2) & (np.mod(across, 2.6) < 1.2) & (np.mod(up, 3.1) > 1.5)] = _COLOURS["glass"]
     elif material == "striped":
-        found[np.mod(up, 0.3) < 0.13] = (240, 240, 238)
-    return np.asarray(found * _SHADE[axes][:, None], np.float32)
+        rgb[np.mod(up, 0.3) < 0.13] = (240, 240, 238)
+    return np.asarray(rgb * _SHADE[axes][:, None], np.float32)

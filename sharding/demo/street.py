@@ -1,6 +1,8 @@
-"""The street: a road of constant curvature, what lines it, and the actors on it, which never touch one another.
+"""The street: a road of constant curvature, what lines it, and the actors on it, which never touch
+one another.
 
-Places on the road are ``(along, left)`` in metres: arc length of the centre line, and distance to its left.
+Places on the road are ``(along, left)`` in metres: arc length of the centre line, and distance to
+its left.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ _WALLS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """Centre line through ``(x, y)`` of the global frame, ``heading_rad`` there, constant ``curvature_per_m``."""
+    """Centre line through ``(x, y)`` of the global frame, ``heading_rad`` there, constant
+    ``curvature_per_m``.
+    """
 
     x: float
     y: float
@@ -95,7 +99,9 @@ class Road:
     def locate(
         self, x: NDArray[np.float32], y: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in the global axes."""
+        """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in
+        the global axes.
+        """
         c = np.float32(math.cos(self.heading_rad))
         s = np.float32(math.sin(self.heading_rad))
         u = c * x + s * y
@@ -117,7 +123,9 @@ def corners(
     length: float,
     width: float,
 ) -> NDArray[np.float64]:
-    """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the given centres."""
+    """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the
+    given centres.
+    """
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
     left = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c = np.cos(yaw_rad)[..., None]
@@ -128,7 +136,9 @@ def corners(
 
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
-    """Return whether two tracks of rectangles (T, 4, 2) touch at any of the T instants (separating axis theorem)."""
+    """Return whether two tracks of rectangles (T, 4, 2) touch at any of the T instants
+    (separating axis theorem).
+    """
     apart = ((first.max(1) < second.min(1)) | (second.max(1) < first.min(1))).any(1)
     for rectangle in () if apart.all() else (first, second):
         for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
@@ -139,8 +149,10 @@ def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) 
 
 
 def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Solid, ...]:
-    """Return buildings, trees and posts on both sides of the road, from behind the start to past the end."""
-    found: list[Solid] = []
+    """Return buildings, trees and posts on both sides of the road, from behind the start to past
+    the end.
+    """
+    solids: list[Solid] = []
 
     def stand(
         kind: str,
@@ -151,7 +163,7 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
     ) -> None:
         centre = (*road.point(along, left), floor_m + size_lwh[2] / 2.0)
         colour = _WALLS[int(draw.integers(len(_WALLS)))]
-        found.append(
+        solids.append(
             Solid(
                 kind=kind,
                 actor=-1,
@@ -186,15 +198,16 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
                 stand("crown", along, left, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M)
                 stand("trunk", along, left, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
-    return tuple(found)
+    return tuple(solids)
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One annotated object: a box that moves at constant speed in road coordinates and keeps its angle to the road.
+    """One annotated object: a box that moves at constant speed in road coordinates and keeps its
+    angle to the road.
 
-    ``size_wlh`` in metres as nuScenes orders it, ``speed_mps`` along and to the left of the road, ``facing_rad``
-    relative to the road's heading, ``attribute`` the nuScenes attribute name or "".
+    ``size_wlh`` in metres as nuScenes orders it, ``speed_mps`` along and to the left of the road,
+    ``facing_rad`` relative to the road's heading, ``attribute`` the nuScenes attribute name or "".
     """
 
     category: str
@@ -207,7 +220,9 @@ class Actor:
     attribute: str
 
     def pose(self, road: Road, t_s: float) -> tuple[float, float, float]:
-        """Return rounded global x, y of the footprint's centre and yaw, ``t_s`` seconds into the clip."""
+        """Return rounded global x, y of the footprint's centre and yaw, ``t_s`` seconds into the
+        clip.
+        """
         along = self.along + self.speed_mps[0] * t_s
         x, y = road.point(along, self.left + self.speed_mps[1] * t_s)
         return (
@@ -226,7 +241,9 @@ def _actor(
     speed_mps: tuple[float, float] = (0.0, 0.0),
     facing_rad: float | None = None,
 ) -> Actor:
-    """Return an actor that faces where it goes, or as ``facing_rad`` says, of a size near its category's."""
+    """Return an actor that faces where it goes, or as ``facing_rad`` says, of a size near its
+    category's.
+    """
     spread = 0.0 if category.startswith("movable") else 0.06
     width, length, height = (
         round(size * (1.0 + draw.uniform(-spread, spread)), 3) for size in SIZES_WLH[category]
@@ -354,7 +371,8 @@ def populate(
     route_m: float,
     ego_mps: float,
 ) -> tuple[Actor, ...]:
-    """Return actors along ``route_m`` metres of road, none of which ever touches another or the ego car.
+    """Return actors along ``route_m`` metres of road, none of which ever touches another or the ego
+    car.
 
     ``ego_track`` (T, 4, 2) holds the ego car's footprints every tenth of a second over the clip.
     """
@@ -366,14 +384,14 @@ def populate(
         *_people(draw, start, end),
     ]
     times = [_CHECK_STEP_S * step for step in range(len(ego_track))]
-    kept: list[Actor] = []
+    actors: list[Actor] = []
     tracks: list[NDArray[np.float64]] = [ego_track]
     for actor in candidates:
         track = footprint_track(actor, road, times, _ELBOW_ROOM_M)
-        if not any(footprints_overlap(track, other) for other in tracks):
-            kept.append(actor)
+        if not any(footprints_overlap(track, occupied) for occupied in tracks):
+            actors.append(actor)
             tracks.append(track)
-    return tuple(kept)
+    return tuple(actors)
 
 
 def check_times(duration_s: float) -> list[float]:
@@ -384,7 +402,9 @@ def check_times(duration_s: float) -> list[float]:
 def footprint_track(
     actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0
 ) -> NDArray[np.float64]:
-    """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
+    """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in
+    length and width.
+    """
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
     return corners(
         x, y=y, yaw_rad=yaw, length=actor.size_wlh[1] + margin_m, width=actor.size_wlh[0] + margin_m

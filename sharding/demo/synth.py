@@ -1,4 +1,6 @@
-"""``fuelrail.synth``: workers record the captures of a world, tables come last, one rename publishes it."""
+"""``fuelrail.synth``: workers record the captures of a world, tables come last, one rename
+publishes it.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,14 @@ def synth(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     **options: Any,  # checked by the conversion
 ) -> SynthReport:
-    """Render a synthetic street world as nuScenes v1.0 tables; the same options give the same bytes.
+    """Render a synthetic street world as nuScenes v1.0 tables; the same options give the same
+    bytes.
 
-    ``out`` is a folder that does not exist or is empty; it is either completed or left as it was. Options are the
-    fields of :class:`SynthOptions`, as keywords (``seed=7, clips=2``) or as one struct. ``progress`` is called with the
-    number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out`` holds something
-    else than exactly this world, DatasetError where it cannot be written.
+    ``out`` is a folder that does not exist or is empty; it is either completed or left as it was.
+    Options are the fields of :class:`SynthOptions`, as keywords (``seed=7, clips=2``) or as one
+    struct. ``progress`` is called with the number of captures done and in all. Raises ConfigError
+    for options, DatasetExistsError where ``out`` holds something else than exactly this world,
+    DatasetError where it cannot be written.
     """
     if world is not None and options:
         raise ConfigError(
@@ -65,7 +69,8 @@ def synth(
     chosen = make_options(SynthOptions, world, options)
     if is_url(os.fspath(out)):
         raise ConfigError(
-            f"the output of synth must be a folder of this machine, got '{shown_url(os.fspath(out))}'"
+            "the output of synth must be a folder of this machine, got "
+            f"'{shown_url(os.fspath(out))}'"
         )
     folder = Path(os.path.abspath(out))  # noqa: PTH100 - a link as OUT stays the link
     plain = msgspec.structs.replace(chosen, workers=0)
@@ -90,22 +95,27 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
         marker = msgspec.json.decode((out / MARKER).read_bytes(), type=_Marker)
     except (OSError, msgspec.DecodeError, ConfigError):
         raise DatasetExistsError(
-            f"'{out}' isn't empty and holds no synthetic world; name another folder, or empty this one"
+            f"'{out}' isn't empty and holds no synthetic world; name another folder, or "
+            "empty this one"
         ) from None
     report = marker.report
     if report.world != world or marker.rendering != _RENDERING:
-        there = msgspec.structs.asdict(report.world)
-        asked = msgspec.structs.asdict(world)
-        found = ", ".join(
-            f"{name} {one}, not {asked[name]}" for name, one in there.items() if one != asked[name]
+        stored = msgspec.structs.asdict(report.world)
+        requested = msgspec.structs.asdict(world)
+        changed = ", ".join(
+            f"{name} {value}, not {requested[name]}"
+            for name, value in stored.items()
+            if value != requested[name]
         )
         raise DatasetExistsError(
-            f"'{out}' holds another synthetic world ({found or 'of another version of this program'}); name another "
-            "folder, or remove this one"
+            f"'{out}' holds another synthetic world "
+            f"({changed or 'of another version of this program'}); name another folder, or "
+            "remove this one"
         )
     if _num_bytes(out) != report.num_bytes:
         raise DatasetExistsError(
-            f"'{out}' holds this world, but files were changed or removed; remove it and run this again"
+            f"'{out}' holds this world, but files were changed or removed; remove it and "
+            "run this again"
         )
     return msgspec.structs.replace(report, reused=True)
 
@@ -157,7 +167,8 @@ def _write(
         _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
     sightings: dict[tuple[int, int], list[Sighting]] = {}
     advance(0, len(tasks))
-    # Half of the time is spent without the interpreter's lock, so that more threads than a few wait for each other.
+    # Half of the time is spent without the interpreter's lock, so that more threads than a few wait
+    # for each other.
     num_workers = min(num_workers, len(tasks))
     in_workers = in_threads if num_workers <= MAX_THREADS else in_processes
     recorded = in_workers(partial(record, world, root), tasks, num_workers)

@@ -21,7 +21,8 @@ Row = dict[str, Any]
 Tokens = Callable[..., str]
 """Makes the token of a record of this world from what the record is."""
 
-# nuScenes' names in full, so that tools which look for one of them find it, whether or not the world has any.
+# nuScenes' names in full, so that tools which look for one of them find it, whether or not the
+# world has any.
 _CATEGORIES: Final = (
     "human.pedestrian.adult",
     "human.pedestrian.child",
@@ -82,7 +83,9 @@ def map_filename(world: SynthOptions) -> str:
 
 
 def splits(world: SynthOptions) -> dict[str, list[str]]:
-    """Return split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
+    """Return split name to scene names: every fourth clip, or the last of fewer, is val; a
+    single one is train.
+    """
     names = [make_clip(world, index).name for index in range(world.clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
     return {"train": [name for name in names if name not in val], "val": val}
@@ -91,13 +94,19 @@ def splits(world: SynthOptions) -> dict[str, list[str]]:
 def make_tables(
     world: SynthOptions, sightings: Mapping[tuple[int, int], Sequence[Sighting]]
 ) -> dict[str, list[Row]]:
-    """Return all thirteen tables by name, from what each keyframe (clip, frame) shows of the actors."""
+    """Return all thirteen tables by name, from what each keyframe (clip, frame) shows of the
+    actors.
+    """
     tokens: Tokens = partial(token, world.seed)
     clips = [make_clip(world, index) for index in range(world.clips)]
     tables: dict[str, list[Row]] = {
         name: [
-            {"token": tokens(name, one), "name": one, "description": f"As nuScenes' {one}."}
-            for one in names
+            {
+                "token": tokens(name, entry_name),
+                "name": entry_name,
+                "description": f"As nuScenes' {entry_name}.",
+            }
+            for entry_name in names
         ]
         for name, names in (("category", _CATEGORIES), ("attribute", _ATTRIBUTES))
     }
@@ -122,8 +131,8 @@ def make_tables(
         key_times = _scene(world, clip, tokens, tables)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
             _sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
-        shown = [sightings[clip.index, frame] for frame in range(world.frames)]
-        _annotations(clip, times=key_times, sightings=shown, tokens=tokens, tables=tables)
+        clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
+        _annotations(clip, times=key_times, sightings=clip_sightings, tokens=tokens, tables=tables)
     logs = dict.fromkeys(clip.log for clip in clips)
     tables["log"] = [{"token": tokens("log", log), **log_facts(world, log)} for log in logs]
     tables["map"] = [
@@ -193,12 +202,12 @@ def _sensor_data(
         if not (is_lidar or capture.is_key_frame):
             continue
         time = capture.timestamp_us - sensor.lead_us
-        own = tokens("sample_data", clip.index, channel, time)
+        data_token = tokens("sample_data", clip.index, channel, time)
         translation, rotation = clip.ego(time)
         # As in nuScenes, the pose of a file has the file's own token.
         tables["ego_pose"].append(
             {
-                "token": own,
+                "token": data_token,
                 "timestamp": time,
                 "rotation": list(rotation),
                 "translation": list(translation),
@@ -206,9 +215,9 @@ def _sensor_data(
         )
         rows.append(
             {
-                "token": own,
+                "token": data_token,
                 "sample_token": tokens("sample", clip.index, capture.frame),
-                "ego_pose_token": own,
+                "ego_pose_token": data_token,
                 "calibrated_sensor_token": calibrated,
                 "timestamp": time,
                 "fileformat": "pcd" if is_lidar else "jpg",
@@ -228,20 +237,24 @@ def _annotations(
     tokens: Tokens,
     tables: dict[str, list[Row]],
 ) -> None:
-    """Annotate each actor from the first to the last keyframe in which the lidar has a point of it."""
+    """Annotate each actor from the first to the last keyframe in which the lidar has a point of
+    it.
+    """
     by_actor: dict[int, dict[int, Sighting]] = defaultdict(dict)
-    for frame, found in enumerate(sightings):
-        for sighting in found:
+    for frame, frame_sightings in enumerate(sightings):
+        for sighting in frame_sightings:
             by_actor[sighting.actor][frame] = sighting
-    for number, seen in sorted(by_actor.items()):
-        with_points = [frame for frame, sighting in seen.items() if sighting.num_lidar_points > 0]
+    for number, by_frame in sorted(by_actor.items()):
+        with_points = [
+            frame for frame, sighting in by_frame.items() if sighting.num_lidar_points > 0
+        ]
         if not with_points:
             continue
         actor = clip.actors[number]
         instance = tokens("instance", clip.index, number)
         rows = []
         for frame in range(min(with_points), max(with_points) + 1):
-            sighting = seen.get(frame, Sighting(number, 0, 0.0))
+            sighting = by_frame.get(frame, Sighting(number, 0, 0.0))
             centre, yaw = clip.actor_box(actor, times[frame])
             rows.append(
                 {

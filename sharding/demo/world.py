@@ -1,11 +1,14 @@
-"""The synthetic world as pure description: clips, what stands and moves in them, where the car is at any time.
+"""The synthetic world as pure description: clips, what stands and moves in them, where the car is
+at any time.
 
-Everything is a function of the `SynthOptions`. What is rendered, scanned and written in tables is read from here.
+Everything is a function of the `SynthOptions`. What is rendered, scanned and written in tables is
+read from here.
 
-Time. The car moves all the time: each sensor is placed by the ego pose at its own timestamp. Other objects step from
-one *capture* to the next (a capture is one revolution of the lidar and the six exposures within it) and stand still
-during it, at their place at its reference time. So an annotation, which the format ties to the sample's timestamp, lies
-exactly on the object in each of the sample's images, though these are exposed up to 43 ms earlier.
+Time. The car moves all the time: each sensor is placed by the ego pose at its own timestamp. Other
+objects step from one *capture* to the next (a capture is one revolution of the lidar and the six
+exposures within it) and stand still during it, at their place at its reference time. So an
+annotation, which the format ties to the sample's timestamp, lies exactly on the object in each of
+the sample's images, though these are exposed up to 43 ms earlier.
 """
 
 from __future__ import annotations
@@ -94,7 +97,9 @@ _LOCATIONS: Final = ("synth-riverside", "synth-hilltop", "synth-harbour", "synth
 
 
 class Capture(NamedTuple):
-    """One instant of one clip: a keyframe, which all sensors record, or a lidar sweep before keyframe ``frame``."""
+    """One instant of one clip: a keyframe, which all sensors record, or a lidar sweep before
+    keyframe ``frame``.
+    """
 
     clip: int
     frame: int
@@ -124,7 +129,10 @@ class SynthClip:
     @property
     def description(self) -> str:
         """Return free text as a nuScenes scene has it; rain and night are found by these words."""
-        return f"Synthetic, {self.weather.description}, roadworks, parked cars, peds on sidewalk, peds crossing"
+        return (
+            f"Synthetic, {self.weather.description}, roadworks, parked cars, peds on sidewalk, "
+            "peds crossing"
+        )
 
     def seconds(self, timestamp_us: int) -> float:
         """Return the time since the start of the clip [s]."""
@@ -133,7 +141,9 @@ class SynthClip:
     def ego(
         self, timestamp_us: int
     ) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
-        """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
+        """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves
+        in the plane z = 0.
+        """
         x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
 
@@ -143,18 +153,22 @@ class SynthClip:
         return rigid(np.array(rotation), np.array(translation))
 
     def actor_box(self, actor: Actor, capture_us: int) -> tuple[tuple[float, float, float], float]:
-        """Return the rounded global centre and yaw of an actor's box in the capture with this reference time."""
+        """Return the rounded global centre and yaw of an actor's box in the capture with this
+        reference time.
+        """
         x, y, yaw = actor.pose(self.road, self.seconds(capture_us))
         # Boxes end a little above the ground: no ground point is ever inside one.
         return (x, y, round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS)), yaw
 
     def solids(self, capture_us: int) -> list[Solid]:
-        """Return all within sight of the car in a capture, actors first, at their places at its reference time."""
-        found = []
+        """Return all within sight of the car in a capture, actors first, at their places at its
+        reference time.
+        """
+        actor_solids = []
         for index, actor in enumerate(self.actors):
             centre, yaw = self.actor_box(actor, capture_us)
             width, length, height = actor.size_wlh
-            found.append(
+            actor_solids.append(
                 Solid(
                     kind=actor.category,
                     actor=index,
@@ -167,14 +181,18 @@ class SynthClip:
             )
         ego_xy = self.ego(capture_us)[0][:2]
         return [
-            one for one in (*found, *self.scenery) if math.dist(one.centre[:2], ego_xy) < _REACH_M
+            solid
+            for solid in (*actor_solids, *self.scenery)
+            if math.dist(solid.centre[:2], ego_xy) < _REACH_M
         ]
 
 
 def _ego_pose(
     road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float
 ) -> tuple[float, float, float]:
-    """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway in the lane."""
+    """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a
+    slow sway in the lane.
+    """
     pulse, rate, drift = sway
     along = speed_mps * t_s + pulse * (1.0 - math.cos(rate * t_s)) / rate
     left = -LANE_WIDTH_M / 2.0 + drift * math.sin(0.11 * along)
@@ -261,16 +279,19 @@ def log_facts(world: SynthOptions, log: int) -> dict[str, str]:
 
 
 def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
-    """Return all captures of a clip by time. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
+    """Return all captures of a clip by time.
+
+    Keyframes are half a second apart, within 2 ms; sweeps divide the time.
+    """
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)
     keys = [
         clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0)
         for frame in range(world.frames)
     ]
-    found = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
+    captures_made = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
     for frame, (before, key) in enumerate(pairwise(keys), 1):
         for step in range(1, world.lidar_sweeps + 2):
             time = before + (key - before) * step // (world.lidar_sweeps + 1)
-            found.append(Capture(clip.index, frame, time, is_key_frame=time == key))
-    return found
+            captures_made.append(Capture(clip.index, frame, time, is_key_frame=time == key))
+    return captures_made

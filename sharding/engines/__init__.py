@@ -33,8 +33,8 @@ class EngineOptions(Settings, frozen=True, kw_only=True):
     engine: Annotated[
         Literal["threads", "processes", "ray"] | None,
         flag(
-            "where shards are made: threads or processes of this machine, or a Ray cluster; the bytes "
-            "are the same (default: threads for a few workers, processes for more)"
+            "where shards are made: threads or processes of this machine, or a Ray cluster; "
+            "the bytes are the same (default: threads for a few workers, processes for more)"
         ),
     ] = None
     ray_address: RayAddress = None
@@ -53,20 +53,22 @@ class Engine(Protocol):
     ) -> Iterator[ShardDone]:
         """Make these shards of the plan; yield them as they are done, in any order.
 
-        ``advance`` gets the bytes written since its last call, in the calling thread. Raises the first error of a task;
-        the other tasks stop between two samples and leave no partial file.
+        ``advance`` gets the bytes written since its last call, in the calling thread. Raises the
+        first error of a task; the other tasks stop between two samples and leave no partial file.
         """
         ...
 
 
-def check_address(address: str | None, what: str, *, is_used: bool) -> None:
+def check_address(address: str | None, purpose: str, *, is_used: bool) -> None:
     """Raise ConfigError for an address of Ray without what it is for."""
     if address is not None and not is_used:
-        raise ConfigError(f"a Ray address needs {what}, got address '{address}' without it")
+        raise ConfigError(f"a Ray address needs {purpose}, got address '{address}' without it")
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """Make the engine; raises ConfigError where Ray is not installed or options do not go together."""
+    """Make the engine; raises ConfigError where Ray is not installed or options do not go
+    together.
+    """
     check_address(options.ray_address, "the engine ray", is_used=options.engine == "ray")
     if options.engine == "ray":
         from fuelrail.sharding.engines.ray import RayEngine

@@ -1,7 +1,9 @@
-"""Shards made on this machine: in this process for one worker, in threads of it for a few, in processes for more.
+"""Shards made on this machine: in this process for one worker, in threads of it for a few, in
+processes for more.
 
-Threads start at once, processes after a second or more each; beyond a few threads Python's lock holds them up. One loop
-serves both pools. The bytes are the same; so is what is on disk after any of them is killed.
+Threads start at once, processes after a second or more each; beyond a few threads Python's lock
+holds them up. One loop serves both pools. The bytes are the same; so is what is on disk after any
+of them is killed.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ MAX_THREADS: Final = 4
 _POLL_S: Final = 0.1
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
-_own = threading.local()
-"""The state of each worker: its writer's maker, as readers of the scan table must not be shared, and its ``pulse``."""
+_worker_state = threading.local()
+"""The state of each worker: its writer's maker, as readers of the scan table must not be shared,
+and its ``pulse``.
+"""
 
 
 class LocalEngine:
-    """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None: chosen by the number."""
+    """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None:
+    chosen by the number.
+    """
 
     def __init__(self, num_workers: int, kind: str | None = None) -> None:
         if num_workers < 1:
@@ -61,11 +67,11 @@ class LocalEngine:
         num_workers: int,
         advance: Callable[[int], None],
     ) -> Iterator[ShardDone]:
-        # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this
-        # process.
+        # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must
+        # stay with this process.
         context = multiprocessing.get_context("spawn")
         kit: Any = multiprocessing.dummy if self._kind == "threads" else context
-        seen = 0
+        reported = 0
         workers: ThreadPoolExecutor | ProcessPoolExecutor
         try:
             written = kit.Value("q", 0, lock=False)
@@ -76,14 +82,15 @@ class LocalEngine:
                 workers = ProcessPoolExecutor(num_workers, context, _start_process, shared)
         except OSError as error:
             raise FuelrailError(
-                f"worker processes cannot be prepared: {error.strerror or error}; they need some shared memory of this "
-                "machine (/dev/shm): free some, or use --engine threads"
+                f"worker processes cannot be prepared: {error.strerror or error}; they need "
+                "some shared memory of this machine (/dev/shm): free some, or use --engine threads"
             ) from error
         with workers as pool:
             pending: set[Future[ShardDone]] = set()
             try:
                 while True:
-                    # A Ctrl-C inside wait() would leave locks of futures held, and threads that make shards hang there.
+                    # A Ctrl-C inside wait() would leave locks of futures held, and threads that
+                    # make shards hang there.
                     with ctrl_c_waits():
                         for number in numbers:
                             pending.add(pool.submit(_make, number))
@@ -92,18 +99,20 @@ class LocalEngine:
                         done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
                     if not (done or pending):
                         return
-                    advance(written.value - seen)
-                    seen = written.value
+                    advance(written.value - reported)
+                    reported = written.value
                     for future in done:
                         yield future.result()
             except BrokenProcessPool as error:
                 raise FuelrailError(
-                    "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the "
-                    "calling script lacks `if __name__ == '__main__':`; run the same command again to resume"
+                    "a worker process died: it was killed, perhaps for lack of memory (use "
+                    "fewer workers), or the calling script lacks `if __name__ == "
+                    "'__main__':`; run the same command again to resume"
                 ) from error
             finally:
                 stop.set()
-                # Cancelled by the pool's own thread: one that we cancelled would make it stumble over a worker's death.
+                # Cancelled by the pool's own thread: one that we cancelled would make it stumble
+                # over a worker's death.
                 pool.shutdown(cancel_futures=True)
 
 
@@ -117,8 +126,8 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
             raise RunStoppedError("stopped")
 
     # The writer is made by the first task: an error is that task's then.
-    _own.writer = lru_cache(1)(lambda: ShardWriter(job))
-    _own.pulse = pulse
+    _worker_state.writer = lru_cache(1)(lambda: ShardWriter(job))
+    _worker_state.pulse = pulse
 
 
 def _start_process(*shared: Any) -> None:
@@ -127,5 +136,5 @@ def _start_process(*shared: Any) -> None:
 
 
 def _make(number: int) -> ShardDone:
-    done: ShardDone = _own.writer().make(number, _own.pulse)
+    done: ShardDone = _worker_state.writer().make(number, _worker_state.pulse)
     return done

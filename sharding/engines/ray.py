@@ -1,9 +1,11 @@
-"""Pieces of work made by a Ray cluster, an existing one or a local one that this run starts: shards, rows of a layer.
+"""Pieces of work made by a Ray cluster, an existing one or a local one that this run starts:
+shards, rows of a layer.
 
-A task makes one piece and writes it to OUT itself; what goes through Ray is the job (small), a piece's number, and a
-line of result. So nothing of a dataset's size enters the object store, and nothing is ever spilled from it. A task that
-dies with its process or node, or is killed for want of memory, is tried again elsewhere: it is a pure function, and a
-half-written piece has no name. A process keeps what it needs for the pieces of a run, such as a model.
+A task makes one piece and writes it to OUT itself; what goes through Ray is the job (small), a
+piece's number, and a line of result. So nothing of a dataset's size enters the object store, and
+nothing is ever spilled from it. A task that dies with its process or node, or is killed for want of
+memory, is tried again elsewhere: it is a pure function, and a half-written piece has no name. A
+process keeps what it needs for the pieces of a run, such as a model.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
 
 TASK_MEMORY_BYTES: Final = 512 << 20
-"""Memory that a task requests: a sample's bytes, the rows of one shard's record, and the interpreter."""
+"""Memory that a task requests: a sample's bytes, the rows of one shard's record, and the
+interpreter.
+"""
 
 _MAX_RETRIES: Final = 10
 
@@ -49,12 +53,16 @@ _TASKS_AHEAD: Final = (
 _LOOK_S: Final = 5.0
 
 NO_NODE_S: Final = 300.0
-"""Longest time without a node that a task fits on, while a lost one is replaced or the cluster scales up."""
+"""Longest time without a node that a task fits on, while a lost one is replaced or the cluster
+scales up.
+"""
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
 Start = Callable[[str], Callable[[int], Any]]
-"""Called once in each process with the address of its node; returns what makes a piece from its number."""
+"""Called once in each process with the address of its node; returns what makes a piece from its
+number.
+"""
 
 _started: tuple[str, Callable[[int], Any]] | None = None
 
@@ -66,7 +74,8 @@ _FIELDS: Final = ("scan_table", "plan_rows", "selection")
 
 
 class RayEngine:
-    """A cluster. ``num_workers`` bounds how many pieces are made at once; 0 for as many as its nodes have room for.
+    """A cluster. ``num_workers`` bounds how many pieces are made at once; 0 for as many as its
+    nodes have room for.
 
     Each piece takes ``cpus`` and ``gpus`` of one node.
     """
@@ -104,7 +113,8 @@ class RayEngine:
     def make(
         self, start: Start, numbers: Sequence[int], look: Callable[[], None] = lambda: None
     ) -> Iterator[Any]:
-        """Yield what becomes of these pieces, each made by a task, in any order; call ``look`` twice a second.
+        """Yield what becomes of these pieces, each made by a task, in any order; call ``look``
+        twice a second.
 
         Raises the first error of a task, and FuelrailError where a task is lost again and again.
         """
@@ -125,9 +135,9 @@ class RayEngine:
         pending: list[Any] = []
         try:
             while True:
-                wanted = self._num_workers or nodes.room() * _TASKS_AHEAD
+                num_wanted = self._num_workers or nodes.room() * _TASKS_AHEAD
                 # Fewer than are under way are wanted, once a node has died.
-                more = max(wanted - len(pending), 0)
+                more = max(num_wanted - len(pending), 0)
                 pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, more)]
                 if not pending:
                     return
@@ -148,8 +158,8 @@ class RayEngine:
             raise error.cause from error
         except ray.exceptions.GetTimeoutError as error:
             raise FuelrailError(
-                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; run the same "
-                "command again to resume"
+                "the Ray cluster did not hand over a finished task's result within "
+                f"{_RESULT_S:.0f} s; run the same command again to resume"
             ) from error
         except ray.exceptions.RayError as error:
             raise FuelrailError(
@@ -190,7 +200,9 @@ class RayEngine:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
-        """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
+        """Be connected to the cluster, which is started where there is no address; raise
+        ConfigError otherwise.
+        """
         is_ours = connect_ray(self._ray, self._address, self._num_workers or num_usable_cpus())
         try:
             yield
@@ -202,9 +214,9 @@ class RayEngine:
 class _Nodes:
     """What is on the cluster's nodes, read every few seconds because each read is a call."""
 
-    def __init__(self, ray: Any, needed: dict[str, int]) -> None:
+    def __init__(self, ray: Any, resources: dict[str, int]) -> None:
         self._ray = ray
-        self._needed = needed
+        self._resources = resources
         self._looked_s = self._fitting_s = time.monotonic()
         self._room = 0
         self._look()
@@ -216,31 +228,35 @@ class _Nodes:
         return max(self._room, 1)
 
     def check(self) -> None:
-        """Raise FuelrailError where for a long time no node has been there that could take a task."""
+        """Raise FuelrailError where for a long time no node has been there that could take a
+        task.
+        """
         self.room()
         if not self._room and time.monotonic() - self._fitting_s > NO_NODE_S:
             units = " and ".join(
-                f"{amount:,} {name}" for name, amount in self._needed.items() if amount
+                f"{amount:,} {name}" for name, amount in self._resources.items() if amount
             )
             raise FuelrailError(
-                f"the Ray cluster has had no node with {units} for {NO_NODE_S:.0f} s, which each task needs; add "
-                "nodes, then run the same command again to resume"
+                f"the Ray cluster has had no node with {units} for {NO_NODE_S:.0f} s, which "
+                "each task needs; add nodes, then run the same command again to resume"
             )
 
     def _look(self) -> None:
         self._looked_s = time.monotonic()
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         fitting = [
-            [node.get(name, 0) // amount for name, amount in self._needed.items() if amount]
+            [node.get(name, 0) // amount for name, amount in self._resources.items() if amount]
             for node in nodes
         ]
-        self._room = sum(int(min(one)) for one in fitting)
+        self._room = sum(int(min(room)) for room in fitting)
         if self._room:
             self._fitting_s = self._looked_s
 
 
 def _make(start: Start, run: str, number: int) -> Any:
-    """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try again."""
+    """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try
+    again.
+    """
     global _started
     import ray
 
@@ -263,7 +279,9 @@ def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDo
 
 
 def _no_pulse(num_bytes: int) -> None:
-    """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is to end."""
+    """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is
+    to end.
+    """
 
 
 def share_inputs(job: WriteJob, run: str) -> None:
@@ -288,8 +306,8 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
         Path(place).exists() for place in job.source.location.split("\n")
     ):
         raise ConfigError(
-            f"node {node} cannot read the source '{job.source.location}': it must be on a file system that all nodes "
-            "share, at the same path, or at a URL"
+            f"node {node} cannot read the source '{job.source.location}': it must be on a "
+            "file system that all nodes share, at the same path, or at a URL"
         )
     with contextlib.suppress(OSError):
         path = job.scan_table.parent / _RUN
@@ -297,15 +315,16 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             return job
     if not is_url(job.out):
         raise DatasetError(
-            f"node {node} cannot read the output folder '{job.out}' of the machine that runs the command: it "
-            "must lie on a file system that all nodes share, at the same path, or at a URL such as s3://bucket/prefix"
+            f"node {node} cannot read the output folder '{job.out}' of the machine that "
+            "runs the command: it must lie on a file system that all nodes share, at the "
+            "same path, or at a URL such as s3://bucket/prefix"
         )
     folder = _node_folder(job.out) / run
     with _locked(folder.parent / "lock"):
         if not folder.exists():
-            for other in folder.parent.iterdir():
-                if other.is_dir():
-                    shutil.rmtree(other, ignore_errors=True)  # of a run that was killed
+            for stale in folder.parent.iterdir():
+                if stale.is_dir():
+                    shutil.rmtree(stale, ignore_errors=True)  # of a run that was killed
             _fetch(job, folder)
     return dataclasses.replace(job, **{name: folder / getattr(job, name).name for name in _FIELDS})
 

@@ -1,13 +1,14 @@
-"""The output of a run: a folder, or a URL of an object store; both give a file its name when it is complete.
+"""The output of a run: a folder, or a URL of an object store; both give a file its name when it is
+complete.
 
-A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/{name}`` for what goes when the dataset
-is finished. How a file appears whole differs::
+A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/{name}`` for what
+goes when the dataset is finished. How a file appears whole differs::
 
     folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
     URL      a multipart upload, completed when all parts are uploaded, aborted where something fails
 
-So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``, finished shards by
-their records in ``.fuelrail/records/``; ``dataset.json`` is written last.
+So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``,
+finished shards by their records in ``.fuelrail/records/``; ``dataset.json`` is written last.
 """
 
 from __future__ import annotations
@@ -42,17 +43,21 @@ from fuelrail.pipeline.storage.files import (
     sync_folder,
 )
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.output.url import UrlOutput
 
 T = TypeVar("T")
 
 _MAX_SMALL_BYTES: Final = 1 << 30
-"""The largest file that is read as a whole: the largest are shards' records, which have their rows of the index."""
+"""The largest file that is read as a whole: the largest are shards' records, which have their
+rows of the index.
+"""
 
 
 def open_output(location: str | os.PathLike[str]) -> Output:
-    """Return the output at a folder or a URL; raises ConfigError for a URL that cannot be written."""
+    """Return the output at a folder or a URL; raises ConfigError for a URL that cannot be
+    written.
+    """
     text = os.fspath(location)
     if is_url(text):
         return UrlOutput(text)
@@ -60,7 +65,9 @@ def open_output(location: str | os.PathLike[str]) -> Output:
 
 
 def manifest_in(out: Output, kinds: Kinds = DATASETS) -> Manifest | None:
-    """Return the manifest of the dataset in OUT, None if none is finished; raises ManifestError if it is damaged."""
+    """Return the manifest of the dataset in OUT, None if none is finished; raises ManifestError
+    if it is damaged.
+    """
     data = out.read(MANIFEST_FILE)
     return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
 
@@ -69,8 +76,8 @@ def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
     """Return the manifest if tables and attributes match it, else None."""
     if manifest is None:
         return None
-    whole = all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in manifest.files)
-    return manifest if whole else None
+    is_complete = all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in manifest.files)
+    return manifest if is_complete else None
 
 
 def check_out(out: Output) -> None:
@@ -82,8 +89,8 @@ def check_out(out: Output) -> None:
     names = out.names()
     if names and MANIFEST_FILE not in names and WORK_FOLDER not in names:
         raise DatasetExistsError(
-            f"output folder '{out.shown}' is not empty and holds no dataset (there is '{names[0]}'): "
-            "choose an empty one"
+            f"output folder '{out.shown}' is not empty and holds no dataset (there is "
+            f"'{names[0]}'): choose an empty one"
         )
 
 
@@ -111,11 +118,11 @@ def read_json(out: Output, name: str, kind: type[T], remedy: str) -> T | None:
     except msgspec.ValidationError as error:
         raise DatasetExistsError(
             f"'{out.shown}/{name}' was left by another version of fuelrail, or by another program "
-            f"({shown(str(error))}): {remedy}"
+            f"({shortened(str(error))}): {remedy}"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DatasetExistsError(
-            f"'{out.shown}/{name}' is cut or damaged ({shown(str(error))}): {remedy}"
+            f"'{out.shown}/{name}' is cut or damaged ({shortened(str(error))}): {remedy}"
         ) from error
 
 
@@ -133,9 +140,9 @@ def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
 class FolderOutput:
     """A folder of this machine, or of a file system that several machines share.
 
-    Names are relative to it, with ``/``; each process, on any machine, makes its own. ``location`` is the text that
-    :func:`open_output` takes, ``shown`` the location as messages may show it, ``work`` the folder on this machine for
-    scan table, plan and files that are being made.
+    Names are relative to it, with ``/``; each process, on any machine, makes its own. ``location``
+    is the text that :func:`open_output` takes, ``shown`` the location as messages may show it,
+    ``work`` the folder on this machine for scan table, plan and files that are being made.
     """
 
     def __init__(self, folder: str) -> None:
@@ -145,7 +152,9 @@ class FolderOutput:
         self.temporary = self.work / "tmp"
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in OUT, or in a folder of it, sorted; raises DatasetError where they cannot be listed."""
+        """Return the names in OUT, or in a folder of it, sorted; raises DatasetError where they
+        cannot be listed.
+        """
         try:
             return sorted(entry.name for entry in (self.root / folder).iterdir())
         except FileNotFoundError:
@@ -164,7 +173,9 @@ class FolderOutput:
             ) from error
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does not exist."""
+        """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does
+        not exist.
+        """
         try:
             if num_bytes is not None:
                 with open_file(self.root / name) as file:
@@ -177,7 +188,9 @@ class FolderOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a file in the working folder; it is synced and renamed where the block ends without an error."""
+        """Yield a file in the working folder; it is synced and renamed where the block ends
+        without an error.
+        """
         final = self.root / name
         self.temporary.mkdir(parents=True, exist_ok=True)
         final.parent.mkdir(exist_ok=True)
@@ -226,7 +239,7 @@ class FolderOutput:
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextlib.contextmanager
-    def writing(self, kept: str = "finished shards") -> Iterator[None]:
+    def writing(self, reused: str = "finished shards") -> Iterator[None]:
         """Turn the system's errors while OUT is written into one sentence (DatasetError).
 
         ``kept`` names what the next run reuses.
@@ -235,18 +248,18 @@ class FolderOutput:
             yield
         except OSError as error:
             # Arrow's errors have the number in their text alone.
-            found = re.search(r"\[errno ([0-9]+)\]", str(error))
-            number = int(found.group(1)) if error.errno is None and found else error.errno
-            what = error.strerror or (str(error) if number is None else os.strerror(number))
+            match = re.search(r"\[errno ([0-9]+)\]", str(error))
+            number = int(match.group(1)) if error.errno is None and match else error.errno
+            reason = error.strerror or (str(error) if number is None else os.strerror(number))
             file = Path(str(error.filename2 or error.filename or self.root))
             name = f"'{file.name}': " if file.parent == self.root and file != self.work else ""
             hint = (
-                f"; {kept} are kept; run the same command again to resume"
+                f"; {reused} are kept; run the same command again to resume"
                 if number in DISK_FULL
                 else ""
             )
             raise DatasetError(
-                f"output folder '{self.root}' cannot be written: {name}{what}{hint}"
+                f"output folder '{self.root}' cannot be written: {name}{reason}{hint}"
             ) from error
 
 
@@ -254,7 +267,9 @@ Output: TypeAlias = FolderOutput | UrlOutput
 
 
 def link_file(old: Path, out: FolderOutput, new: str) -> bool:
-    """Give a file of a dataset another name in OUT, as a hard link; False where the file system cannot."""
+    """Give a file of a dataset another name in OUT, as a hard link; False where the file system
+    cannot.
+    """
     final = out.root / new
     temporary = out.temporary / new
     if final.exists() and final.samefile(old):

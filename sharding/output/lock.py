@@ -1,15 +1,17 @@
-"""One run at a time on a URL: a lock object that its holder renews; an object store cannot see dead processes.
+"""One run at a time on a URL: a lock object that its holder renews; an object store cannot see dead
+processes.
 
-The lock is ``.fuelrail/lock.json``, made by a conditional put (``If-None-Match: *``) that one of several runs gets.
-Its holder rewrites it with a new number every ``BEAT_S`` seconds. A run that finds it taken takes it over
+The lock is ``.fuelrail/lock.json``, made by a conditional put (``If-None-Match: *``) that one of
+several runs gets. Its holder rewrites it with a new number every ``BEAT_S`` seconds. A run that
+finds it taken takes it over
 
-- at once, where it was taken on this machine by a run that has ended (the working folder here is locked by the kernel,
-  and its identity is in the lock), and
+- at once, where it was taken on this machine by a run that has ended (the working folder here is
+  locked by the kernel, and its identity is in the lock), and
 - after ``STALE_S`` seconds in which the number did not change. No clocks are compared.
 
-Two runs that take over one stale lock at the same moment see each other: the last writer keeps it. Should a holder have
-been asleep for that long and wake up, it finds another's lock and stops; what it had written by then are the same
-bytes, for another recipe is refused.
+Two runs that take over one stale lock at the same moment see each other: the last writer keeps it.
+Should a holder have been asleep for that long and wake up, it finds another's lock and stops; what
+it had written by then are the same bytes, for another recipe is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output.url import UrlOutput
@@ -48,7 +50,10 @@ class _Held(msgspec.Struct, frozen=True):
 
 
 class ObjectLock:
-    """The lock of a URL, held from the beginning to :meth:`release`. ``place`` identifies the working folder here."""
+    """The lock of a URL, held from the beginning to :meth:`release`.
+
+    ``place`` identifies the working folder here.
+    """
 
     def __init__(self, out: UrlOutput, place: str) -> None:
         """Take it; raises DatasetError where another run holds it."""
@@ -67,16 +72,16 @@ class ObjectLock:
         """Raise DatasetError where another run has taken the lock over."""
         if self._lost is not None:
             raise DatasetError(
-                f"another run ({shown(self._lost)}) has taken over '{self._out.shown}': this one "
-                "stops"
+                f"another run ({shortened(self._lost)}) has taken over '{self._out.shown}': "
+                "this one stops"
             )
 
     def release(self) -> None:
         """Stop renewing it and remove it, if it is still ours."""
         self._ended.set()
         self._beating.join()
-        found = self._read()
-        if found is not None and found.owner == self._mine.owner:
+        holder = self._read()
+        if holder is not None and holder.owner == self._mine.owner:
             self._out.remove(LOCK_NAME)
 
     def _take(self) -> None:
@@ -99,16 +104,16 @@ class ObjectLock:
         end = time.monotonic() + STALE_S
         while time.monotonic() < end:
             time.sleep(_LOOK_S)
-            found = self._read()
-            if found is None:
+            current = self._read()
+            if current is None:
                 return
-            if found != held:
-                self._refuse(found)
+            if current != held:
+                self._refuse(current)
 
     def _refuse(self, held: _Held) -> None:
         raise DatasetError(
-            f"another run ({shown(held.who)}) is writing to '{self._out.shown}': wait for it or "
-            "stop "
+            f"another run ({shortened(held.who)}) is writing to '{self._out.shown}': wait "
+            "for it or stop "
             "it first"
         )
 
@@ -117,9 +122,9 @@ class ObjectLock:
         while not self._ended.wait(BEAT_S):
             # Storage that fails for a moment fails the writers too; they report it.
             with contextlib.suppress(Exception):
-                found = self._read()
-                if found is None or found.owner != held.owner:
-                    self._lost = "unknown" if found is None else found.who
+                current = self._read()
+                if current is None or current.owner != held.owner:
+                    self._lost = "unknown" if current is None else current.who
                     return
                 held = msgspec.structs.replace(held, beat=held.beat + 1)
                 self._write(held)

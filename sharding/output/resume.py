@@ -1,12 +1,13 @@
 """Resume an interrupted run: check what must be the same, and report what may have changed.
 
-The recipe, the samples and their splits must be the same; anything else would be another dataset, and is refused with
-both sides shown. A source file that was repaired in between may have another size, and tables other metadata: the
-shards keep the cut that was planned when the run started, and those whose own rows changed are written again (each
-record has a digest of its rows, :mod:`fuelrail.sharding.write.shard_writer`). A file with other content of the same
-size is detected by its time of change, or its ETag at a URL, which the scan reads anyway and the records keep. A file
-that was merely touched costs writing a shard again, to the same bytes. A finished dataset is checked against its
-manifest alone, so its source may be gone.
+The recipe, the samples and their splits must be the same; anything else would be another dataset,
+and is refused with both sides shown. A source file that was repaired in between may have another
+size, and tables other metadata: the shards keep the cut that was planned when the run started, and
+those whose own rows changed are written again (each record has a digest of its rows,
+:mod:`fuelrail.sharding.write.shard_writer`). A file with other content of the same size is detected
+by its time of change, or its ETag at a URL, which the scan reads anyway and the records keep. A
+file that was merely touched costs writing a shard again, to the same bytes. A finished dataset is
+checked against its manifest alone, so its source may be gone.
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import ClipInfo, ScanTable
 
 
-def recipe_of(shown: str, manifest: Manifest) -> Recipe:
+def recipe_of(place: str, manifest: Manifest) -> Recipe:
     """Return the recipe of a finished dataset; raises DatasetExistsError where it has none."""
     recipe = manifest.provenance.get("recipe")
     if recipe is None:
         raise DatasetExistsError(
-            f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`"
+            f"output folder '{place}' holds a dataset that was not made by `fuelrail shard`"
         )
-    return convert(recipe, Recipe, f"recipe in the manifest of '{shown}'")
+    return convert(recipe, Recipe, f"recipe in the manifest of '{place}'")
 
 
-def check_same_recipe(shown: str, stored: Recipe | None, current: Recipe) -> None:
-    """Refuse another recipe than the one in OUT, showing both; a digest that one side lacks is not compared."""
+def check_same_recipe(place: str, stored: Recipe | None, current: Recipe) -> None:
+    """Refuse another recipe than the one in OUT, showing both; a digest that one side lacks is
+    not compared.
+    """
     if stored is None:
         return
     if stored.source != current.source:
         raise DatasetExistsError(
-            f"output folder '{shown}' holds another dataset, of a source of kind {stored.source}, not "
-            f"{current.source}; choose another folder"
+            f"output folder '{place}' holds another dataset, of a source of kind "
+            f"{stored.source}, not {current.source}; choose another folder"
         )
     if not (current.scan_sha256 and stored.scan_sha256):
         stored, current = (
@@ -62,7 +65,7 @@ def check_same_recipe(shown: str, stored: Recipe | None, current: Recipe) -> Non
     if stored != current:
         sides = recipe_differences(stored, current)
         raise DatasetExistsError(
-            f"output folder '{shown}' holds another dataset: {sides}; choose another folder"
+            f"output folder '{place}' holds another dataset: {sides}; choose another folder"
         )
 
 
@@ -74,7 +77,9 @@ def run_state(
     clips: Sequence[ClipInfo],
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> RunState:
-    """Return the state that this run stores if it is the first; ``selection`` masks the scan table's planned rows."""
+    """Return the state that this run stores if it is the first; ``selection`` masks the scan
+    table's planned rows.
+    """
     digest = hashlib.sha256()
     for split, numbers in clips_by_split.items():
         digest.update(f"{split}\n".encode())
@@ -83,7 +88,8 @@ def run_state(
     row = 0
     for keys in table.key_batches():
         chosen = keys.filter(pa.array(selection[row : row + len(keys)]))
-        # Arrow keeps texts one after the other: the buffer of those with their line ends is what is to be digested.
+        # Arrow keeps texts one after the other: the buffer of those with their line ends is what is
+        # to be digested.
         lines = pc.binary_join_element_wise(chosen, "", "\n")
         _, ends, utf8 = lines.buffers()
         if utf8 is not None:
@@ -98,13 +104,14 @@ def run_state(
     )
 
 
-def check_same_samples(shown: str, started: RunState, current: RunState) -> None:
+def check_same_samples(place: str, started: RunState, current: RunState) -> None:
     """Refuse to resume a run with other samples than those it was started with, showing both."""
     if started.samples_sha256 != current.samples_sha256:
         raise DatasetExistsError(
-            f"output folder '{shown}' holds an unfinished run over other samples: {_samples(started)} there, "
-            f"{_samples(current)} here (clips or frames of the source, or their splits, have changed); choose another "
-            "folder, or remove it to start again"
+            f"output folder '{place}' holds an unfinished run over other samples: "
+            f"{_samples(started)} there, {_samples(current)} here (clips or frames of the "
+            "source, or their splits, have changed); choose another folder, or remove it to "
+            "start again"
         )
 
 
@@ -135,7 +142,10 @@ def check_cut(shown: str, stored: Sequence[PlannedShard], planned: Sequence[Plan
 
 
 def _samples(state: RunState) -> str:
-    return f"{state.num_samples} samples of {state.num_clips} clips (SHA-256 {state.samples_sha256[:12]})"
+    return (
+        f"{state.num_samples} samples of {state.num_clips} clips (SHA-256 "
+        f"{state.samples_sha256[:12]})"
+    )
 
 
 def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
@@ -150,6 +160,6 @@ def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:
     """Return the cut of a finished dataset into shards."""
     numbers: defaultdict[str, count[int]] = defaultdict(count)
     return [
-        PlannedShard(one.split, next(numbers[one.split]), one.first_sample, one.num_samples)
-        for one in finished
+        PlannedShard(entry.split, next(numbers[entry.split]), entry.first_sample, entry.num_samples)
+        for entry in finished
     ]

@@ -1,10 +1,11 @@
-"""A dataset written to a URL that fsspec knows, ``s3://bucket/prefix`` above all: no renames, no half-written objects.
+"""A dataset written to a URL that fsspec knows, ``s3://bucket/prefix`` above all: no renames, no
+half-written objects.
 
-An object store shows an object whole or not at all, so nothing needs a temporary name: a file is a multipart upload
-that is completed after its last byte and aborted when anything fails. Partial uploads of a killed run are aborted by
-the next one, under its own prefix only. A finished shard is kept if its size and ETag are those stored after its
-upload; without them (the run was killed in between, or the store has no ETags) its bytes are read and checked against
-their SHA-256.
+An object store shows an object whole or not at all, so nothing needs a temporary name: a file is a
+multipart upload that is completed after its last byte and aborted when anything fails. Partial
+uploads of a killed run are aborted by the next one, under its own prefix only. A finished shard is
+kept if its size and ETag are those stored after its upload; without them (the run was killed in
+between, or the store has no ETags) its bytes are read and checked against their SHA-256.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _COPY_BYTES: Final = 8 << 20
 
 
 class UrlOutput:
-    """A prefix of an object store. Credentials and endpoints come by the library's own means, as for reading."""
+    """A prefix of an object store.
+
+    Credentials and endpoints come by the library's own means, as for reading.
+    """
 
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
@@ -56,11 +60,11 @@ class UrlOutput:
         with self._reading():
             self.fs.invalidate_cache()
             try:
-                found = self.fs.ls(root, detail=False)
+                paths = self.fs.ls(root, detail=False)
             except FileNotFoundError:
                 return []
         names = {
-            str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in found
+            str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in paths
         }
         return sorted(names - {""})
 
@@ -75,7 +79,9 @@ class UrlOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a multipart upload and complete it at the end; put what fits into one part at once."""
+        """Yield a multipart upload and complete it at the end; put what fits into one part at
+        once.
+        """
         file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
         try:
             yield file
@@ -144,9 +150,9 @@ class UrlOutput:
         if not self._is_s3:
             return  # other stores delete them automatically
         bucket, _, prefix = self._root.partition("/")
-        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        query: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/"}
         while True:
-            page = self.fs.call_s3("list_multipart_uploads", **wanted)
+            page = self.fs.call_s3("list_multipart_uploads", **query)
             for upload in page.get("Uploads", ()):
                 with contextlib.suppress(FileNotFoundError):  # completed or aborted in this moment
                     self.fs.call_s3(
@@ -157,13 +163,13 @@ class UrlOutput:
                     )
             if not page.get("IsTruncated"):
                 return
-            wanted |= {
+            query |= {
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
 
     @contextlib.contextmanager
-    def writing(self, kept: str = "finished shards") -> Iterator[None]:
+    def writing(self, reused: str = "finished shards") -> Iterator[None]:
         """Say which URL cannot be written, and why."""
         try:
             yield
@@ -175,7 +181,7 @@ class UrlOutput:
                 "missing": "the bucket is not there",
                 "refused": fault.advice,
                 "invalid": "the store refused it",
-            }.get(fault.kind, f"{kept} are kept; run the same command again to resume")
+            }.get(fault.kind, f"{reused} are kept; run the same command again to resume")
             raise DatasetError(
                 f"output '{self.shown}' cannot be written: {hint} ({fault.text})"
             ) from error

@@ -1,8 +1,9 @@
 """The state of a run until its dataset is finished: lock, state of the run, scan table, plan.
 
-What the next run needs to resume is stored in OUT under ``.fuelrail/``: ``run.json`` (recipe, samples, shards that were
-planned) and the records of finished shards. Each run makes its own scan table and plan, in the output's working folder
-on this machine, which for a local OUT is the same folder.
+What the next run needs to resume is stored in OUT under ``.fuelrail/``: ``run.json`` (recipe,
+samples, shards that were planned) and the records of finished shards. Each run makes its own scan
+table and plan, in the output's working folder on this machine, which for a local OUT is the same
+folder.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ STATE: Final = f"{WORK_FOLDER}/run.json"
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A started run: the recipe (without the scan's digest), its samples and the shards they are cut into.
+    """A started run: the recipe (without the scan's digest), its samples and the shards they are
+    cut into.
 
     Of a run that reuses shards, the recipe says it all.
 
-    ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
-    files, are not part of it: where those change, the shards concerned are written again, in the same cut.
+    ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata,
+    and names and sizes of files, are not part of it: where those change, the shards concerned are
+    written again, in the same cut.
     """
 
     recipe: Recipe
@@ -52,11 +55,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Workspace:
     """The working folder of one run, locked against a second one; use as a context manager.
 
-    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends; for a URL there is
-    another one beside it, for other machines (:mod:`fuelrail.sharding.output.lock`).
+    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends;
+    for a URL there is another one beside it, for other machines
+    (:mod:`fuelrail.sharding.output.lock`).
 
-    In it are ``temporary``, a folder of files that are being written, ``scan_table``, and as ``.npy`` the plan's rows
-    (``plan_rows``) and the mask of the scan table's rows that are in the plan (``selection``).
+    In it are ``temporary``, a folder of files that are being written, ``scan_table``, and as
+    ``.npy`` the plan's rows (``plan_rows``) and the mask of the scan table's rows that are in the
+    plan (``selection``).
     """
 
     def __init__(self, out: Output) -> None:
@@ -141,7 +146,8 @@ class Workspace:
                 owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
                 os.close(handle)
                 raise DatasetError(
-                    f"another run (process {owner}) is writing to '{self.out.shown}': wait for it or stop it first"
+                    f"another run (process {owner}) is writing to '{self.out.shown}': wait "
+                    "for it or stop it first"
                 ) from error
             # The holder before may have removed the working folder between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
@@ -176,7 +182,9 @@ class Workspace:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and its parents; returns those that were made, the deepest first, without ``folder`` itself."""
+    """Make a folder and its parents; returns those that were made, the deepest first, without
+    ``folder`` itself.
+    """
     missing = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing

@@ -1,8 +1,9 @@
-"""The plan, which gives each sample its place: a pure function of the scan table's columns and the recipe.
+"""The plan, which gives each sample its place: a pure function of the scan table's columns and the
+recipe.
 
-Every clip belongs to one split. Within a split, units (single frames, windows of consecutive frames,
-or whole clips) are put in the order of a keyed permutation and cut into shards of about equal size, never inside a
-unit.
+Every clip belongs to one split. Within a split, units (single frames, windows of consecutive
+frames, or whole clips) are put in the order of a keyed permutation and cut into shards of about
+equal size, never inside a unit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class PlannedShard(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``rows[position]`` is the scan table's row of a sample; ``shards`` tile the positions, split by split."""
+    """``rows[position]`` is the scan table's row of a sample; ``shards`` tile the positions,
+    split by split.
+    """
 
     rows: NDArray[np.int64]
     shards: list[PlannedShard]
@@ -51,12 +54,13 @@ def assign_splits(
     own_splits: Mapping[str, Sequence[str]] | None,
     present: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
-    """Return the clip numbers of each split, in the order of the splits; clips that no list names are left out.
+    """Return the clip numbers of each split, in the order of the splits; clips that no list names
+    are left out.
 
-    Without splits in the recipe the source's own count, and without those everything is ``train``. ``present`` are the
-    numbers of the clips of which samples are selected (None: all); splits without any are left out. Raises ConfigError
-    for a clip in two splits, an unknown clip in the user's own lists, more splits than clips, or a name of a split that
-    is not allowed.
+    Without splits in the recipe the source's own count, and without those everything is ``train``.
+    ``present`` are the numbers of the clips of which samples are selected (None: all); splits
+    without any are left out. Raises ConfigError for a clip in two splits, an unknown clip in the
+    user's own lists, more splits than clips, or a name of a split that is not allowed.
     """
     numbers = range(len(clips)) if present is None else sorted(present)
     if recipe.splits is None and own_splits is None:
@@ -67,11 +71,14 @@ def assign_splits(
         ids = {number: clips[number].clip_id for number in numbers}
         return _by_share(ids, splits, recipe.split_seed)
     named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
-    wanted = set(numbers)
+    selected = set(numbers)
     clips_by_split = {
-        split: [number for number in found if number in wanted] for split, found in named.items()
+        split: [number for number in clip_numbers if number in selected]
+        for split, clip_numbers in named.items()
     }
-    clips_by_split = {split: found for split, found in clips_by_split.items() if found}
+    clips_by_split = {
+        split: clip_numbers for split, clip_numbers in clips_by_split.items() if clip_numbers
+    }
     check_split_names(clips_by_split)
     if not clips_by_split:
         raise ConfigError(
@@ -92,20 +99,22 @@ def _by_name(
     clips_by_split: dict[str, list[int]] = {split: [] for split in lists}
     used: set[str] = set()
     for number, clip in enumerate(clips):
-        found = {
+        splits_named = {
             name: split_of[name] for name in (clip.clip_id, clip.clip_name) if name in split_of
         }
-        if len(set(found.values())) > 1:
+        if len(set(splits_named.values())) > 1:
             raise ConfigError(
-                f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: {', '.join(found.values())}"
+                f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: "
+                f"{', '.join(splits_named.values())}"
             )
-        used |= found.keys()
-        if found:
-            clips_by_split[next(iter(found.values()))].append(number)
+        used |= splits_named.keys()
+        if splits_named:
+            clips_by_split[next(iter(splits_named.values()))].append(number)
     unknown = [name for name in split_of if name not in used]
     if must_exist and unknown:
         raise ConfigError(
-            f"the splits list names clip '{unknown[0]}', which is not in the source ({len(unknown)} such names)"
+            f"the splits list names clip '{unknown[0]}', which is not in the source "
+            f"({len(unknown)} such names)"
         )
     return clips_by_split
 
@@ -113,18 +122,23 @@ def _by_name(
 def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
     """Clip number to clip id, by share.
 
-    Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
+    Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip
+    at least.
+    """
     if len(clips) < len(shares):
         raise ConfigError(
-            f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a clip at least"
+            f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a "
+            "clip at least"
         )
     exact = np.array([share for share in shares.values() if isinstance(share, float)]) * len(clips)
     counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64), 1)
-    while (left := len(clips) - int(counts.sum())) != 0:
+    while (difference := len(clips) - int(counts.sum())) != 0:
         gap = exact - counts
         counts[
-            int(np.argmax(gap)) if left > 0 else int(np.argmin(np.where(counts > 1, gap, np.inf)))
-        ] += np.sign(left)
+            int(np.argmax(gap))
+            if difference > 0
+            else int(np.argmin(np.where(counts > 1, gap, np.inf)))
+        ] += np.sign(difference)
     ranked = sorted(
         clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest()
     )
@@ -136,22 +150,26 @@ def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, 
 
 
 def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
-    """Return the selected rows of the scan table, ascending; raises OrderError for an expression that is wrong.
+    """Return the selected rows of the scan table, ascending; raises OrderError for an expression
+    that is wrong.
 
     The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
     """
     if recipe.select is None:
         return np.arange(len(table), dtype=np.int64)[: recipe.limit]
     ids = pa.array([clip.clip_id for clip in clips])
-    found: list[NDArray[np.int64]] = []
+    parts: list[NDArray[np.int64]] = []
     first = 0
     for part in table.attribute_parts():
-        known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
+        named_part = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
             [CLIP_NUMBER]
         )
-        found.append(Filter(recipe.select, known.column_names).select(known, len(known)) + first)
+        parts.append(
+            Filter(recipe.select, named_part.column_names).select(named_part, len(named_part))
+            + first
+        )
         first += len(part)
-    rows = np.concatenate(found)
+    rows = np.concatenate(parts)
     if not len(rows):
         raise ConfigError(
             f"none of the source's {len(table)} samples is selected by {recipe.select!r}"
@@ -167,22 +185,24 @@ def make_plan(
     clips_by_split: Mapping[str, Sequence[int]],
     recipe: Recipe,
 ) -> Plan:
-    """Plan the dataset of some rows of the scan table, ascending; the columns have one entry for each of these rows.
+    """Plan the dataset of some rows of the scan table, ascending; the columns have one entry for
+    each of these rows.
 
-    Clips are adjacent in the table, and their frames ascend. Every clip of ``clips_by_split`` has a row at least.
+    Clips are adjacent in the table, and their frames ascend. Every clip of ``clips_by_split`` has a
+    row at least.
     """
     frames = unit_frames(recipe.order)
     parts: list[NDArray[np.int64]] = []
     shards: list[PlannedShard] = []
     position = 0
     for split, clips in clips_by_split.items():
-        own = np.flatnonzero(np.isin(clip, np.asarray(clips)))
-        starts = _unit_starts(clip[own], frame[own], frames)
-        lengths = np.diff(starts, append=len(own))
-        sizes = np.add.reduceat(size_bytes[own], starts)
+        split_rows = np.flatnonzero(np.isin(clip, np.asarray(clips)))
+        starts = _unit_starts(clip[split_rows], frame[split_rows], frames)
+        lengths = np.diff(starts, append=len(split_rows))
+        sizes = np.add.reduceat(size_bytes[split_rows], starts)
         key = derive_key(f"shard order {split}", recipe.seed)
         units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
-        parts.append(rows[own[_runs(starts[units], lengths[units])]])
+        parts.append(rows[split_rows[_runs(starts[units], lengths[units])]])
         for number, count in enumerate(_cut(sizes[units], lengths[units], recipe.shard_size_bytes)):
             shards.append(PlannedShard(split, number, position, count))
             position += count
@@ -217,7 +237,9 @@ def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _cut(sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int) -> list[int]:
-    """Return the samples of each shard: as few shards as the target allows, of equal size to within a unit."""
+    """Return the samples of each shard: as few shards as the target allows, of equal size to
+    within a unit.
+    """
     before = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     num_shards = -(-total // target_bytes)

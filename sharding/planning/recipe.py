@@ -1,9 +1,10 @@
-"""The recipe of a sharding run: everything but the source's own bytes that the bytes of a dataset depend on.
+"""The recipe of a sharding run: everything but the source's own bytes that the bytes of a dataset
+depend on.
 
-The working folder holds it while shards are made, and the manifest's provenance afterwards. A run into a folder that
-holds another recipe is refused, and :func:`recipe_differences` says what differs. Paths, times, hosts and the number of
-workers are not part of it. Fields with a description are the user's options: flags of `fuelrail shard`, keywords of
-``fuelrail.shard``.
+The working folder holds it while shards are made, and the manifest's provenance afterwards. A run
+into a folder that holds another recipe is refused, and :func:`recipe_differences` says what
+differs. Paths, times, hosts and the number of workers are not part of it. Fields with a description
+are the user's options: flags of `fuelrail shard`, keywords of ``fuelrail.shard``.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def _versions() -> str:
 
 
 class ImageRecipe(Settings, frozen=True):
-    """Stored images: scaled by ``resize`` (0 to 1) or to ``size`` (w, h) [px], as JPEG 4:2:0 of ``quality``."""
+    """Stored images: scaled by ``resize`` (0 to 1) or to ``size`` (w, h) [px], as JPEG 4:2:0 of
+    ``quality``.
+    """
 
     resize: Annotated[float, Meta(gt=0, le=1)] | None = None
     size: tuple[Annotated[int, Meta(ge=8)], Annotated[int, Meta(ge=8)]] | None = None
@@ -142,7 +145,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match.group(2).upper() not in _UNITS:
         raise ConfigError(
-            "a size must be a number with one of the units B, kB, MB, GB, KiB, MiB, GiB, such as 256MiB"
+            "a size must be a number with one of the units B, kB, MB, GB, KiB, MiB, GiB, "
+            "such as 256MiB"
         )
     size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     if size < MIN_SHARD_BYTES:
@@ -151,7 +155,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_splits(text: str) -> Splits:
-    """Parse ``train=0.8,val=0.2``, or read a JSON or YAML file that maps split names to lists of clip names."""
+    """Parse ``train=0.8,val=0.2``, or read a JSON or YAML file that maps split names to lists of
+    clip names.
+    """
     if not text.strip():
         raise ConfigError("it is empty; write train=0.8,val=0.2, or name a file")
     if "=" not in text:
@@ -176,7 +182,8 @@ def _read_splits(path: Path) -> Splits:
         lists = msgspec.convert(value, dict[str, list[str]])
     except OSError as error:
         raise ConfigError(
-            f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be read: {error.strerror}"
+            f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
+            f"read: {error.strerror}"
         ) from error
     except (ValueError, msgspec.ValidationError) as error:
         text = " ".join(str(error).split())
@@ -193,8 +200,8 @@ def check_split_names(names: Iterable[str]) -> None:
     for name in names:
         if not _SPLIT_NAME.match(name):
             raise ConfigError(
-                f"split name {name!r:.110} is not allowed; use at most 100 lower-case letters, digits and _, starting "
-                "with a letter; --splits overrides the source's own"
+                f"split name {name!r:.110} is not allowed; use at most 100 lower-case "
+                "letters, digits and _, starting with a letter; --splits overrides the source's own"
             )
 
 
@@ -207,16 +214,20 @@ def _check_splits(splits: Splits | None) -> None:
     shares = [share for share in splits.values() if isinstance(share, float)]
     if shares and not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # NaN is refused too
         raise ConfigError(
-            f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got {sum(shares)}"
+            f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got "
+            f"{sum(shares)}"
         )
 
 
 class Recipe(Settings, frozen=True):
-    """Everything that the bytes of a dataset depend on. Fields without a description are set by the run itself.
+    """Everything that the bytes of a dataset depend on.
 
-    ``source_options`` are those of the source, defaults included. ``scan_sha256`` is the digest of the scan table: the
-    samples, their metadata, and the names and sizes of their files. ``images``: None for the source's own bytes.
-    ``jpegtran`` is the version of the program that rewrites JPEGs (:mod:`fuelrail.sharding.write.images`).
+    Fields without a description are set by the run itself.
+
+    ``source_options`` are those of the source, defaults included. ``scan_sha256`` is the digest of
+    the scan table: the samples, their metadata, and the names and sizes of their files. ``images``:
+    None for the source's own bytes. ``jpegtran`` is the version of the program that rewrites JPEGs
+    (:mod:`fuelrail.sharding.write.images`).
     """
 
     source: str = ""
@@ -234,7 +245,10 @@ class Recipe(Settings, frozen=True):
     select: Annotated[
         str | None,
         flag(
-            "select samples by their attributes: \"night and num_pedestrian >= 3 and location != 'x'\"",
+            (
+                'select samples by their attributes: "night and num_pedestrian >= 3 and '
+                "location != 'x'\""
+            ),
             metavar="EXPRESSION",
         ),
     ] = None
@@ -247,8 +261,9 @@ class Recipe(Settings, frozen=True):
     splits: Annotated[
         Splits | None,
         flag(
-            "share of the clips for each split (train=0.8,val=0.2), or a JSON or YAML file that maps "
-            "each split to a list of clips (default: the source's own splits, or a single split train)",
+            "share of the clips for each split (train=0.8,val=0.2), or a JSON or YAML file "
+            "that maps each split to a list of clips (default: the source's own splits, or "
+            "a single split train)",
             parse=parse_splits,
         ),
     ] = None
@@ -273,8 +288,8 @@ class Recipe(Settings, frozen=True):
     layout: Annotated[
         Literal["member", "frame", "none"],
         flag(
-            "member: compress metadata and points, each member on its own; frame: compress each sample as "
-            "a whole (.tar.zst); none: no compression (default: member)"
+            "member: compress metadata and points, each member on its own; frame: compress "
+            "each sample as a whole (.tar.zst); none: no compression (default: member)"
         ),
     ] = "member"
     compression_level: Annotated[
@@ -292,8 +307,8 @@ class Recipe(Settings, frozen=True):
     jpeg: Annotated[
         Literal["keep", "restart"],
         flag(
-            "keep: store JPEGs byte for byte; restart: rewrite them losslessly so that loaders can skip "
-            "the parts outside the crop, needs jpegtran (default: keep)"
+            "keep: store JPEGs byte for byte; restart: rewrite them losslessly so that "
+            "loaders can skip the parts outside the crop, needs jpegtran (default: keep)"
         ),
     ] = "keep"
     jpegtran: str = ""
@@ -317,15 +332,17 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def recipe_differences(stored: Recipe, current: Recipe) -> str:
-    """Return every field that differs with both its values, as text; empty where the two are equal."""
-    there, here = (
+    """Return every field that differs with both its values, as text; empty where the two are
+    equal.
+    """
+    stored_fields, current_fields = (
         {
             _LABELS.get(name, name.replace("_", " ")): value
             for name, value in msgspec.to_builtins(recipe).items()
         }
         for recipe in (stored, current)
     )
-    return differences(there, here, "there", "here")
+    return differences(stored_fields, current_fields, "there", "here")
 
 
 def channel_codec(channel: Channel) -> str:
@@ -346,13 +363,14 @@ def channel_codec(channel: Channel) -> str:
 def codec_of(
     field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()
 ) -> str:
-    """Return the codec of a member with this field name: what shrinks is compressed, media stay raw.
+    """Return the codec of a member with this field name: what shrinks is compressed, media stay
+    raw.
 
     ``extra`` are the channels other than cameras, lidars and boxes.
     """
     if recipe.layout != "member":
         return RAW
-    channel = next((one for one in extra if one.field == field), None)
+    channel = next((candidate for candidate in extra if candidate.field == field), None)
     if channel is not None:
         return channel_codec(channel)
     if field in SMALL_MEMBERS:
@@ -365,7 +383,9 @@ def codec_of(
 
 
 def unit_frames(order: str) -> int:
-    """Return how many frames of a clip stay together: 1 for ``frame``, N for ``window:N``, 0 (all) for ``clip``."""
+    """Return how many frames of a clip stay together: 1 for ``frame``, N for ``window:N``, 0
+    (all) for ``clip``.
+    """
     if order in ("frame", "clip"):
         return 1 if order == "frame" else 0
     match = re.fullmatch(r"window:([1-9][0-9]{0,8})", order)

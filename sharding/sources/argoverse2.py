@@ -1,8 +1,9 @@
 """Argoverse 2, sensor dataset (Wilson et al., NeurIPS 2021): logs of feather tables and JPEGs.
 
-Conventions, after the dataset's own API (github.com/argoverse/av2-api): file names are times [ns] of a vehicle's clock;
-``city_SE3_egovehicle`` maps ego to the city; boxes and points are in ego at the time of their sweep, points already
-compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the lens that was, and are not applied.
+Conventions, after the dataset's own API (github.com/argoverse/av2-api): file names are times [ns]
+of a vehicle's clock; ``city_SE3_egovehicle`` maps ego to the city; boxes and points are in ego at
+the time of their sweep, points already compensated for its motion. Images are rectified: ``k1`` to
+``k3`` describe the lens that was, and are not applied.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ NEAREST_NS: Final = 25_000_000
 SWEEP_NS: Final = 102_000_000
 """The longest sweep, with its jitter."""
 MAX_GAP_S: Final = 0.02
-"""Between two poses that one is interpolated from: each is then at most 10 ms away. They are 5 ms apart mostly."""
+"""Between two poses that one is interpolated from: each is then at most 10 ms away.
+
+They are 5 ms apart mostly.
+"""
 
 _F64: Final = pa.float64()
 _POSE: Final[dict[str, pa.DataType]] = dict.fromkeys((*QUATERNION, *TRANSLATION), _F64)
@@ -137,8 +141,8 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
     match: Annotated[
         Literal["forward", "nearest"],
         Meta(
-            description="the image of a camera for a sweep: forward, the first one during it; nearest, the closest to "
-            "its start, at most 25 ms away"
+            description="the image of a camera for a sweep: forward, the first one during it; nearest, "
+            "the closest to its start, at most 25 ms away"
         ),
     ] = "forward"
     stereo: Annotated[
@@ -165,7 +169,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     def sensors(self) -> Sensors:
         """Return the cameras in the order of the dataset's API, and the two lidars as one sweep."""
         columns = ("x", "y", "z", "intensity", "ring", "time")
-        return Sensors.of(self._cameras, {LIDAR: columns})
+        return Sensors.from_names(self._cameras, {LIDAR: columns})
 
     @property
     def _cameras(self) -> tuple[str, ...]:
@@ -198,16 +202,18 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             ):
                 continue
             cities = [
-                found[1]
+                match[1]
                 for name in names_in(self.files, folder, "map")
-                if (found := _CITY.search(name))
+                if (match := _CITY.search(name))
             ]
             city = {"location": cities[0]} if cities else {}
             files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
             yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
 
     def poses(self, clip: Clip) -> Trajectory:
-        """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a sensor."""
+        """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a
+        sensor.
+        """
         name = f"{_folder(clip)}/city_SE3_egovehicle.feather"
         rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
         where = f"table '{self.files.shown}/{name}'"
@@ -229,16 +235,16 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         boxes = None if labels is None else _box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
         windows = self._windows(clip, times)
-        for at, time in enumerate(times.tolist()):
+        for number, time in enumerate(times.tolist()):
             name = f"{folder}/sensors/lidar/{time}.feather"
             yield Frame(
                 timestamp_ns=time,
-                images=images[at],
+                images=images[number],
                 sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))}
-                if is_swept[at]
+                if is_swept[number]
                 else {},
                 boxes=None if boxes is None else boxes.get(time, NO_BOXES),
-                members=windows[at],
+                members=windows[number],
             )
 
     def _maps(self, folder: str) -> list[str]:
@@ -259,13 +265,14 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
+        """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63,
+        time since then [s].
 
         The file has x, y and z as float16, so they are exact to 3 cm beyond 32 m.
         """
-        found = read_feather(self.files, ref, _POINTS)
-        found["offset_ns"] = found["offset_ns"] * 1e-9
-        return np.stack([found[name] for name in _POINTS], 1).astype(np.float32)
+        columns = read_feather(self.files, ref, _POINTS)
+        columns["offset_ns"] = columns["offset_ns"] * 1e-9
+        return np.stack([columns[name] for name in _POINTS], 1).astype(np.float32)
 
     def _stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
@@ -286,7 +293,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
         """Return for each of these times (F,) [ns] the images by camera."""
         calibration = self._calibration(folder)
-        found: list[dict[str, Image]] = [{} for _ in times]
+        images: list[dict[str, Image]] = [{} for _ in times]
         num_images = 0
         for name in self._cameras:
             stamps = self._stamps(folder, "sensors", "cameras", name, suffix=".jpg")
@@ -295,21 +302,24 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 continue
             if name not in calibration:
                 raise SourceError(
-                    f"log '{self.files.shown}/{folder}' has images of {name}, but no row for it in both tables of its "
-                    "calibration"
+                    f"log '{self.files.shown}/{folder}' has images of {name}, but no row "
+                    "for it in both tables of its calibration"
                 )
             chosen = matched(stamps, times, self.given.match).tolist()
             ordered = stamps.tolist()
-            for at, number in enumerate(chosen):
+            for frame_number, number in enumerate(chosen):
                 if number >= 0:
                     time = ordered[number]
                     ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
-                    found[at][name] = replace(calibration[name], ref=ref, timestamp_ns=time)
+                    images[frame_number][name] = replace(
+                        calibration[name], ref=ref, timestamp_ns=time
+                    )
         if not num_images:
             raise SourceError(
-                f"log '{self.files.shown}/{folder}' has no images in sensors/cameras/CAMERA/TIME.jpg"
+                f"log '{self.files.shown}/{folder}' has no images in "
+                "sensors/cameras/CAMERA/TIME.jpg"
             )
-        return found
+        return images
 
     def _calibration(self, folder: str) -> dict[str, Image]:
         """Return what all images of a camera have, by camera."""
@@ -326,14 +336,14 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         where = f"table '{self.files.shown}/{names[1]}'"
         sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
         by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
-        found = {}
+        calibrations = {}
         for row, name in enumerate(lenses["sensor_name"].tolist()):
             fx, fy, cx, cy, width, height = (
                 lenses[column][row] for column in list(_INTRINSICS)[1:]
             )
             k = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
             if name in by_name:
-                found[name] = Image(
+                calibrations[name] = Image(
                     ref="",
                     timestamp_ns=0,
                     intrinsics=k,
@@ -341,7 +351,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     width=int(width),
                     height=int(height),
                 )
-        return found
+        return calibrations
 
     def _labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
         """Read the table of boxes; None where there is none and none is needed."""
@@ -359,20 +369,21 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
 
 def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> NDArray[np.intp]:
-    """Return for each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps`` (I,) [ns] ascend.
+    """Return for each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps``
+    (I,) [ns] ascend.
 
-    "forward": the first one in the sweep, which ends with the next one's start and after 102 ms at most. "nearest":
-    the closest one, at most 25 ms away.
+    "forward": the first one in the sweep, which ends with the next one's start and after 102 ms at
+    most. "nearest": the closest one, at most 25 ms away.
     """
     after = np.searchsorted(stamps, times)
     if match == "nearest":
         last = len(stamps) - 1
         before = np.clip(after - 1, 0, last)
         after = np.clip(after, 0, last)
-        found = np.where(
+        nearest_rows = np.where(
             np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
         )
-        return np.where(np.abs(stamps[found] - times) <= NEAREST_NS, found, -1)
+        return np.where(np.abs(stamps[nearest_rows] - times) <= NEAREST_NS, nearest_rows, -1)
     ends = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + SWEEP_NS)
     inside = (after < len(stamps)) & (stamps[np.minimum(after, len(stamps) - 1)] < ends)
     return np.where(inside, after, -1)
@@ -384,7 +395,7 @@ def _folder(clip: Clip) -> str:
 
 def _box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
     """Return the boxes by time, in ego at it."""
-    found = BoxRows(
+    rows = BoxRows(
         centre=stacked(table, TRANSLATION),
         size_lwh=stacked(table, _SIZE),
         rotation_wxyz=stacked(table, QUATERNION),
@@ -392,7 +403,7 @@ def _box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
         track=table["track_uuid"].tolist(),
         num_lidar_pts=table["num_interior_pts"],
     )
-    return boxes_by_key(found, table["timestamp_ns"])
+    return boxes_by_key(rows, table["timestamp_ns"])
 
 
 class _Point(msgspec.Struct, frozen=True, gc=False):
@@ -423,16 +434,20 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def parse_map(data: bytes, where: str) -> VectorMap:
-    """Parse the lines of a log's map; lanes share a common border. Raise SourceError, naming ``where``."""
-    found = read_json(data, where, _File, "is not a vector map of Argoverse 2")
+    """Parse the lines of a log's map; lanes share a common border.
+
+    Raise SourceError, naming ``where``.
+    """
+    document = read_json(data, where, _File, "is not a vector map of Argoverse 2")
     outlines = [
-        (0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()
+        (0, [*element.area_boundary, *element.area_boundary[:1]])
+        for element in document.drivable_areas.values()
     ]
     outlines += [
-        (1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]])
-        for one in found.pedestrian_crossings.values()
+        (1, [*element.edge1, *reversed(element.edge2), *element.edge1[:1]])
+        for element in document.pedestrian_crossings.values()
     ]
-    for lane in found.lane_segments.values():
+    for lane in document.lane_segments.values():
         outlines.append(
             (3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary)
         )
@@ -440,9 +455,9 @@ def parse_map(data: bytes, where: str) -> VectorMap:
             (3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary)
         )
     lines = dict.fromkeys(
-        (layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines
+        (layer, tuple((element.x, element.y) for element in points)) for layer, points in outlines
     )
-    kept = [(layer, points) for layer, points in lines if len(points) > 1]
-    return VectorMap.of(
-        [np.array(points) for _, points in kept], [layer for layer, _ in kept], where
+    lines_kept = [(layer, points) for layer, points in lines if len(points) > 1]
+    return VectorMap.from_lines(
+        [np.array(points) for _, points in lines_kept], [layer for layer, _ in lines_kept], where
     )

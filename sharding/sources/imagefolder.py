@@ -1,7 +1,9 @@
-"""Image classification in folders of classes, as torchvision's `ImageFolder` reads them: an image is a sample.
+"""Image classification in folders of classes, as torchvision's `ImageFolder` reads them: an image
+is a sample.
 
-``ROOT/CLASS/IMAGE``, or ``ROOT/SPLIT/CLASS/IMAGE``. Classes are numbered in the order of their names over all splits,
-as torchvision numbers those of one folder; an image's number is the attribute ``cls``.
+``ROOT/CLASS/IMAGE``, or ``ROOT/SPLIT/CLASS/IMAGE``. Classes are numbered in the order of their
+names over all splits, as torchvision numbers those of one folder; an image's number is the
+attribute ``cls``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.classes import SOURCE
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types
@@ -28,7 +30,9 @@ _CAMERA: Final = "image"
 
 
 class ImageFolder(FrameSource[FrameSettings]):
-    """Class folders of JPEG and PNG images: CLASS/IMAGE or SPLIT/CLASS/IMAGE, with the class as the attribute cls."""
+    """Class folders of JPEG and PNG images: CLASS/IMAGE or SPLIT/CLASS/IMAGE, with the class as
+    the attribute cls.
+    """
 
     kind = "imagefolder"
     time_base = "none"
@@ -45,20 +49,26 @@ class ImageFolder(FrameSource[FrameSettings]):
         return attribute_types((), self.columns)
 
     def _folders(self) -> dict[str, list[str]]:
-        """Return the class folders by split, "" where there are no splits, in the order of names."""
-        found = self.files.folders()
+        """Return the class folders by split, "" where there are no splits, in the order of
+        names.
+        """
+        folders = self.files.folders()
         inside = (
-            {one: self.files.folders(one) for one in found} if {*found} <= _SPLITS.keys() else {}
+            {folder: self.files.folders(folder) for folder in folders}
+            if {*folders} <= _SPLITS.keys()
+            else {}
         )
-        return inside if any(inside.values()) else {"": found}
+        return inside if any(inside.values()) else {"": folders}
 
     def category_names(self) -> list[str]:
-        """Return the classes of all splits, in the order of names; an empty one has its number too."""
+        """Return the classes of all splits, in the order of names; an empty one has its number
+        too.
+        """
         return sorted({name for names in self._folders().values() for name in names})
 
     def sensors(self) -> Sensors:
         """Return the one camera."""
-        return Sensors.of([_CAMERA])
+        return Sensors.from_names([_CAMERA])
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each image: nothing says that one follows another."""
@@ -71,12 +81,18 @@ class ImageFolder(FrameSource[FrameSettings]):
             for name in classes:
                 inside = f"{folder}/{name}" if folder else name
                 listed = self.files.listed(inside)
-                images = [one for one in listed if one.rpartition(".")[2].lower() in EXTENSION_OF]
+                images = [
+                    name_listed
+                    for name_listed in listed
+                    if name_listed.rpartition(".")[2].lower() in EXTENSION_OF
+                ]
                 num_images += len(images)
                 for image in images:
                     yield Clip(name=f"{inside}/{image}", token=name, split=_SPLITS.get(folder, ""))
-                if others := len(listed) - len(images):
-                    self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += others
+                if num_skipped := len(listed) - len(images):
+                    self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += (
+                        num_skipped
+                    )
                 if not images:
                     self.noted[f"{inside}: a class without an image"] += 1
             for lacking in sorted({*names}.difference(classes)):
@@ -93,8 +109,9 @@ class ImageFolder(FrameSource[FrameSettings]):
                     listed = self.files.listed(f"{inside}/{deeper}")
                     if any(image.rpartition(".")[2].lower() in EXTENSION_OF for image in listed):
                         raise SourceError(
-                            f"'{self.files.shown}' has no images in its folders of classes, but in folders below them, "
-                            f"such as '{inside}/{deeper}': give the folder that the classes are in, "
+                            f"'{self.files.shown}' has no images in its folders of classes, "
+                            f"but in folders below them, such as '{inside}/{deeper}': give "
+                            "the folder that the classes are in, "
                             f"imagefolder:{self.files.shown}/{inside}"
                         )
 
@@ -102,7 +119,8 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Yield the image. It has no time, calibration or pose."""
         if not clip.name.isprintable():
             raise SourceError(
-                f"'{self.files.shown}/{shown(clip.name)}': the name cannot be printed: rename it"
+                f"'{self.files.shown}/{shortened(clip.name)}': the name cannot be printed: "
+                "rename it"
             )
         image = Image(ref=clip.name, timestamp_ns=0, intrinsics=None, cam2ego=None)
         yield Frame(

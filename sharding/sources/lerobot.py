@@ -1,9 +1,10 @@
-"""LeRobot datasets, v2.0, v2.1 and v3.0: episodes are clips, videos are cameras, states and actions are channels.
+"""LeRobot datasets, v2.0, v2.1 and v3.0: episodes are clips, videos are cameras, states and actions
+are channels.
 
-``meta/info.json`` names the features and says where files are. v2 has a Parquet file and a video for each episode, v3
-has many episodes in each; frame n of an episode is then frame ``round((from_timestamp + timestamp) * fps)`` of its
-video, as LeRobot reads it. Images may be in the Parquet files too (the dtype "image"). There is no calibration and no
-ego pose.
+``meta/info.json`` names the features and says where files are. v2 has a Parquet file and a video
+for each episode, v3 has many episodes in each; frame n of an episode is then frame
+``round((from_timestamp + timestamp) * fps)`` of its video, as LeRobot reads it. Images may be in
+the Parquet files too (the dtype "image"). There is no calibration and no ego pose.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fuelrail.pipeline.channels.series import series_channel
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
 from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.rows import COMMON_COLUMNS, may_be_attribute
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _INFO: Final = "meta/info.json"
 _EPISODES: Final = "meta/episodes"
-_OWN: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_OWN_COLUMNS: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; all but the last say where a frame is."""
 _FIELD: Final = re.compile(r"\{(\w+)(?::0(\d)d)?\}")
 _FIRST_ROWS: Final = 16
@@ -97,7 +98,9 @@ class _Task(msgspec.Struct, frozen=True):
 
 
 class _Episode(NamedTuple):
-    """An episode: its rows are in the file ``data``, its videos by camera begin at a time [s] of a file."""
+    """An episode: its rows are in the file ``data``, its videos by camera begin at a time [s] of
+    a file.
+    """
 
     number: int
     length: int
@@ -106,7 +109,10 @@ class _Episode(NamedTuple):
 
 
 class _Metadata:
-    """What the folder ``meta`` says: features, tasks and episodes. ``noted`` counts what is left out."""
+    """What the folder ``meta`` says: features, tasks and episodes.
+
+    ``noted`` counts what is left out.
+    """
 
     def __init__(self, files: SourceFiles, noted: Counter[str]) -> None:
         self.files = files
@@ -121,12 +127,13 @@ class _Metadata:
         info = read_json(self.files.read(_INFO), where, _Info, noted=self.noted)
         if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
             raise SourceError(
-                f"{where} has the codebase_version '{shown(info.codebase_version)}'; v2.0, v2.1 and v3.0 are read: "
-                "convert it with LeRobot"
+                f"{where} has the codebase_version '{shortened(info.codebase_version)}'; "
+                "v2.0, v2.1 and v3.0 are read: convert it with LeRobot"
             )
         if not (0 < info.fps < 1e6 and info.chunks_size > 0):
             raise SourceError(
-                f"{where} has fps {info.fps} and chunks_size {info.chunks_size}; both must be positive"
+                f"{where} has fps {info.fps} and chunks_size {info.chunks_size}; both must "
+                "be positive"
             )
         return info
 
@@ -137,20 +144,21 @@ class _Metadata:
     @cached_property
     def cameras(self) -> dict[str, str]:
         """Return the feature of each camera by its channel."""
-        found: dict[str, str] = {}
+        feature_of: dict[str, str] = {}
         for name, feature in self.info.features.items():
             if not feature.is_picture:
                 continue
             if (feature.info or {}).get("video.is_depth_map"):
-                self.noted[f"feature {shown(name)} left out, a video of depths"] += 1
+                self.noted[f"feature {shortened(name)} left out, a video of depths"] += 1
                 continue
             camera = _plain(re.sub(r"^observation\.(images?\.)?", "", name))
-            if camera in found:
+            if camera in feature_of:
                 raise SourceError(
-                    f"{_INFO}: features '{shown(found[camera])}' and '{shown(name)}' are both {camera}"
+                    f"{_INFO}: features '{shortened(feature_of[camera])}' and "
+                    f"'{shortened(name)}' are both {camera}"
                 )
-            found[camera] = name
-        return found
+            feature_of[camera] = name
+        return feature_of
 
     @property
     def has_videos(self) -> bool:
@@ -159,44 +167,51 @@ class _Metadata:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Return the features that are no images and not of all datasets, by the names that they have in samples."""
-        found: dict[str, str] = {}
+        """Return the features that are no images and not of all datasets, by the names that they
+        have in samples.
+        """
+        feature_of: dict[str, str] = {}
         others = {"task", *RESERVED, *COMMON_COLUMNS}
         for name, feature in self.info.features.items():
-            if name in _OWN or feature.is_picture:
+            if name in _OWN_COLUMNS or feature.is_picture:
                 continue
             if feature.dtype not in (*DTYPES, "string"):
-                self.noted[f"feature {shown(name)} left out, of dtype {shown(feature.dtype)}"] += 1
+                self.noted[
+                    f"feature {shortened(name)} left out, of dtype {shortened(feature.dtype)}"
+                ] += 1
             elif (
-                _plain(name) in found
+                _plain(name) in feature_of
                 or _plain(name) in others
                 or not may_be_attribute(_plain(name))
             ):
                 self.noted[
-                    f"feature {shown(name)} left out, {_plain(name)} is the name of something else"
+                    (
+                        f"feature {shortened(name)} left out, {_plain(name)} is the name of "
+                        "something else"
+                    )
                 ] += 1
             else:
-                found[_plain(name)] = name
-        return found
+                feature_of[_plain(name)] = name
+        return feature_of
 
     @cached_property
     def tasks(self) -> dict[int, str]:
         """Return the texts of tasks by number."""
         if self._is_v3:
             name = "meta/tasks.parquet"
-            with open_parquet(self.files, name, whole=True) as file:
+            with open_parquet(self.files, name, read_whole=True) as file:
                 texts = [
-                    one.name
-                    for one in file.schema_arrow
-                    if one.type in (pa.string(), pa.large_string())
+                    field.name
+                    for field in file.schema_arrow
+                    if field.type in (pa.string(), pa.large_string())
                 ]
             if not texts:
                 raise SourceError(f"table '{self.files.shown}/{name}' has no column of texts")
-            found = read_parquet(
-                self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, whole=True
+            columns = read_parquet(
+                self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, read_whole=True
             )
-            return dict(zip(found["task_index"].tolist(), found[texts[0]], strict=True))
-        return {one.task_index: one.task for one in self._lines("meta/tasks.jsonl", _Task)}
+            return dict(zip(columns["task_index"].tolist(), columns[texts[0]], strict=True))
+        return {field.task_index: field.task for field in self._lines("meta/tasks.jsonl", _Task)}
 
     def _lines(self, name: str, kind: Any) -> Iterator[Any]:
         where = f"file '{self.files.shown}/{name}'"
@@ -210,34 +225,41 @@ class _Metadata:
         videos = [name for name in self.cameras.values() if info.features[name].dtype == "video"]
         if not self._is_v3:
             for line in self._lines("meta/episodes.jsonl", _Line):
-                at = {
+                numbers = {
                     "episode_chunk": line.episode_index // info.chunks_size,
                     "episode_index": line.episode_index,
                 }
                 files = {
-                    name: (_filled(info.video_path or "", at | {"video_key": name}), 0.0)
+                    name: (_filled(info.video_path or "", numbers | {"video_key": name}), 0.0)
                     for name in videos
                 }
-                yield _Episode(line.episode_index, line.length, _filled(info.data_path, at), files)
+                yield _Episode(
+                    line.episode_index, line.length, _filled(info.data_path, numbers), files
+                )
             return
-        whole = pa.int64()
+        integer_type = pa.int64()
         types = dict.fromkeys(
-            ("episode_index", "length", "data/chunk_index", "data/file_index"), whole
+            ("episode_index", "length", "data/chunk_index", "data/file_index"), integer_type
         )
         for name in videos:
-            types |= {f"videos/{name}/chunk_index": whole, f"videos/{name}/file_index": whole}
+            types |= {
+                f"videos/{name}/chunk_index": integer_type,
+                f"videos/{name}/file_index": integer_type,
+            }
             types[f"videos/{name}/from_timestamp"] = pa.float64()
         for folder in self.files.folders(_EPISODES):
             for file in self.files.listed(f"{_EPISODES}/{folder}"):
-                found = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
-                for row in range(len(found["length"])):
+                columns = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
+                for row in range(len(columns["length"])):
                     yield _episode(
-                        {name: column[row].item() for name, column in found.items()}, info, videos
+                        {name: column[row].item() for name, column in columns.items()}, info, videos
                     )
 
 
 class LeRobot(VideoSource[VideoSettings]):
-    """LeRobot datasets v2.0 to v3.0: episodes as clips, videos as cameras, states and actions as channels."""
+    """LeRobot datasets v2.0 to v3.0: episodes as clips, videos as cameras, states and actions as
+    channels.
+    """
 
     kind = "lerobot"
     time_base = "relative"
@@ -253,18 +275,23 @@ class LeRobot(VideoSource[VideoSettings]):
     @property
     def channels(self) -> Sequence[Channel]:  # type: ignore[override]
         """The channels of states, actions and texts, and the task."""
-        found = [value_channel("task", description="what the robot is to do")]
+        channels_found = [value_channel("task", description="what the robot is to do")]
         for name, feature in self._meta.values.items():
-            about = self._meta.info.features[feature]
-            if about.dtype == "string":
-                found.append(value_channel(name))
-            elif about.scalar is None:
+            feature_info = self._meta.info.features[feature]
+            if feature_info.dtype == "string":
+                channels_found.append(value_channel(name))
+            elif feature_info.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
                 make = series_channel if self.given.rate else value_channel
-                found.append(
-                    make(name, about.dtype, about.shape, description=_described(about.names))
+                channels_found.append(
+                    make(
+                        name,
+                        feature_info.dtype,
+                        feature_info.shape,
+                        description=_described(feature_info.names),
+                    )
                 )
-        return tuple(found)
+        return tuple(channels_found)
 
     @property
     def columns(self) -> Mapping[str, type]:  # type: ignore[override]
@@ -273,8 +300,8 @@ class LeRobot(VideoSource[VideoSettings]):
             name: self._meta.info.features[feature].scalar
             for name, feature in self._meta.values.items()
         }
-        own = {name: kind for name, kind in types.items() if kind is not None}
-        return {"episode_index": int, "task_index": int, **own}
+        scalar_types = {name: kind for name, kind in types.items() if kind is not None}
+        return {"episode_index": int, "task_index": int, **scalar_types}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -288,34 +315,37 @@ class LeRobot(VideoSource[VideoSettings]):
         """
         if self._meta.has_videos:
             check_decoder(f"'{self.files.shown}'")
-        return Sensors.of(self._meta.cameras)
+        return Sensors.from_names(self._meta.cameras)
 
     def clips(self) -> Iterator[Clip]:
         """Yield the episodes."""
         ranges = {}
         for name, text in self._meta.info.splits.items():
-            if (found := _SPLIT.match(text)) is None:
+            if (match := _SPLIT.match(text)) is None:
                 raise SourceError(
-                    f"{_INFO}: split '{shown(name)}' is '{shown(text)}', expected FIRST:END of episodes"
+                    f"{_INFO}: split '{shortened(name)}' is '{shortened(text)}', expected "
+                    "FIRST:END of episodes"
                 )
-            ranges[_SPLITS.get(name, name)] = range(int(found[1]), int(found[2]))
+            ranges[_SPLITS.get(name, name)] = range(int(match[1]), int(match[2]))
         self._of.clear()
         num_frames = 0
-        for one in sorted(self._meta.episodes(), key=lambda one: one.number):
-            name = f"episode-{one.number:06d}"
+        for episode in sorted(self._meta.episodes(), key=lambda episode: episode.number):
+            name = f"episode-{episode.number:06d}"
             if name in self._of:
-                raise SourceError(f"'{self.files.shown}' has episode {one.number} twice")
-            self._of[name] = one
-            num_frames += one.length
-            videos = [file for file, _ in one.videos.values() if self.files.facts(file) is not None]
+                raise SourceError(f"'{self.files.shown}' has episode {episode.number} twice")
+            self._of[name] = episode
+            num_frames += episode.length
+            videos = [
+                file for file, _ in episode.videos.values() if self.files.facts(file) is not None
+            ]
             yield Clip(
                 name=name,
                 vehicle=self._meta.info.robot_type or "",
                 split=next(
-                    (split for split, numbers in ranges.items() if one.number in numbers), ""
+                    (split for split, numbers in ranges.items() if episode.number in numbers), ""
                 ),
-                attributes={"episode_index": one.number},
-                files=(_INFO, one.data, *videos),
+                attributes={"episode_index": episode.number},
+                files=(_INFO, episode.data, *videos),
             )
         counts = {"total_episodes": len(self._of), "total_frames": num_frames}
         for name, count in counts.items():
@@ -335,8 +365,8 @@ class LeRobot(VideoSource[VideoSettings]):
         is_whole = len(rows) == episode.length  # before anything of that length is made
         if not is_whole or not np.array_equal(frame_index, np.arange(episode.length)):
             raise SourceError(
-                f"{where}: episode {episode.number} has {len(rows)} rows, expected {episode.length}, with frame_index "
-                "from 0 on in order"
+                f"{where}: episode {episode.number} has {len(rows)} rows, expected "
+                f"{episode.length}, with frame_index from 0 on in order"
             )
         part = table.take(rows)
         times_s = _array(part, "timestamp", (), where).astype(np.float64)
@@ -347,26 +377,32 @@ class LeRobot(VideoSource[VideoSettings]):
         tasks = _array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():
-            about = info.features[feature]
-            if about.dtype == "string":
+            feature_info = info.features[feature]
+            if feature_info.dtype == "string":
                 columns[name] = part.column(feature).to_pylist()
             else:
-                columns[name] = _array(part, feature, () if about.scalar else about.shape, where)
+                columns[name] = _array(
+                    part, feature, () if feature_info.scalar else feature_info.shape, where
+                )
         names = self.columns
-        for at in range(episode.length):
-            time_ns = round(times_s[at] * 1e9)
-            values = {name: column[at] for name, column in columns.items() if name not in names}
+        for number in range(episode.length):
+            time_ns = round(times_s[number] * 1e9)
+            values = {name: column[number] for name, column in columns.items() if name not in names}
             attributes = {
-                name: column[at].item() for name, column in columns.items() if name in names
+                name: column[number].item() for name, column in columns.items() if name in names
             }
             yield Frame(
                 timestamp_ns=time_ns,
                 images={
-                    camera: self._image(episode, feature, float(times_s[at]), int(rows[at]))
+                    camera: self._image(episode, feature, float(times_s[number]), int(rows[number]))
                     for camera, feature in self._meta.cameras.items()
                 },
-                values={**values, "task": self._meta.tasks.get(tasks[at])},
-                attributes={**attributes, "episode_index": episode.number, "task_index": tasks[at]},
+                values={**values, "task": self._meta.tasks.get(tasks[number])},
+                attributes={
+                    **attributes,
+                    "episode_index": episode.number,
+                    "task_index": tasks[number],
+                },
             )
 
     def _image(self, episode: _Episode, feature: str, time_s: float, row: int) -> Image | Absent:
@@ -388,7 +424,9 @@ class LeRobot(VideoSource[VideoSettings]):
 
     @cached_property
     def _heads(self) -> dict[str, ImageInfo]:
-        """Size and format of the features of images, which all images of a feature have: from the first sound one."""
+        """Size and format of the features of images, which all images of a feature have: from
+        the first sound one.
+        """
         first = next(iter(self._of.values())).data
         names = [
             name
@@ -407,22 +445,28 @@ class LeRobot(VideoSource[VideoSettings]):
                     fault = fault or error
             if name not in heads:
                 raise SourceError(
-                    f"table '{self.files.shown}/{first}': none of the first {_FIRST_ROWS} images of "
-                    f"'{shown(name)}' can be read: {fault}"
+                    f"table '{self.files.shown}/{first}': none of the first {_FIRST_ROWS} "
+                    f"images of '{shortened(name)}' can be read: {fault}"
                 )
         return heads
 
     def _table(self, name: str) -> pa.Table:
-        """Read a file's columns but images; that of the last one is kept, for v3 has many episodes in a file."""
+        """Read a file's columns but images; that of the last one is kept, for v3 has many
+        episodes in a file.
+        """
         if name not in self._last:
             self._last.clear()
             with (
                 open_parquet(self.files, name) as file,
                 parsing(f"table '{self.files.shown}/{name}'"),
             ):
-                wanted = {*_OWN, *self._meta.values.values()}
-                known = [one for one in file.schema_arrow.names if one in wanted]
-                self._last[name] = file.read(known, use_threads=False)
+                selected = {*_OWN_COLUMNS, *self._meta.values.values()}
+                columns = [
+                    column_name
+                    for column_name in file.schema_arrow.names
+                    if column_name in selected
+                ]
+                self._last[name] = file.read(columns, use_threads=False)
         return self._last[name]
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -433,11 +477,11 @@ class LeRobot(VideoSource[VideoSettings]):
 
     def _stored(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield images of Parquet files: of each row group and feature its images at once."""
-        wanted: dict[tuple[str, str], list[int]] = {}
+        rows_by_column: dict[tuple[str, str], list[int]] = {}
         for ref in refs:
-            if found := _ROW.match(ref):
-                wanted.setdefault((found[1], found[3]), []).append(int(found[2]))
-        for (name, feature), rows in wanted.items():
+            if match := _ROW.match(ref):
+                rows_by_column.setdefault((match[1], match[3]), []).append(int(match[2]))
+        for (name, feature), rows in rows_by_column.items():
             where = f"table '{self.files.shown}/{name}'"
             begin = 0
             with open_parquet(self.files, name) as file:
@@ -445,7 +489,7 @@ class LeRobot(VideoSource[VideoSettings]):
                     end = begin + file.metadata.row_group(group).num_rows
                     chosen = [row for row in rows if begin <= row < end]
                     if chosen:
-                        with parsing(where, f"has no images in column '{shown(feature)}'"):
+                        with parsing(where, f"has no images in column '{shortened(feature)}'"):
                             column = file.read_row_group(
                                 group, [feature], use_threads=False
                             ).column(0)
@@ -460,7 +504,9 @@ class LeRobot(VideoSource[VideoSettings]):
 
 
 def _plain(name: str) -> str:
-    """Return a feature's name in lower case, with an underscore for each character that names of channels lack."""
+    """Return a feature's name in lower case, with an underscore for each character that names of
+    channels lack.
+    """
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
 
 
@@ -477,7 +523,8 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     def text(field: re.Match[str]) -> str:
         if field[1] not in values:
             raise SourceError(
-                f"{_INFO}: path '{shown(template)}' has the field '{field[1]}', not of {', '.join(values)}"
+                f"{_INFO}: path '{shortened(template)}' has the field '{field[1]}', not of "
+                f"{', '.join(values)}"
             )
         value = values[field[1]]
         return f"{value:0{field[2]}d}" if field[2] and isinstance(value, int) else str(value)
@@ -504,12 +551,15 @@ def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Epi
 
 
 def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
-    """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no such column."""
+    """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
+    such column.
+    """
     if name not in table.column_names:
         raise SourceError(
-            f"{where} has no column '{shown(name)}'; it has {', '.join(map(shown, table.column_names))}"
+            f"{where} has no column '{shortened(name)}'; it has "
+            f"{', '.join(map(shortened, table.column_names))}"
         )
-    with parsing(where, f"has no numbers of shape {list(shape)} in column '{shown(name)}'"):
+    with parsing(where, f"has no numbers of shape {list(shape)} in column '{shortened(name)}'"):
         array = table.column(name).combine_chunks()
         while (
             pa.types.is_list(array.type)
@@ -519,5 +569,5 @@ def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> ND
             array = array.flatten()
         if array.null_count:
             raise ValueError(f"{array.null_count} values are null")
-        found: NDArray[Any] = array.to_numpy(zero_copy_only=False).reshape(len(table), *shape)
-        return found
+        values: NDArray[Any] = array.to_numpy(zero_copy_only=False).reshape(len(table), *shape)
+        return values

@@ -1,4 +1,5 @@
-"""The kinds of sources: those of Fuelrail, and plug-ins of the entry-point group ``fuelrail.sources``.
+"""The kinds of sources: those of Fuelrail, and plug-ins of the entry-point group
+``fuelrail.sources``.
 
 A plug-in's package names its class there::
 
@@ -51,7 +52,10 @@ _OWN_PACKAGE: Final = "fuelrail"
 _MOST_FOLDERS: Final = 100
 """Folders that are looked into for files that a source lacks."""
 _EXAMPLES: Final = {
-    name: f"`pip install ./configs/sources/{name}` in a checkout brings package fuelrail-{name.replace('_', '-')}"
+    name: (
+        f"`pip install ./configs/sources/{name}` in a checkout brings package "
+        f"fuelrail-{name.replace('_', '-')}"
+    )
     for name in ("arrow", "pandaset", "physical_ai", "py123d")
 }
 """Plug-ins that the documents name, and how to install them."""
@@ -97,7 +101,10 @@ class SourceOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of source. ``package`` brings it; ``missing`` is what `pip install` must bring for it to work."""
+    """A kind of source.
+
+    ``package`` brings it; ``missing`` is what `pip install` must bring for it to work.
+    """
 
     kind: str
     summary: str
@@ -125,7 +132,8 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
         guess = None if is_plain_url else _guessed_kind(Path(text))
         example = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         raise ConfigError(
-            f"source {text!r} must be KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; "
+            f"source {text!r} must be "
+            f"KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; "
             f"known kinds: {_listed(_kinds())}"
         )
     _entry(kind, f"source {text!r} has the")
@@ -160,24 +168,27 @@ def _package(entry: EntryPoint) -> str:
 
 
 def make_source(spec: SourceSpec) -> Source:
-    """Make the source; raises ConfigError where its options are wrong, or a package that it needs is missing."""
+    """Make the source; raises ConfigError where its options are wrong, or a package that it
+    needs is missing.
+    """
     kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: {how_to_install(*missing)}")
     with naming(spec):
-        made: Source = kind(spec.location, spec.options)
-    return made
+        source: Source = kind(spec.location, spec.options)
+    return source
 
 
 def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     """Parse options given as ``KEY=VALUE``, each checked against the settings of the kind.
 
-    A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises ConfigError.
+    A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises
+    ConfigError.
     """
     settings = _load(_entry(kind)).settings
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
@@ -189,19 +200,20 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"-o {pair}: {kind} has no option {name!r}; allowed: {', '.join(types)}{hint}"
             )
-        if name in found:
-            raise ConfigError(f"-o {name} is given twice: {found[name]!r} and {text!r}")
-        found[name] = _value(text, types[name], f"-o {pair}")
-    return found
+        if name in values:
+            raise ConfigError(f"-o {name} is given twice: {values[name]!r} and {text!r}")
+        values[name] = _value(text, types[name], f"-o {pair}")
+    return values
 
 
 def sources(kind: str | None = None) -> list[SourceKind]:
-    """Return the kinds of sources that are installed, or one: options, and what is to be installed for it.
+    """Return the kinds of sources that are installed, or one: options, and what is to be installed
+    for it.
 
     Raises ConfigError for an unknown kind.
     """
-    found = _kinds()
-    chosen = sorted(found.values()) if kind is None else [_entry(kind)]
+    kinds = _kinds()
+    chosen = sorted(kinds.values()) if kind is None else [_entry(kind)]
     return [_described(entry) for entry in chosen]
 
 
@@ -225,29 +237,31 @@ def _described(entry: EntryPoint) -> SourceKind:
 def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
     info = inspect.type_info(settings)
     assert isinstance(info, inspect.StructType), "settings are a struct"
-    found = []
+    options = []
     for field in info.fields:
-        about: dict[str, Any] = {}
-        shown = " or ".join(dict.fromkeys(_type_name(field.type, about)))
+        meta: dict[str, Any] = {}
+        type_text = " or ".join(dict.fromkeys(_type_name(field.type, meta)))
         default = (
             "none" if field.default in (None, msgspec.NODEFAULT, "", ()) else f"{field.default}"
         )
-        described = str(about.get("description", ""))
-        found.append(
+        described = str(meta.get("description", ""))
+        options.append(
             SourceOption(
-                name=field.name, type=shown, default=default.lower(), description=described
+                name=field.name, type=type_text, default=default.lower(), description=described
             )
         )
-    return [option for option in found if option.description]
+    return [option for option in options if option.description]
 
 
-def _type_name(kind: inspect.Type, about: dict[str, Any]) -> list[str]:
-    """Return the names of the types that a value may have; append what their Meta says to ``about``."""
+def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
+    """Return the names of the types that a value may have; append what their Meta says to
+    ``about``.
+    """
     if isinstance(kind, inspect.Metadata):
-        about.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
-        return _type_name(kind.type, about)
+        meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        return _type_name(kind.type, meta)
     if isinstance(kind, inspect.UnionType):
-        return [name for part in kind.types for name in _type_name(part, about)]
+        return [name for part in kind.types for name in _type_name(part, meta)]
     if isinstance(kind, inspect.LiteralType):
         return [str(value) for value in kind.values]
     if isinstance(kind, inspect.NoneType):
@@ -280,8 +294,11 @@ def _value(text: str, kind: Any, where: str) -> Any:
 
 def _kinds() -> dict[str, EntryPoint]:
     """Return all kinds by name; Fuelrail's own come first where a plug-in has the same name."""
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    return {**found, **{name: EntryPoint(name, place, GROUP) for name, place in _BUILT_IN.items()}}
+    plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {
+        **plugins,
+        **{name: EntryPoint(name, place, GROUP) for name, place in _BUILT_IN.items()},
+    }
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -293,17 +310,18 @@ def _listed(names: Iterable[str]) -> str:
 def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind in _BUILT_IN:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
-    known = _kinds()
-    if kind not in known and kind in _EXAMPLES:
+    kinds = _kinds()
+    if kind not in kinds and kind in _EXAMPLES:
         raise ConfigError(
             f"{where} kind {kind!r}, a plug-in that is not installed: {_EXAMPLES[kind]}"
         )
-    if kind not in known:
+    if kind not in kinds:
         raise ConfigError(
-            f"{where} unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a plug-in's "
-            f"package names its kinds in the entry points '{GROUP}'"
+            f"{where} unknown kind {kind!r}; known kinds: "
+            f"{_listed(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its "
+            f"kinds in the entry points '{GROUP}'"
         )
-    return known[kind]
+    return kinds[kind]
 
 
 def _load(entry: EntryPoint) -> Any:
@@ -311,14 +329,16 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:  # a plug-in's module may raise anything
         package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
-        what = error if isinstance(error, ImportError | AttributeError) else repr(error)
+        reason = error if isinstance(error, ImportError | AttributeError) else repr(error)
         raise ConfigError(
-            f"source kind '{entry.name}'{package} cannot be imported: {what}"
+            f"source kind '{entry.name}'{package} cannot be imported: {reason}"
         ) from error
 
 
 def check_place(spec: SourceSpec) -> None:
-    """Raise SourceError for a folder or file of this machine that is not there; plug-ins look themselves."""
+    """Raise SourceError for a folder or file of this machine that is not there; plug-ins look
+    themselves.
+    """
     place = spec.location.removeprefix("file://")
     is_elsewhere = "://" in place or "\n" in place or spec.kind not in _BUILT_IN
     if is_elsewhere or os.path.lexists(place):
@@ -327,7 +347,9 @@ def check_place(spec: SourceSpec) -> None:
 
 
 def _advice_on_place(spec: SourceSpec) -> str:
-    """Return where files of the kind are, if not in the source's folder but below or above it; empty else."""
+    """Return where files of the kind are, if not in the source's folder but below or above it;
+    empty else.
+    """
     patterns = CONTENTS.get(spec.kind)
     place = Path(spec.location.removeprefix("file://"))
     if patterns is None or not place.is_dir() or _has_any(place, patterns):
@@ -350,16 +372,19 @@ def _has_any(place: Path, patterns: Iterable[str]) -> bool:
 def _guessed_kind(place: Path) -> str | None:
     """Return the kind whose files a local folder or file looks like."""
     for kind, patterns in CONTENTS.items():
-        if any(place.match(one) if place.is_file() else any(place.glob(one)) for one in patterns):
+        if any(
+            place.match(pattern) if place.is_file() else any(place.glob(pattern))
+            for pattern in patterns
+        ):
             return kind
     return None
 
 
 def _missing(kind: Any) -> list[str]:
     """Return what must be installed before this kind works."""
-    needed: Sequence[tuple[str, str]] = list(kind.requires.items())
+    requirements: Sequence[tuple[str, str]] = list(kind.requires.items())
     return list(
         dict.fromkeys(
-            brings for module, brings in needed if importlib.util.find_spec(module) is None
+            brings for module, brings in requirements if importlib.util.find_spec(module) is None
         )
     )

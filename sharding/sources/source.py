@@ -1,7 +1,7 @@
 """The protocol of a source of driving data.
 
-Most adapters are a :class:`fuelrail.sharding.sources.adapter.source.FrameSource`, which implements all of it but a few
-methods. All kinds are in :mod:`fuelrail.sharding.sources.registry`.
+Most adapters are a :class:`fuelrail.sharding.sources.adapter.source.FrameSource`, which implements
+all of it but a few methods. All kinds are in :mod:`fuelrail.sharding.sources.registry`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Camera(NamedTuple):
 class ScanInfo:
     """The result of a scan: facts about the source as a whole.
 
-    ``channels`` are those other than cameras, lidars and boxes: a sample's member of one is a reference whose name is
-    the channel's ``field``, after the references of cameras and lidars and in the order of ``channels``.
-    ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
-    occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
-    not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
-    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity,
-    ``facts["calibration"]`` where no camera is calibrated.
-    ``lineage`` names the datasets that the source is made of.
+    ``channels`` are those other than cameras, lidars and boxes: a sample's member of one is a
+    reference whose name is the channel's ``field``, after the references of cameras and lidars and
+    in the order of ``channels``. ``splits`` are the source's own: split name to clip names (None:
+    it has none). ``names`` are the field names that occur, ``license`` is the data's, where the
+    source states it. ``facts`` and ``report`` (what was kept, dropped and not understood; None
+    where the source does not count) go into the manifest's provenance; no paths, times or host
+    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the
+    identity, ``facts["calibration"]`` where no camera is calibrated. ``lineage`` names the datasets
+    that the source is made of.
     """
 
     name: str
@@ -77,17 +78,21 @@ class MemberSource(Protocol):
 class Source(MemberSource, Protocol):
     """A dataset in its native layout.
 
-    Making one, of a location and options, is cheap and reads nothing but what locates the data: every worker makes its
-    own. Errors are SourceError, naming table or file, and row or token.
+    Making one, of a location and options, is cheap and reads nothing but what locates the data:
+    every worker makes its own. Errors are SourceError, naming table or file, and row or token.
     """
 
     kind: str
     settings: type[Settings]
     """The options; each with a description."""
     requires: Mapping[str, str]
-    """Modules that it imports beyond Fuelrail's own dependencies, each with what brings it to `pip install`."""
+    """Modules that it imports beyond Fuelrail's own dependencies, each with what brings it to
+    `pip install`.
+    """
     reads: Reads
-    """"clip" where :meth:`open` is slow unless a clip is read in order: the source is a :class:`ClipSource` then."""
+    """"clip" where :meth:`open` is slow unless a clip is read in order: the source is a
+    :class:`ClipSource` then.
+    """
 
     @property
     def attribute_types(self) -> Mapping[str, type]:
@@ -96,19 +101,24 @@ class Source(MemberSource, Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options, defaults filled in: what the source's part of the bytes depends on; no paths."""
+        """All options, defaults filled in: what the source's part of the bytes depends on; no
+        paths.
+        """
         ...
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read tables and file sizes; write one row for each sample, clip by clip in time order.
 
-        Sensor files are not read, but for the heads of images whose size no table has (64 KiB at most, in threads).
+        Sensor files are not read, but for the heads of images whose size no table has (64 KiB at
+        most, in threads).
         """
         ...
 
 
 class Place(NamedTuple):
-    """Bytes of a file of this machine: ``length`` of them from ``offset`` on, or all of the file."""
+    """Bytes of a file of this machine: ``length`` of them from ``offset`` on, or all of the
+    file.
+    """
 
     path: str
     offset: int = 0
@@ -117,7 +127,9 @@ class Place(NamedTuple):
 
 @runtime_checkable
 class PlacedSource(Protocol):
-    """A source, some of whose members are bytes in files as they are: those go to a shard without :meth:`open`."""
+    """A source, some of whose members are bytes in files as they are: those go to a shard
+    without :meth:`open`.
+    """
 
     def place(self, ref: str) -> Place | None:
         """Return where the member's bytes are; None where ``open`` makes them."""
@@ -126,18 +138,22 @@ class PlacedSource(Protocol):
 
 @runtime_checkable
 class ClipSource(Protocol):
-    """A source that is read clip by clip: a run brings each clip's members into its work folder first."""
+    """A source that is read clip by clip: a run brings each clip's members into its work folder
+    first.
+    """
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield each of these members of one clip once, in any order, with its reference.
 
-        ``refs`` are in the order of the scan table. A member's bytes may be overwritten when the next one is asked for.
+        ``refs`` are in the order of the scan table. A member's bytes may be overwritten when the
+        next one is asked for.
         """
         ...
 
 
 class VideoStart(NamedTuple):
-    """A video of a source, to estimate its cost by its first ``frames``; ``num_kept`` of all are images of samples.
+    """A video of a source, to estimate its cost by its first ``frames``; ``num_kept`` of all are
+    images of samples.
 
     ``open()`` returns what has ``jpegs(frames, form)`` and ``num_decoded``, as ``VideoFile``.
     """

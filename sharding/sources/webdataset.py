@@ -1,13 +1,15 @@
-"""The adapter for tars in WebDataset's naming: members that follow each other and share a key are a sample.
+"""The adapter for tars in WebDataset's naming: members that follow each other and share a key are a
+sample.
 
-The key is a member's name up to the first dot after the last slash, the rest is its extension, as the library
-`webdataset` has it (``base_plus_ext``). Of plain tars headers and small members are read, and images stay where they
-are; compressed tars are read from front to back, once by the scan and once when each clip is staged.
+The key is a member's name up to the first dot after the last slash, the rest is its extension, as
+the library `webdataset` has it (``base_plus_ext``). Of plain tars headers and small members are
+read, and images stay where they are; compressed tars are read from front to back, once by the scan
+and once when each clip is staged.
 
-Beside images a sample has values: members that the library decodes to integers, texts and arrays, and what is in the
-JSON. Members and lists of numbers become channels, single numbers and texts of the JSON attributes; members that it
-does not decode to one of these are channels of bytes. Names and forms are those of the first samples. What becomes
-neither is counted in the report.
+Beside images a sample has values: members that the library decodes to integers, texts and arrays,
+and what is in the JSON. Members and lists of numbers become channels, single numbers and texts of
+the JSON attributes; members that it does not decode to one of these are channels of bytes. Names
+and forms are those of the first samples. What becomes neither is counted in the report.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, Sourc
 from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.pipeline.sample.image_header import probe
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
-from fuelrail.sharding.sources.adapter.members import MADE
+from fuelrail.sharding.sources.adapter.members import MADE_PREFIX
 from fuelrail.sharding.sources.adapter.rows import fitting_type, may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
@@ -76,7 +78,10 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     images: Annotated[
         dict[str, str],
         Meta(
-            description="camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg is camera image"
+            description=(
+                "camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg "
+                "is camera image"
+            )
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
     meta: Annotated[
@@ -105,13 +110,19 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     gather: Annotated[
         bool,
         Meta(
-            description="true reads each tar to its end and takes all members of a key for a sample, wherever they are"
+            description=(
+                "true reads each tar to its end and takes all members of a key for a sample, "
+                "wherever they are"
+            )
         ),
     ] = False
     clip: Annotated[
         str,
         Meta(
-            description="regular expression, whose first group in a key is the clip; empty: each tar is a clip"
+            description=(
+                "regular expression, whose first group in a key is the clip; empty: each tar is "
+                "a clip"
+            )
         ),
     ] = ""
 
@@ -127,7 +138,9 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class _Read(NamedTuple):
-    """What was read of a member of a compressed tar: the size of an image [px], the bytes of JSON, or a fault."""
+    """What was read of a member of a compressed tar: the size of an image [px], the bytes of
+    JSON, or a fault.
+    """
 
     width: int = 0
     height: int = 0
@@ -145,7 +158,8 @@ class _Sample(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """What a sample has beside images: members and lists by name, single values of the JSON, and what is left out.
+    """What a sample has beside images: members and lists by name, single values of the JSON, and
+    what is left out.
 
     A member that is not decoded is its own value.
     """
@@ -175,14 +189,14 @@ class _Reader(NamedTuple):
         if member is None:
             return JsonFacts(None, where)
         data = self._data(sample, member)
-        what = f"{where}: .{self.given.meta}"
-        return JsonFacts(read_json(data, what, what="is not JSON", noted=noted), where)
+        place = f"{where}: .{self.given.meta}"
+        return JsonFacts(read_json(data, place, problem="is not JSON", noted=noted), where)
 
     @property
     def _used(self) -> frozenset[str]:
         """Names at the top of the JSON that the options name."""
-        given = self.given
-        paths = (given.timestamp_ns, given.intrinsics, given.cam2ego, given.ego2global)
+        settings = self.given
+        paths = (settings.timestamp_ns, settings.intrinsics, settings.cam2ego, settings.ego2global)
         return frozenset(path.partition(".")[0] for path in paths if path)
 
     def _data(self, sample: _Sample, member: Member) -> bytes:
@@ -200,9 +214,9 @@ class _Reader(NamedTuple):
             name = extension.replace(".", "_")
             if extension in cameras or extension == self.given.meta:
                 continue
-            most = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
-            if member.length > most:
-                left_out.append(f"members .{extension} left out, over {most} bytes")
+            limit = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
+            if member.length > limit:
+                left_out.append(f"members .{extension} left out, over {limit} bytes")
                 continue
             if decode is None:
                 values[name] = member
@@ -215,15 +229,15 @@ class _Reader(NamedTuple):
                 )
         attributes: dict[str, Any] = {}
         rest = (
-            {name: one for name, one in json.items() if name not in self._used}
+            {name: item for name, item in json.items() if name not in self._used}
             if isinstance(json, dict)
             else json
         )
         for name, value in _leaves(rest, self.given.meta):
-            taken = values if isinstance(value, list) else attributes
-            if name in taken:
+            target = values if isinstance(value, list) else attributes
+            if name in target:
                 left_out.append(f"{name} of the JSON left out, another value has this name")
-            taken.setdefault(name, value)
+            target.setdefault(name, value)
         return _Values(values, attributes, left_out)
 
 
@@ -242,12 +256,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     @cached_property
     def _forms(self) -> tuple[dict[str, Channel], dict[str, type], dict[str, str]]:
-        """The channels of the first samples' values, the types of their attributes, and why other values are none."""
+        """The channels of the first samples' values, the types of their attributes, and why
+        other values are none.
+        """
         values = ValueForms()
         attributes = ValueForms()
         for sample in islice(self._samples(), self.given.first_samples or None):
-            found = self._reader.values(sample, self._reader.json(sample, Counter()).values)
-            for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
+            sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
+            for forms, of_sample in (
+                (values, sample_values.values),
+                (attributes, sample_values.attributes),
+            ):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
         types = {
@@ -297,17 +316,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     def sensors(self) -> Sensors:
         """Return the cameras of the option ``images``, or of the first sample that has images."""
         if self.given.images:
-            return Sensors.of(self.given.images)
+            return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
         for sample in self._samples():
-            if found := _cameras(sample.members):
-                return Sensors.of(found)
+            if cameras := _cameras(sample.members):
+                return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
                 extensions.update(sample.members)
-        listed = ", ".join(map(shown, sorted(extensions)[:_MOST_EXTENSIONS])) or "none"
+        listed = ", ".join(map(shortened, sorted(extensions)[:_MOST_EXTENSIONS])) or "none"
         raise SourceError(
-            f"the webdataset source '{self.files.shown}' has no tars with images; its members have the extensions: "
-            f"{listed}; the option images maps a camera to one of them"
+            f"the webdataset source '{self.files.shown}' has no tars with images; its "
+            f"members have the extensions: {listed}; the option images maps a camera to one of them"
         )
 
     def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
@@ -329,17 +348,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     def _unpacked(self, tar: str, read: dict[str, _Read], noted: Counter[str]) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
-        whole = (json, *(f".{last}" for last in _DECODED))
+        whole_endings = (json, *(f".{last}" for last in _DECODED))
         for member, data in compressed_members(
             self.files,
             tar,
             HEAD_BYTES[-1],
-            whole,
+            whole_endings,
             ignore_zeros=self.given.ignore_zeros,
             noted=noted,
         ):
             data = data or b""
-            if member.name.lower().endswith(whole):
+            if member.name.lower().endswith(whole_endings):
                 is_kept = member.length <= _MOST_VALUE_BYTES or member.name.lower().endswith(json)
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
@@ -352,51 +371,54 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips: runs of samples of one tar, or with one name in their keys."""
-        seen: set[str] = set()
+        names_seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
         for sample in self._samples(self.noted):
-            own = self._clip_of(sample)
-            if pending and own != name:
-                yield self._begin(name, pending, seen)
+            clip_name = self._clip_of(sample)
+            if pending and clip_name != name:
+                yield self._begin(name, pending, names_seen)
                 pending = []
-            name = own
+            name = clip_name
             pending.append(sample)
         if pending:
-            yield self._begin(name, pending, seen)
+            yield self._begin(name, pending, names_seen)
 
     def _clip_of(self, sample: _Sample) -> str:
         if not self.given.clip:
             return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-        found = re.search(self.given.clip, sample.key)
-        if found is None or not found[1]:
+        match = re.search(self.given.clip, sample.key)
+        if match is None or not match[1]:
             raise SourceError(
-                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds nothing in key '{sample.key}'"
+                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
+                f"nothing in key '{sample.key}'"
             )
-        return found[1]
+        return match[1]
 
-    def _begin(self, name: str, samples: list[_Sample], seen: set[str]) -> Clip:
-        if name in seen:
+    def _begin(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
+        if name in names_seen:
             raise SourceError(
-                f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at key '{samples[0].key}', "
-                "after others; samples of a clip must follow each other"
+                f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at "
+                f"key '{samples[0].key}', after others; samples of a clip must follow each other"
             )
-        seen.add(name)
+        names_seen.add(name)
         self._current = samples
         return Clip(name=name, files=tuple(dict.fromkeys(sample.tar for sample in samples)))
 
     def frames(self, clip: Clip) -> Iterator[Frame]:  # noqa: ARG002 - the current one
         """Yield the clip's samples, by time where they have one."""
-        found: list[Frame] = []
+        frames_made: list[Frame] = []
         for number, sample in enumerate(self._current):
             facts = self._reader.json(sample, self.noted)
-            own = self._fitting(sample, facts)
+            sample_values = self._fitting(sample, facts)
             raw = {
-                name: member for name, member in own.values.items() if isinstance(member, Member)
+                name: member
+                for name, member in sample_values.values.items()
+                if isinstance(member, Member)
             }
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
-                time_ns = facts.whole(self.given.timestamp_ns)
+                time_ns = facts.integer(self.given.timestamp_ns)
             images: dict[str, Image | Absent] = {}
             for camera, extension in (self.given.images or _cameras(sample.members)).items():
                 member = sample.members.get(extension)
@@ -410,28 +432,32 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                         facts=facts,
                     )
             pose = facts.matrix(self.given.ego2global, 4) if self.given.ego2global else None
-            poses = {name: one for name, one in images.items() if isinstance(one, Image)}
+            poses = {name: item for name, item in images.items() if isinstance(item, Image)}
             if pose is not None:
                 images.update(
-                    (name, msgspec.structs.replace(one, ego2global=pose))
-                    for name, one in poses.items()
+                    (name, msgspec.structs.replace(item, ego2global=pose))
+                    for name, item in poses.items()
                 )
-            found.append(
+            frames_made.append(
                 Frame(
                     timestamp_ns=time_ns,
                     ego2global=pose,
                     images=images,
                     token=sample.key,
-                    values={name: value for name, value in own.values.items() if name not in raw},
-                    attributes=own.attributes,
+                    values={
+                        name: value
+                        for name, value in sample_values.values.items()
+                        if name not in raw
+                    },
+                    attributes=sample_values.attributes,
                     members=[
-                        Reference(f"{name}.bin", _ref(sample, one), one.length)
-                        for name, one in raw.items()
+                        Reference(f"{name}.bin", _ref(sample, item), item.length)
+                        for name, item in raw.items()
                     ],
                 )
             )
-        found.sort(key=lambda frame: frame.timestamp_ns)
-        yield from found
+        frames_made.sort(key=lambda frame: frame.timestamp_ns)
+        yield from frames_made
 
     def _image(
         self,
@@ -455,7 +481,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             return Image(ref=_ref(sample, member), **common)
         read = sample.read[member.name]
         return Image(
-            ref=_ref(sample, member).removeprefix(MADE),
+            ref=_ref(sample, member).removeprefix(MADE_PREFIX),
             made=True,
             fault=read.fault,
             width=read.width,
@@ -467,25 +493,27 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     def _fitting(self, sample: _Sample, facts: JsonFacts) -> _Values:
         """Return what the dataset has of a sample beside images; count what is left out."""
         channels, types, refused = self._forms
-        found = self._reader.values(sample, facts.values)
-        self.noted.update(found.left_out)
-        for name in found.values.keys() - channels:
+        sample_values = self._reader.values(sample, facts.values)
+        self.noted.update(sample_values.left_out)
+        for name in sample_values.values.keys() - channels:
             self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
-        for name in found.attributes.keys() - types:
+        for name in sample_values.attributes.keys() - types:
             self.noted[
                 f"{name} of the JSON left out, its name or its values are not those of an attribute"
             ] += 1
-        attributes = {name: value for name, value in found.attributes.items() if name in types}
+        attributes = {
+            name: value for name, value in sample_values.attributes.items() if name in types
+        }
         for name, value in attributes.items():
             is_number = types[name] is float and type(value) is int
             if not (is_number or type(value) is types[name]) or (
                 type(value) is int and not -(2**63) <= value < 2**63
             ):
                 raise SourceError(
-                    f"{facts.where}: {name} is {value!r:.100}, and {types[name].__name__} in the first samples; "
-                    "first_samples=0 looks at all"
+                    f"{facts.where}: {name} is {value!r:.100}, and {types[name].__name__} "
+                    "in the first samples; first_samples=0 looks at all"
                 )
-        values = {name: value for name, value in found.values.items() if name in channels}
+        values = {name: value for name, value in sample_values.values.items() if name in channels}
         for name, value in values.items():
             if isinstance(value, Member) != (channels[name].kind == "bytes"):
                 raise SourceError(
@@ -501,7 +529,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             by_tar.setdefault(tar, set()).add(name)
         for tar, names in by_tar.items():
             for member, data in compressed_members(
-                self.files, tar, None, wanted=names, ignore_zeros=self.given.ignore_zeros
+                self.files, tar, None, names=names, ignore_zeros=self.given.ignore_zeros
             ):
                 if data is not None:
                     names.discard(member.name)
@@ -516,36 +544,40 @@ def _ref(sample: _Sample, member: Member) -> str:
     return (
         f"{sample.tar}#{member.offset}+{member.length}"
         if plain
-        else f"{MADE}{sample.tar}#{member.name}"
+        else f"{MADE_PREFIX}{sample.tar}#{member.name}"
     )
 
 
 def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root`` names the root."""
-    found = [("", value)]
-    while found:
-        path, one = found.pop()
-        if isinstance(one, dict):
-            found += [
+    """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root``
+    names the root.
+    """
+    pending = [("", value)]
+    while pending:
+        path, item = pending.pop()
+        if isinstance(item, dict):
+            pending += [
                 (f"{path}_{key}".lower() if path else key.lower(), part)
-                for key, part in one.items()
+                for key, part in item.items()
             ]
-        elif one is not None:
-            yield path or root, one
+        elif item is not None:
+            yield path or root, item
 
 
 def _cameras(members: dict[str, Member]) -> dict[str, str]:
     """Return the extension of each camera by the names."""
-    found = {}
+    extension_of = {}
     for extension in members:
         name, _, last = extension.rpartition(".")
         if last in EXTENSION_OF and re.fullmatch(r"[a-z0-9_]*", name):
-            found[name or _ONE_CAMERA] = extension
-    return found
+            extension_of[name or _ONE_CAMERA] = extension
+    return extension_of
 
 
 def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str, str, Member]]:
-    """Yield key, extension and member; skip and count names without one, as the library skips them."""
+    """Yield key, extension and member; skip and count names without one, as the library skips
+    them.
+    """
     for member in members:
         if any(map(is_hidden, member.name.split("/"))):
             noted["hidden members left out"] += 1
@@ -572,9 +604,10 @@ def _grouped(
                 yield sample
             if key in keys:
                 raise SourceError(
-                    f"{where}: key '{key}' comes again, with .{extension}, after other keys: the members of a sample "
-                    "do not follow each other; the option gather=true puts each sample together, and "
-                    "`tar --sort=name` writes a tar in which they do"
+                    f"{where}: key '{key}' comes again, with .{extension}, after other "
+                    "keys: the members of a sample do not follow each other; the option "
+                    "gather=true puts each sample together, and `tar --sort=name` writes a "
+                    "tar in which they do"
                 )
             keys.add(key)
             sample = _Sample(tar, key, {}, read)

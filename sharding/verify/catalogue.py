@@ -1,6 +1,8 @@
-"""What datasets are made of and how two of them differ, from manifests and tables alone; and their tags.
+"""What datasets are made of and how two of them differ, from manifests and tables alone; and their
+tags.
 
-A tag is a name for people, in ``tags.json`` beside the dataset. It is not part of the dataset: no digest covers it.
+A tag is a name for people, in ``tags.json`` beside the dataset. It is not part of the dataset: no
+digest covers it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TAGS_FILE: Final = "tags.json"
 
 _MAX_TAGS_BYTES: Final = 1 << 16
 _TAG: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
-_SHOWN: Final = 10
+_MAX_SHOWN: Final = 10
 _OF_MANIFEST: Final = (
     "name",
     "order_unit",
@@ -51,7 +53,9 @@ class TagOptions(Settings, frozen=True):
 
 
 class DatasetLog(Printed, msgspec.Struct, frozen=True, kw_only=True):
-    """What a dataset is and what it was made of; ``ancestors`` are all that its manifest names, the nearest first."""
+    """What a dataset is and what it was made of; ``ancestors`` are all that its manifest names,
+    the nearest first.
+    """
 
     dataset: str
     name: str
@@ -68,14 +72,19 @@ class DatasetLog(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The fingerprint of the dataset that a layer belongs to; None for a dataset."""
 
     def as_text(self) -> str:
-        """Return the report for people: a paragraph for the dataset, and a line for each ancestor."""
+        """Return the report for people: a paragraph for the dataset, and a line for each
+        ancestor.
+        """
         tags = f" [{', '.join(self.tags)}]" if self.tags else ""
         sizes = f"{counted(self.num_shards, 'shard')}, {self.num_bytes / 1e6:,.1f} MB"
         lines = [
             f"{escaped(self.name)}{tags}",
             f"  fingerprint  {self.fingerprint}",
             f"  made by      {escaped(self.made_by)}",
-            f"  holds        {counted(self.num_samples, 'sample')} of {counted(self.num_clips, 'clip')} in {sizes}",
+            (
+                f"  holds        {counted(self.num_samples, 'sample')} of "
+                f"{counted(self.num_clips, 'clip')} in {sizes}"
+            ),
         ]
         if self.base is not None:
             lines.append(f"  layer of     {self.base}")
@@ -96,10 +105,13 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
-    """How dataset or layer ``b`` differs from ``a``. Samples are compared by key, bytes by the digest of their span.
+    """How dataset or layer ``b`` differs from ``a``.
 
-    ``options`` maps what differs in recipe and manifest to both values, of layers also in base and view; ``channels``
-    maps the entries of the table, or what differs in them, likewise, with None where a dataset has no such channel.
+    Samples are compared by key, bytes by the digest of their span.
+
+    ``options`` maps what differs in recipe and manifest to both values, of layers also in base and
+    view; ``channels`` maps the entries of the table, or what differs in them, likewise, with None
+    where a dataset has no such channel.
     """
 
     a: str
@@ -132,14 +144,14 @@ class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
                     f"{title}: {keys.count:,} ({', '.join(map(escaped, keys.first))}{more})"
                 )
         lines.append(f"samples with the same bytes: {self.num_samples_equal:,}")
-        for title, found in (
+        for title, entries in (
             ("channel", self.channels),
             ("member", self.members),
             ("option", self.options),
         ):
             lines += [
-                f"{title} {escaped(name)}: a {_said(one)}, b {_said(two)}"
-                for name, (one, two) in found.items()
+                f"{title} {escaped(name)}: a {_said(first)}, b {_said(two)}"
+                for name, (first, two) in entries.items()
             ]
         return "\n".join(lines) + "\n"
 
@@ -150,7 +162,9 @@ def _said(value: object) -> str:
 
 
 def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
-    """Say what a dataset or layer, in a folder or at a URL, is and was made of; raises DatasetError without one."""
+    """Say what a dataset or layer, in a folder or at a URL, is and was made of; raises
+    DatasetError without one.
+    """
     opened = open_kind(dataset, EITHER)
     manifest = opened.manifest
     return DatasetLog(
@@ -170,72 +184,78 @@ def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
 
 
 def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> DatasetDiff:
-    """Compare two datasets or layers, in folders or at URLs, by manifests and tables; no shard is read.
+    """Compare two datasets or layers, in folders or at URLs, by manifests and tables; no shard is
+    read.
 
-    Takes 40 bytes of memory for each sample. Raises DatasetError where there is none, IndexFileError for damaged ones.
+    Takes 40 bytes of memory for each sample. Raises DatasetError where there is none,
+    IndexFileError for damaged ones.
     """
-    one = open_kind(a, EITHER)
-    two = open_kind(b, EITHER)
-    only_a, only_b, rows_a, rows_b = _matched(one, two)
-    equal = one.index.column("xxh3")[rows_a] == two.index.column("xxh3")[rows_b]
-    clips_a = set(one.index.clip_ids())
-    clips_b = set(two.index.clip_ids())
+    first = open_kind(a, EITHER)
+    second = open_kind(b, EITHER)
+    only_a, only_b, rows_a, rows_b = _matched(first, second)
+    equal = first.index.column("xxh3")[rows_a] == second.index.column("xxh3")[rows_b]
+    clips_a = set(first.index.clip_ids())
+    clips_b = set(second.index.clip_ids())
     return DatasetDiff(
-        a=one.location,
-        b=two.location,
-        is_same=one.manifest.fingerprint == two.manifest.fingerprint,
-        samples_only_in_a=_keys(one, only_a),
-        samples_only_in_b=_keys(two, only_b),
-        samples_changed=_keys(one, np.sort(rows_a[~equal])),
+        a=first.location,
+        b=second.location,
+        is_same=first.manifest.fingerprint == second.manifest.fingerprint,
+        samples_only_in_a=_keys(first, only_a),
+        samples_only_in_b=_keys(second, only_b),
+        samples_changed=_keys(first, np.sort(rows_a[~equal])),
         num_samples_equal=int(equal.sum()),
         clips_only_in_a=_ids(clips_a - clips_b),
         clips_only_in_b=_ids(clips_b - clips_a),
-        channels=_channel_differences(one, two),
+        channels=_channel_differences(first, second),
         members=_differences(
-            dict.fromkeys(one.index.names, True), dict.fromkeys(two.index.names, True)
+            dict.fromkeys(first.index.names, True), dict.fromkeys(second.index.names, True)
         ),
-        options=_differences(_options(one), _options(two)),
+        options=_differences(_options(first), _options(second)),
     )
 
 
-def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
-    """Return the rows that only one has, those that only two has, and the rows of both for the keys that both have."""
-    a = one.keys.entries()
-    b = two.keys.entries()
+def _matched(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
+    """Return the rows that only one has, those that only two has, and the rows of both for the
+    keys that both have.
+    """
+    a = first.keys.entries()
+    b = second.keys.entries()
     in_b = np.isin(a["xxh3"], b["xxh3"])
     in_a = np.isin(b["xxh3"], a["xxh3"])
     rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
     if len(rows[2]) != len(rows[3]):
         raise DatasetError(
-            f"the keys of '{one.location}' or '{two.location}' are not unique: run `fuelrail verify`"
+            f"the keys of '{first.location}' or '{second.location}' are not unique: run "
+            "`fuelrail verify`"
         )
     return tuple(part.astype(np.int64) for part in rows)
 
 
 def _keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
     return Keys(
-        count=len(rows), first=tuple(dataset.index.row(row).key for row in rows[:_SHOWN].tolist())
+        count=len(rows),
+        first=tuple(dataset.index.row(row).key for row in rows[:_MAX_SHOWN].tolist()),
     )
 
 
 def _ids(ids: set[str]) -> Keys:
-    return Keys(count=len(ids), first=tuple(sorted(ids)[:_SHOWN]))
+    return Keys(count=len(ids), first=tuple(sorted(ids)[:_MAX_SHOWN]))
 
 
-def _channel_differences(one: Dataset, two: Dataset) -> dict[str, tuple[Any, Any]]:
+def _channel_differences(first: Dataset, second: Dataset) -> dict[str, tuple[Any, Any]]:
     """Return the entries that one table alone has, and the differences of those in both."""
     tables = [
-        {entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels}
-        for made in (one, two)
+        {entry.name: msgspec.to_builtins(entry) for entry in opened.manifest.channels}
+        for opened in (first, second)
     ]
-    found = _differences(*tables)
-    for name, (a, b) in found.items():
+    changes = _differences(*tables)
+    for name, (a, b) in changes.items():
         if a is not None and b is not None:
             fields = _differences(a, b)
-            found[name] = tuple(
-                {field: sides[at] for field, sides in fields.items()} for at in (0, 1)
+            changes[name] = tuple(
+                {field: sides[side] for field, sides in fields.items()} for side in (0, 1)
             )  # type: ignore[assignment]
-    return found
+    return changes
 
 
 def _options(dataset: Dataset) -> dict[str, Any]:
@@ -243,10 +263,10 @@ def _options(dataset: Dataset) -> dict[str, Any]:
     recipe = {
         f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()
     }
-    found = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
+    values = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
     if isinstance(manifest, LayerManifest):
-        found |= {"base": manifest.base.fingerprint, "view": msgspec.to_builtins(manifest.view)}
-    return {**found, **recipe}
+        values |= {"base": manifest.base.fingerprint, "view": msgspec.to_builtins(manifest.view)}
+    return {**values, **recipe}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -295,32 +315,37 @@ def tag(
 ) -> tuple[str, ...]:
     """Add and remove tags of a dataset in a folder; returns those it has then, sorted.
 
-    Raises ConfigError for a tag that is not allowed, for one to remove that it does not have, for one to add and to
-    remove, and for a URL; DatasetError where there is no dataset, or its folder cannot be written.
+    Raises ConfigError for a tag that is not allowed, for one to remove that it does not have, for
+    one to add and to remove, and for a URL; DatasetError where there is no dataset, or its folder
+    cannot be written.
     """
     if is_url(dataset):
         raise ConfigError(
-            f"tags are written in folders only, got a URL: put {TAGS_FILE} beside dataset.json there"
+            f"tags are written in folders only, got a URL: put {TAGS_FILE} beside "
+            "dataset.json there"
         )
     open_kind(dataset, EITHER)
     tags = set(read_tags(dataset))
-    for one in add:
-        if not _TAG.fullmatch(one):
+    for name in add:
+        if not _TAG.fullmatch(name):
             raise ConfigError(
-                f"tag {one!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 characters"
+                f"tag {name!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 "
+                "characters"
             )
-    if both := sorted(set(add) & set(remove)):
-        raise ConfigError(f"tag {both[0]!r:.120} is to be added and to be removed: give it once")
+    if repeated := sorted(set(add) & set(remove)):
+        raise ConfigError(
+            f"tag {repeated[0]!r:.120} is to be added and to be removed: give it once"
+        )
     if unknown := sorted(set(remove) - tags):
-        there = ", ".join(sorted(tags)) or "none"
-        raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {there}")
-    found = tuple(sorted((tags | set(add)) - set(remove)))
+        listed = ", ".join(sorted(tags)) or "none"
+        raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {listed}")
+    new_tags = tuple(sorted((tags | set(add)) - set(remove)))
     folder = Path(str(dataset).removeprefix("file://"))
     try:
         with published(folder / TAGS_FILE) as file:
-            file.write(msgspec.json.encode(found) + b"\n")
+            file.write(msgspec.json.encode(new_tags) + b"\n")
     except OSError as error:
         raise DatasetError(
             f"'{folder / TAGS_FILE}' cannot be written: {error.strerror or error}"
         ) from error
-    return found
+    return new_tags

@@ -1,8 +1,10 @@
-"""``fuelrail verify``: check every byte of a dataset against manifest and index, and report what is wrong.
+"""``fuelrail verify``: check every byte of a dataset against manifest and index, and report what is
+wrong.
 
-Each shard is read once, mapped: its SHA-256, its tar structure member by member, the xxh3 of every sample's span, and
-its DALI index. ``deep`` decodes all members, checks them against the schema, and decodes every image. Of a dataset at a
-URL, each file is fetched for its check into a temporary folder, as many at a time as there are threads.
+Each shard is read once, mapped: its SHA-256, its tar structure member by member, the xxh3 of every
+sample's span, and its DALI index. ``deep`` decodes all members, checks them against the schema, and
+decodes every image. Of a dataset at a URL, each file is fetched for its check into a temporary
+folder, as many at a time as there are threads.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import Printed, escaped, message, shown
+from fuelrail.pipeline.text import Printed, escaped, message, shortened
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
@@ -72,17 +74,18 @@ class VerifyReport(Printed):
         """Return the report for people: a line for each fault, and one for the whole."""
         lines = []
         for fault in self.faults:
-            address = [shown(fault.file)]
+            address = [shortened(fault.file)]
             if fault.offset is not None:
                 address.append(f"offset {fault.offset}")
             if fault.key is not None:
-                address.append(f"sample {shown(fault.key)}")
+                address.append(f"sample {shortened(fault.key)}")
             lines.append(f"{', '.join(address)}: {message(fault.text)}")
         images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
         verdict = counted(len(self.faults), "fault") if self.faults else "OK, no errors found"
         lines.append(
-            f"{escaped(self.dataset)}: {counted(self.num_samples, 'sample')} in {counted(self.num_shards, 'shard')}, "
-            f"{self.num_bytes / 1e6:,.1f} MB{images}: {verdict}"
+            f"{escaped(self.dataset)}: {counted(self.num_samples, 'sample')} in "
+            f"{counted(self.num_shards, 'shard')}, {self.num_bytes / 1e6:,.1f} MB{images}: "
+            f"{verdict}"
         )
         return "\n".join(lines) + "\n"
 
@@ -100,8 +103,9 @@ def verify(
 ) -> VerifyReport:
     """Check a dataset, in a folder or at a URL; the report has the faults.
 
-    Raises ConfigError for less than one thread, DatasetNotReadyError or ManifestError where there is no manifest that
-    the rest could be checked against, and DatasetError where a URL cannot be read.
+    Raises ConfigError for less than one thread, DatasetNotReadyError or ManifestError where there
+    is no manifest that the rest could be checked against, and DatasetError where a URL cannot be
+    read.
     """
     if num_threads < 1:
         raise ConfigError(f"workers must be >= 1, got {num_threads}")
@@ -163,8 +167,8 @@ def verify(
         report.num_images += check.num_images
         report.num_bytes += check.shard.bytes
         report.faults += check.faults
-        for channel, found in check.sizes.items():
-            sizes[channel] |= found
+        for channel, image_sizes in check.sizes.items():
+            sizes[channel] |= image_sizes
         checked(check.shard, len(shards))
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
@@ -182,7 +186,8 @@ def verify(
 class _FilesHere(threading.local):
     """Files of a dataset in a folder on this machine.
 
-    Threads share the connections of a file system that is made for it; of another each thread has one, made once.
+    Threads share the connections of a file system that is made for it; of another each thread has
+    one, made once.
     """
 
     def __init__(self, output: UrlOutput | None, folder: Path) -> None:
@@ -218,7 +223,9 @@ def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
 
 
 def _check_rows(dataset: Dataset) -> list[Fault]:
-    """Check that keys are unique, no clip is in two splits, and the rows of ``attributes.parquet`` match the index."""
+    """Check that keys are unique, no clip is in two splits, and the rows of
+    ``attributes.parquet`` match the index.
+    """
     index = dataset.index
     faults = list[Fault]()
     hashes = np.empty(len(index), np.uint64)
@@ -244,7 +251,9 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
 
 
 def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
-    """Check that ``keys.arrow`` and ``blocks.sha256`` match the other tables, which are in the folder too."""
+    """Check that ``keys.arrow`` and ``blocks.sha256`` match the other tables, which are in the
+    folder too.
+    """
     with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
         try:
             dataset.keys.check(dataset.index, Path(scratch))
@@ -276,17 +285,22 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
             end = row + len(batch)
             for name, column in zip(INDEXED, batch.columns, strict=True):
                 if name == "split":
-                    own: Sequence[object] = splits[row:end]
+                    expected: Sequence[object] = splits[row:end]
                 else:
-                    own = (
+                    expected = (
                         index.strings(name, row, end)
                         if name in TEXTS
                         else index.column(name, row, end).tolist()
                     )
-                for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
-                    if found != wanted:
-                        key = index.row(row + at).key
-                        text = f"row {row + at} has the {name} {shown(found)}, the index has {shown(wanted)}"
+                for number, (value, index_value) in enumerate(
+                    zip(column.to_pylist(), expected, strict=True)
+                ):
+                    if value != index_value:
+                        key = index.row(row + number).key
+                        text = (
+                            f"row {row + number} has the {name} {shortened(value)}, the index "
+                            f"has {shortened(index_value)}"
+                        )
                         return [Fault(ATTRIBUTES_FILE, text, key=key)]
             row = end
     except IndexFileError as error:
@@ -299,11 +313,16 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
 
 
 def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
-    """Return why these columns are not those of the attributes of a dataset or a layer; None where they are."""
-    own = [field for field in schema if field.name not in INDEXED]
-    wanted = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
-    if wanted is not None and {field.name: field.type for field in own} != wanted:
-        return f"has the columns {shown(own)} beside {', '.join(INDEXED)}; the channels of the layer make {wanted}"
+    """Return why these columns are not those of the attributes of a dataset or a layer; None
+    where they are.
+    """
+    fields = [field for field in schema if field.name not in INDEXED]
+    expected = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
+    if expected is not None and {field.name: field.type for field in fields} != expected:
+        return (
+            f"has the columns {shortened(fields)} beside {', '.join(INDEXED)}; the channels of "
+            f"the layer make {expected}"
+        )
     absent = [name for name in INDEXED if name not in schema.names]
     return f"has no column '{absent[0]}'" if absent else None
 
@@ -318,15 +337,18 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
         return [Fault(ROWS_FILE, str(error))]
     if rows is None:
         return []
-    own = rows[rows != NO_ROW]
-    if len(own) and not 0 <= own.min() <= own.max() < len(layer):
+    rows_used = rows[rows != NO_ROW]
+    if len(rows_used) and not 0 <= rows_used.min() <= rows_used.max() < len(layer):
         return [
             Fault(
                 ROWS_FILE,
-                f"names rows {own.min()} to {own.max()}; the index has 0 to {len(layer) - 1}",
+                (
+                    f"names rows {rows_used.min()} to {rows_used.max()}; the index has 0 to "
+                    f"{len(layer) - 1}"
+                ),
             )
         ]
-    if len(np.unique(own)) != len(own):
+    if len(np.unique(rows_used)) != len(rows_used):
         return [Fault(ROWS_FILE, "gives one row to several positions of the base")]
     return []
 
@@ -352,9 +374,10 @@ def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]
     if total != manifest.num_clips:
         yield f"num_clips is {manifest.num_clips}, the index has {total}"
     for camera in manifest.cameras:
-        found = sorted(sizes[camera.channel])
-        if sorted(camera.sizes) != found:
+        decoded_sizes = sorted(sizes[camera.channel])
+        if sorted(camera.sizes) != decoded_sizes:
             yield (
-                f"sizes of camera '{camera.channel}' are {list(map(list, camera.sizes))!s:.160}, its images have "
-                f"{list(map(list, found))!s:.160}"
+                f"sizes of camera '{camera.channel}' are "
+                f"{list(map(list, camera.sizes))!s:.160}, its images have "
+                f"{list(map(list, decoded_sizes))!s:.160}"
             )

@@ -22,7 +22,7 @@ from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import json_text, shown
+from fuelrail.pipeline.text import json_text, shortened
 from fuelrail.sharding.verify.statistics import dataset_statistics
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Description(NamedTuple):
 
 
 def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) -> Description:
-    """Describe counts, splits, channels, members and origin; raises DatasetError where there is no dataset.
+    """Describe counts, splits, channels, members and origin; raises DatasetError where there is no
+    dataset.
 
     ``statistics`` are computed and stored, too: `dataset_statistics`.
     """
@@ -101,7 +102,7 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         )
         for camera in manifest.cameras
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
-    others = [
+    extra = [
         (
             one.name,
             one.kind,
@@ -126,7 +127,7 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         ((), head),
         (("split", "samples", "clips", "shards"), splits),
         (("channel", "source name", "pixels or columns"), channels),
-        (("channel", "kind", "values; frame; law; description"), others),
+        (("channel", "kind", "values; frame; law; description"), extra),
         (("attribute", "type", "values and samples"), attributes),
         (("member", "codec", "samples", "stored MB", "raw MB"), fields),
         (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers)),
@@ -141,13 +142,14 @@ def _statistics(
 ) -> list[tuple[str, str, str]]:
     rows = []
     for split, of_split in numbers.items():
-        for name, one in of_split.items():
-            found = {
-                what: np.ravel(np.array(one[what], np.float64)) for what in _SHOWN_STATISTICS
+        for name, channel_numbers in of_split.items():
+            arrays = {
+                statistic: np.ravel(np.array(channel_numbers[statistic], np.float64))
+                for statistic in _SHOWN_STATISTICS
             }  # None is NaN
             said = (
                 " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
-                for values in found.values()
+                for values in arrays.values()
             )
             rows.append((split, name, "; ".join(said)))
     return rows
@@ -162,8 +164,8 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     at = dataset.find(key)
     if at is None:
         raise ConfigError(
-            f"dataset '{dataset.location}' has no sample '{key}'; the first of its {len(dataset.index)} is "
-            f"'{dataset.index.row(0).key}'"
+            f"dataset '{dataset.location}' has no sample '{key}'; the first of its "
+            f"{len(dataset.index)} is '{dataset.index.row(0).key}'"
         )
     row = dataset.index.row(at)
     shard = dataset.shards.name(row.shard)
@@ -230,9 +232,9 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     ]
 
 
-def _values(layer: Dataset, at: int) -> dict[str, str]:
+def _values(layer: Dataset, row: int) -> dict[str, str]:
     """Return the values of a layer's row, in short, by channel."""
-    values = layer.read(at)
+    values = layer.read(row)
     names = [channel.name for channel in layer.manifest.channels]
     return {name: _short(values[name]) if name in values else "none" for name in names}
 
@@ -248,7 +250,7 @@ def _short(value: object) -> str:
         return f"{value.dtype}{list(value.shape)}{span}"
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_short(item)}" for name, item in value.items())
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
@@ -258,7 +260,10 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
     return [
         (
             "clip",
-            f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}",
+            (
+                f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle "
+                f"{meta.vehicle}"
+            ),
         ),
         ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
@@ -315,7 +320,9 @@ def _values_of(channel: Channel) -> str:
 
 
 def _layout(dataset: Dataset) -> str:
-    """Describe how shards store samples, by their names: the manifest's text on it is for people."""
+    """Describe how shards store samples, by their names: the manifest's text on it is for
+    people.
+    """
     compression = dataset.manifest.compression
     framed = dataset.shards.num_framed
     words = [str(compression.get("layout", "not stated"))]
@@ -334,9 +341,11 @@ def _layout(dataset: Dataset) -> str:
     return ", ".join(words)
 
 
-def _read(dataset: Dataset, row: IndexRow, at: int) -> Sample:
-    sample = dataset[at]
-    check_sample(sample, [member.name for member in row.members], Rig.of(dataset.manifest))
+def _read(dataset: Dataset, row: IndexRow, number: int) -> Sample:
+    sample = dataset[number]
+    check_sample(
+        sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
+    )
     return sample
 
 
@@ -360,7 +369,9 @@ def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
 
 
 def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
-    """Name, type and values of each attribute that filters and weights may name, from ``attributes.parquet``."""
+    """Name, type and values of each attribute that filters and weights may name, from
+    ``attributes.parquet``.
+    """
     file = dataset.attributes_file()
     if not file.exists:
         return []
@@ -373,7 +384,7 @@ def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
                 counts[name].update(pc.min_max(array).as_py().values())
             elif len(counts[name]) <= _MAX_VALUES:
                 counts[name].update(
-                    {one["values"]: one["counts"] for one in pc.value_counts(array).to_pylist()}
+                    {item["values"]: item["counts"] for item in pc.value_counts(array).to_pylist()}
                 )
     return [(name, str(schema.field(name).type), _values_said(counts[name])) for name in names]
 
@@ -392,11 +403,11 @@ def _values_said(counts: Counter[Any]) -> str:
         low = min(values)
         high = max(values)
         return str(low) if low == high else f"{low} to {high}"
-    some = ", ".join(
+    examples = ", ".join(
         f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES)
     )
-    many = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
-    return some if len(counts) <= _SHOWN_VALUES else f"{many} values, such as {some}"
+    count_text = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
+    return examples if len(counts) <= _SHOWN_VALUES else f"{count_text} values, such as {examples}"
 
 
 def _boxes(sample: Sample, classes: Sequence[str]) -> str:
@@ -415,13 +426,16 @@ def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
 
 def _page(*tables: Table) -> str:
     """Return the tables one below the other, without those that have no rows."""
-    return "\n\n".join(_table(*one) for one in tables if one[1]) + "\n"
+    return "\n\n".join(_table(*table) for table in tables if table[1]) + "\n"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns to the left, two spaces apart; the last one has several lines where it is long."""
+    """Align columns to the left, two spaces apart; the last one has several lines where it is
+    long.
+    """
     every = [
-        [shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)
+        [shortened(cell, _MAX_CELL) for cell in row]
+        for row in ([titles, *rows] if titles else rows)
     ]
     widths = (
         [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)]

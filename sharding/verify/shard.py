@@ -1,4 +1,6 @@
-"""The check of one shard: its digest, its tar structure, its samples' digests, and what it says against the index."""
+"""The check of one shard: its digest, its tar structure, its samples' digests, and what it says
+against the index.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from fuelrail.pipeline.format.zstd_frames import (
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
-from fuelrail.pipeline.text import repeated_key, shown
+from fuelrail.pipeline.text import repeated_key, shortened
 from fuelrail.sharding.sources.shared.pictures import check_pixels
 from fuelrail.sharding.write.layers.finish import scalar_channels
 from fuelrail.sharding.write.packer import dali_index
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong: in which file, at which offset [bytes] and in which sample, where that is known."""
+    """One thing that is wrong: in which file, at which offset [bytes] and in which sample, where
+    that is known.
+    """
 
     file: str
     text: str
@@ -74,7 +78,7 @@ class ShardCheck:
         self._dataset = dataset
         self._deep = deep
         self._manifest = manifest
-        self._rig = Rig.of(manifest)
+        self._rig = Rig.from_manifest(manifest)
         self.sizes: dict[str, set[tuple[int, int]]] = {
             camera.channel: set() for camera in manifest.cameras
         }
@@ -100,28 +104,28 @@ class ShardCheck:
 
     def _check(self, shard: ShardEntry, view: memoryview) -> None:
         self._check_file(shard, view)
-        found: dict[int, FoundMember] = {}
+        members: dict[int, FoundMember] = {}
         readable = len(view)
         try:
             for member in iter_members(view, shard=shard.name):
-                found[member.offset] = member
+                members[member.offset] = member
         except ShardError as error:
             self._fault(error.message, error.offset, error.key)
             readable = error.offset or 0
         if self._dataset is None:
             return
-        at = 0
+        position = 0
         rows = list[IndexRow]()
         for row in self._rows(self._dataset):
-            if not self._continues(row, at):
+            if not self._continues(row, position):
                 return
             rows.append(row)
-            self._check_sample(row, view[at : at + row.length], found, readable)
-            at += row.length
+            self._check_sample(row, view[position : position + row.length], members, readable)
+            position += row.length
             self.num_samples += 1
-        if at + len(END_OF_ARCHIVE) != shard.bytes:
-            self._fault(f"the index covers {at} bytes of {shard.bytes}", at)
-        for member in found.values():
+        if position + len(END_OF_ARCHIVE) != shard.bytes:
+            self._fault(f"the index covers {position} bytes of {shard.bytes}", position)
+        for member in members.values():
             self._fault(f"member '{member.name}' is not in the index", member.header_offset)
         name = shard.idx_name
         text = dali_index(rows)
@@ -135,44 +139,54 @@ class ShardCheck:
         elif hashlib.sha256(view).hexdigest() != shard.sha256:
             self._fault("SHA-256 does not match the manifest")
 
-    def _continues(self, row: IndexRow, at: int) -> bool:
+    def _continues(self, row: IndexRow, position: int) -> bool:
         """Return whether a row's span begins where the one before ends."""
-        if row.shard == self.number and row.offset == at:
+        if row.shard == self.number and row.offset == position:
             return True
-        text = f"the index has it in shard number {row.shard} at {row.offset}, not in {self.number} at {at}"
-        self._fault(text, at, row.key)
+        text = (
+            f"the index has it in shard number {row.shard} at {row.offset}, not in "
+            f"{self.number} at {position}"
+        )
+        self._fault(text, position, row.key)
         return False
 
     def _rows(self, dataset: Dataset) -> Iterator[IndexRow]:
         first = self.shard.first_sample
-        for at in range(first, first + self.shard.num_samples):
+        for row in range(first, first + self.shard.num_samples):
             try:
-                yield dataset.index.row(at)
+                yield dataset.index.row(row)
             except IndexFileError as error:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
 
     def _check_sample(
-        self, row: IndexRow, span: memoryview, found: dict[int, FoundMember], readable: int
+        self, row: IndexRow, span: memoryview, members: dict[int, FoundMember], readable: int
     ) -> None:
-        """Check one sample and take its members out of ``found``, which has those up to the offset ``readable``."""
-        self._check_members(row, found, readable)
+        """Check one sample and take its members out of ``found``, which has those up to the
+        offset ``readable``.
+        """
+        self._check_members(row, members, readable)
         if self._is_intact(row, span):
             self._check_content(row, span)
 
-    def _check_members(self, row: IndexRow, found: dict[int, FoundMember], readable: int) -> None:
+    def _check_members(self, row: IndexRow, members: dict[int, FoundMember], readable: int) -> None:
         for entry in row.members:
             if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
                 self._unsafe.add(entry.name)  # reported once a shard
                 self._fault(f"member '{entry.name}': {text}", row.offset, row.key)
-            at = row.offset + entry.offset
+            offset = row.offset + entry.offset
             name = f"{row.key}.{entry.name}{suffix(entry.codec)}"
-            there = found.pop(at, None)
-            if at < readable and (
-                there is None or (there.name, there.length) != (name, entry.stored_bytes)
+            member = members.pop(offset, None)
+            if offset < readable and (
+                member is None or (member.name, member.length) != (name, entry.stored_bytes)
             ):
-                seen = "nothing" if there is None else f"'{there.name}' of {there.length} bytes"
-                text = f"the index says '{name}' of {entry.stored_bytes} bytes at {at}; the tar has {seen} there"
+                actual = (
+                    "nothing" if member is None else f"'{member.name}' of {member.length} bytes"
+                )
+                text = (
+                    f"the index says '{name}' of {entry.stored_bytes} bytes at {offset}; the "
+                    f"tar has {actual} there"
+                )
                 self._fault(text, row.offset, row.key)
 
     def _is_intact(self, row: IndexRow, span: memoryview) -> bool:
@@ -202,7 +216,7 @@ class ShardCheck:
             sample = decode_sample(row.key, members, self._rig.fields)
             if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
                 self._fault(
-                    f"member '{META}': the key '{shown(twice)}' occurs twice in an object",
+                    f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
                     row.offset,
                     row.key,
                 )
@@ -236,15 +250,17 @@ class ShardCheck:
 
     @cached_property
     def _stated(self) -> pa.Table:
-        """The columns of ``attributes.parquet`` that repeat members, of the shard's rows; those that there are."""
+        """The columns of ``attributes.parquet`` that repeat members, of the shard's rows; those
+        that there are.
+        """
         assert self._dataset is not None
         file = self._dataset.attributes_file()
         first = self.shard.first_sample
         try:
-            known = file.schema(len(self._dataset.index)).names if file.exists else []
+            names_known = file.schema(len(self._dataset.index)).names if file.exists else []
         except IndexFileError:  # a fault of that file, which is reported once, not for each sample
             return pa.table({})
-        names = [name for name in scalar_channels(self._manifest.channels) if name in known]
+        names = [name for name in scalar_channels(self._manifest.channels) if name in names_known]
         if not names:
             return pa.table({})
         return pa.Table.from_batches(
@@ -252,8 +268,13 @@ class ShardCheck:
         )
 
     def _check_layer(self, row: IndexRow, members: Mapping[str, memoryview]) -> None:
-        """Check the members of a layer's row against its table; the stored images are those of the base."""
-        fixed = [msgspec.structs.replace(one, law=Law("fixed")) for one in self._manifest.channels]
+        """Check the members of a layer's row against its table; the stored images are those of
+        the base.
+        """
+        fixed = [
+            msgspec.structs.replace(channel_entry, law=Law("fixed"))
+            for channel_entry in self._manifest.channels
+        ]
         for member, text in check_members(members, fixed, {}, deep=True):
             self._fault(f"member '{member}': {text}", row.offset, row.key)
         number = self.num_samples
@@ -263,9 +284,12 @@ class ShardCheck:
                 value = None if data is None else KINDS[channel.kind].decode(data, channel).item()
                 stated = self._stated[channel.name][number].as_py()
                 if stated != value and not (stated != stated and value != value):
-                    text = f"row {number} has the {channel.name} {shown(stated)}, {channel.field} has {shown(value)}"
+                    text = (
+                        f"row {number} has the {channel.name} {shortened(stated)}, "
+                        f"{channel.field} has {shortened(value)}"
+                    )
                     self.faults.append(Fault(ATTRIBUTES_FILE, text, key=row.key))
-        fields = {one.field for one in fixed}
+        fields = {channel_entry.field for channel_entry in fixed}
         for member in members:
             if member not in fields:
                 self._fault(
@@ -287,27 +311,29 @@ class _FramedCheck(ShardCheck):
             for frame in (table or [])[:-1]:
                 self._found(view[frame.offset : frame.offset + frame.stored_bytes], frame)
             return
-        at = 0
+        position = 0
         for number, row in enumerate(self._rows(self._dataset)):
-            if not self._continues(row, at):
+            if not self._continues(row, position):
                 return
-            stored = view[at : at + row.length]
+            stored = view[position : position + row.length]
             frame = Frame(row.offset, row.length, span_bytes(row))
             if table is not None and (number >= len(table) or table[number] != frame):
                 text = f"{table[number]}" if number < len(table) else "no such frame"
-                self._fault(f"the index has {frame}, the seek table {text}", at, row.key)
+                self._fault(f"the index has {frame}, the seek table {text}", position, row.key)
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
-                    found = self._found(stored, frame, row.key)
-                if found is not None:
-                    there = {row.offset + member.offset: member for member in found}
-                    self._check_members(row, there, row.offset + frame.raw_bytes)
-                    for member in there.values():
-                        self._fault(f"member '{member.name}' is not in the index", at, row.key)
+                    members = self._found(stored, frame, row.key)
+                if members is not None:
+                    by_offset = {row.offset + member.offset: member for member in members}
+                    self._check_members(row, by_offset, row.offset + frame.raw_bytes)
+                    for member in by_offset.values():
+                        self._fault(
+                            f"member '{member.name}' is not in the index", position, row.key
+                        )
                     self._check_content(row, stored)
-            at += row.length
+            position += row.length
             self.num_samples += 1
-        self._check_end(view, at, table)
+        self._check_end(view, position, table)
 
     def _found(
         self, stored: memoryview, frame: Frame, key: str | None = None
@@ -326,25 +352,32 @@ class _FramedCheck(ShardCheck):
             )
         return None
 
-    def _check_end(self, view: memoryview, at: int, table: list[Frame] | None) -> None:
+    def _check_end(self, view: memoryview, position: int, table: list[Frame] | None) -> None:
         """Check the end of the file: a frame with the end of the archive, and the seek table."""
         if table is None:
             return
         last = table[-1] if table else Frame(0, 0, 0)
-        if (last.offset, last.raw_bytes) != (at, len(END_OF_ARCHIVE)):
+        if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
             self._fault(
-                f"the index covers {at} bytes of frames, the archive's end is at {last.offset}", at
+                (
+                    f"the index covers {position} bytes of frames, the archive's end is at "
+                    f"{last.offset}"
+                ),
+                position,
             )
             return
         try:
             end = decode_frame(
-                view[at : at + last.stored_bytes], last.raw_bytes, shard=self.shard.name, offset=at
+                view[position : position + last.stored_bytes],
+                last.raw_bytes,
+                shard=self.shard.name,
+                offset=position,
             )
         except ShardError as error:
             self._fault(error.message, error.offset)
             return
         if end != END_OF_ARCHIVE:
-            self._fault("the last frame is not the end of the archive", at)
+            self._fault("the last frame is not the end of the archive", position)
 
 
 def make_check(
@@ -362,7 +395,7 @@ def make_check(
 
 def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
     """Yield the differences of a sample's metadata from index and manifest."""
-    for name, own, other in (
+    for name, stated, expected in (
         ("key", meta.key, row.key),
         ("clip_id", meta.clip_id, row.clip_id),
         ("frame_idx", meta.frame_idx, row.frame),
@@ -370,5 +403,5 @@ def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -
         ("split", meta.split, split),
         ("dataset", meta.dataset, manifest.name),
     ):
-        if own != other:
-            yield f"meta.json has the {name} {own!r}, index and manifest have {other!r}"
+        if stated != expected:
+            yield f"meta.json has the {name} {stated!r}, index and manifest have {expected!r}"

@@ -1,4 +1,6 @@
-"""``fuelrail inspect --statistics``: mean, deviation and quantiles of the numbers of a dataset, for normalisation."""
+"""``fuelrail inspect --statistics``: mean, deviation and quantiles of the numbers of a dataset,
+for normalisation.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ _AT_ONCE: Final = 4096
 def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]:
     """Compute statistics by split and channel, and store them beside the manifest.
 
-    Those of kind ``array`` and series, number by number of a value's shape, and of attributes: ``count`` of finite
-    numbers, ``mean``, ``std`` (population), ``min``, ``max`` and quantiles ``q01`` to ``q99``, which are interpolated,
-    and of evenly spaced values where there are many. Raises ConfigError for a URL, and DatasetError where the folder
-    cannot be written.
+    Those of kind ``array`` and series, number by number of a value's shape, and of attributes:
+    ``count`` of finite numbers, ``mean``, ``std`` (population), ``min``, ``max`` and quantiles
+    ``q01`` to ``q99``, which are interpolated, and of evenly spaced values where there are many.
+    Raises ConfigError for a URL, and DatasetError where the folder cannot be written.
     """
     if dataset.url is not None:
         raise ConfigError(
             f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'"
         )
-    found = {split: _of_split(dataset, split) for split in dataset.splits}
-    said = {"fingerprint": dataset.manifest.fingerprint, "splits": found}
+    numbers = {split: _split_statistics(dataset, split) for split in dataset.splits}
+    said = {"fingerprint": dataset.manifest.fingerprint, "splits": numbers}
     try:
         with published(Path(dataset.root) / STATISTICS_FILE) as file:
             file.write(msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
@@ -50,22 +52,26 @@ def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]
         raise DatasetError(
             f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}"
         ) from error
-    return found
+    return numbers
 
 
-def _of_split(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
+def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
     entry = dataset.split(split)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples)
-    channels = [one for one in dataset.manifest.extra_channels if one.field in dataset.index.names]
-    forms = {one.name: form for one in channels if (form := _numbers_of(one)) is not None}
-    series = {one.name for one in channels if one_of_series(one) is not None}
+    channels = [
+        item for item in dataset.manifest.extra_channels if item.field in dataset.index.names
+    ]
+    forms = {item.name: form for item in channels if (form := _numbers_of(item)) is not None}
+    series = {item.name for item in channels if one_of_series(item) is not None}
     numbers = {name: _Numbers(form.shape) for name, form in forms.items()}
     clips = ClipTable.of_split(dataset, split, times=True) if series else None
     pending: dict[str, list[NDArray[Any]]] = {name: [] for name in forms}
     for row in rows if forms else ():
         for name, value in dataset.read(row, list(forms)).items():
             if name in series and clips is not None:
-                pending[name].append(value[VALUES][_own(clips, row - rows.start, value[TIMES])])
+                pending[name].append(
+                    value[VALUES][_new_measurements(clips, row - rows.start, value[TIMES])]
+                )
             else:
                 pending[name].append(value[None])
         if row % _AT_ONCE == _AT_ONCE - 1 or row == rows[-1]:
@@ -76,9 +82,9 @@ def _of_split(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
     file = dataset.attributes_file()
     schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
     names = [
-        one.name
-        for one in schema
-        if one.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(one.type)
+        item.name
+        for item in schema
+        if item.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(item.type)
     ]
     for batch in file.batches(names, rows) if names else ():
         for name, column in zip(names, batch.columns, strict=True):
@@ -98,8 +104,10 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _own(clips: ClipTable, sample: int, times: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which measurements of a part of a series no other sample counts: those since the sample before."""
+def _new_measurements(clips: ClipTable, sample: int, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which measurements of a part of a series no other sample counts: those since the
+    sample before.
+    """
     rank = int(clips.ranks[sample])
     first, end = (int(bound) for bound in clips.bounds(np.array(rank)))
     assert clips.times_ns is not None
@@ -127,12 +135,12 @@ class _Numbers:
         is_there = ~np.isnan(rows)
         count = is_there.sum(0)
         mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
-        away = mean - self._mean
-        whole = np.maximum(self._count + count, 1)
+        difference = mean - self._mean
+        total = np.maximum(self._count + count, 1)
         self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(
             0
-        ) + away**2 * self._count * count / whole
-        self._mean += away * count / whole
+        ) + difference**2 * self._count * count / total
+        self._mean += difference * count / total
         self._count += count
         self._min = np.fmin(self._min, np.where(is_there, rows, np.inf).min(0, initial=np.inf))
         self._max = np.fmax(self._max, np.where(is_there, rows, -np.inf).max(0, initial=-np.inf))
@@ -145,23 +153,25 @@ class _Numbers:
             self._stride = 2 * self._stride
 
     def result(self) -> dict[str, Any]:
-        """Return the statistics, as numbers or nested lists of the shape; null where there is no number."""
+        """Return the statistics, as numbers or nested lists of the shape; null where there is no
+        number.
+        """
         is_there = self._count > 0
-        kept = (
+        values = (
             np.where(is_there, self._kept, 0) if len(self._kept) else np.zeros((1, len(is_there)))
         )
-        found = {
+        statistics = {
             "count": self._count,
             "mean": self._mean,
             "std": np.sqrt(self._squares / np.maximum(self._count, 1)),
         }
-        found |= {"min": self._min, "max": self._max}
-        found |= dict(
-            zip(_QUANTILES, np.nanquantile(kept, [*_QUANTILES.values()], axis=0), strict=True)
+        statistics |= {"min": self._min, "max": self._max}
+        statistics |= dict(
+            zip(_QUANTILES, np.nanquantile(values, [*_QUANTILES.values()], axis=0), strict=True)
         )
         return {
-            name: self._plain(np.where(is_there | (name == "count"), one, np.nan))
-            for name, one in found.items()
+            name: self._plain(np.where(is_there | (name == "count"), array, np.nan))
+            for name, array in statistics.items()
         }
 
     def _plain(self, numbers: NDArray[Any]) -> Any:

@@ -1,9 +1,9 @@
 """Write a file in large aligned blocks, which is faster to write, and to read and map afterwards.
 
-The kernel keeps what is written in pages whose size follows the writes: one call for 2 MiB that begins at a multiple of
-2 MiB makes one huge page (ext4 and XFS, Linux 6.16 and newer); calls of the length of a sample, beginning anywhere,
-make hundreds of small ones. Writing then takes a fraction of the time, and so does mapping the file, for as long as it
-stays in the page cache.
+The kernel keeps what is written in pages whose size follows the writes: one call for 2 MiB that
+begins at a multiple of 2 MiB makes one huge page (ext4 and XFS, Linux 6.16 and newer); calls of the
+length of a sample, beginning anywhere, make hundreds of small ones. Writing then takes a fraction
+of the time, and so does mapping the file, for as long as it stays in the page cache.
 """
 
 from __future__ import annotations
@@ -22,17 +22,23 @@ _MOST_PIECES: Final = os.sysconf("SC_IOV_MAX") - 1
 
 
 class BlockWriter:
-    """Writes to a new file, in blocks where it is one of this machine's. Call :meth:`flush` in the end."""
+    """Writes to a new file, in blocks where it is one of this machine's.
+
+    Call :meth:`flush` in the end.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        # A buffered file would copy what is small and cut what is large; its buffer stays empty, all writes are these.
+        # A buffered file would copy what is small and cut what is large; its buffer stays empty,
+        # all writes are these.
         self._is_local = isinstance(file, io.BufferedWriter) and isinstance(file.raw, io.FileIO)
         self._rest = memoryview(bytearray(IO_BLOCK_BYTES if self._is_local else 0))
         self._held = 0
 
     def write(self, pieces: Sequence[Buffer]) -> None:
-        """Write all pieces; what is left over behind the last whole block is copied and goes out with the next ones."""
+        """Write all pieces; what is left over behind the last whole block is copied and goes out
+        with the next ones.
+        """
         if not self._is_local:
             self._file.writelines(pieces)
             return

@@ -1,4 +1,6 @@
-"""What JPEGs of a source's video cost against the video itself, in bytes and CPU hours, measured on a few frames."""
+"""What JPEGs of a source's video cost against the video itself, in bytes and CPU hours, measured
+on a few frames.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import msgspec
 from fuelrail.pipeline.cli import counted
 from fuelrail.sharding.planning.recipe import ImageRecipe
 from fuelrail.sharding.sources.adapter.frame import FRAME
-from fuelrail.sharding.sources.adapter.members import MADE
+from fuelrail.sharding.sources.adapter.members import MADE_PREFIX
 from fuelrail.sharding.sources.adapter.videos import frame_of
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import VideoFile
@@ -32,7 +34,9 @@ _HALF: Final = ImageRecipe(resize=0.5)
 
 
 class BreakEvenOption(msgspec.Struct, frozen=True):
-    """JPEGs of ``num_images`` frames: their bytes, and CPU hours to decode the video and make them, once."""
+    """JPEGs of ``num_images`` frames: their bytes, and CPU hours to decode the video and make
+    them, once.
+    """
 
     what: str
     num_images: int
@@ -50,37 +54,44 @@ class BreakEven(msgspec.Struct, frozen=True):
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        about = f"{counted(self.num_videos, 'stream')} of {self.num_frames:,} frames, {self.num_bytes / 1e6:,.1f} MB"
-        return [f"video: {about}"] + [
-            f"  as JPEG, {one.what}: {one.num_images:,} images, {one.num_bytes / 1e6:,.1f} MB, "
-            f"{one.num_bytes / max(self.num_bytes, 1):.2f} of the video; {one.cpu_hours:.3g} CPU hours, once"
-            for one in self.options
+        summary = (
+            f"{counted(self.num_videos, 'stream')} of {self.num_frames:,} frames, "
+            f"{self.num_bytes / 1e6:,.1f} MB"
+        )
+        return [f"video: {summary}"] + [
+            f"  as JPEG, {option.what}: {option.num_images:,} images, "
+            f"{option.num_bytes / 1e6:,.1f} MB, "
+            f"{option.num_bytes / max(self.num_bytes, 1):.2f} of the video; "
+            f"{option.cpu_hours:.3g} CPU hours, once"
+            for option in self.options
         ]
 
 
 def break_even(
     table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None
 ) -> BreakEven | None:
-    """Estimate what the frames of video in a scan table cost; None where there are none in files of this machine.
+    """Estimate what the frames of video in a scan table cost; None where there are none in files of
+    this machine.
 
-    ``images`` is how they would be stored. The first frames of a few videos are decoded and encoded.
+    ``images`` is how they would be stored. The first frames of a few videos are decoded and
+    encoded.
     """
     refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
-    made = (ref.removeprefix(MADE) for ref in refs if ref.startswith(MADE))
+    made_refs = (ref.removeprefix(MADE_PREFIX) for ref in refs if ref.startswith(MADE_PREFIX))
     videos = (
-        source.videos(made, _FRAMES)
+        source.videos(made_refs, _FRAMES)
         if isinstance(source, OwnVideos)
-        else _in_files(source.files, made)
+        else _in_files(source.files, made_refs)
     )
     if not videos:
         return None
     num_all, num_bytes, num_kept = (sum(column) for column in list(zip(*videos, strict=True))[:3])
     options = []
-    for what, number, recipe in (
+    for title, number, recipe in (
         ("all frames", num_all, None),
         *(
-            ("the kept frames", num_kept, one)
-            for one in (None, _HALF, images)[: 3 if images else 2]
+            ("the kept frames", num_kept, image_recipe)
+            for image_recipe in (None, _HALF, images)[: 3 if images else 2]
         ),
     ):
         form = (
@@ -91,32 +102,32 @@ def break_even(
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
         options.append(
             BreakEvenOption(
-                f"{what}, {_said(recipe)}", number, round(size / made_of * number), hours
+                f"{title}, {_said(recipe)}", number, round(size / made_of * number), hours
             )
         )
     return BreakEven(len(videos), num_all, num_bytes, options)
 
 
 def _in_files(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
-    kept = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref)
-    found = []
-    for name in sorted(kept):
+    counts = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref)
+    starts = []
+    for name in sorted(counts):
         path = files.path(name)
-        about = files.facts(name)
-        if path is not None and about is not None:
+        file_facts = files.facts(name)
+        if path is not None and file_facts is not None:
             video = partial(VideoFile, path)
             facts = video().facts()
             frames = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
-            found.append(
+            starts.append(
                 VideoStart(
                     num_frames=facts.num_frames,
-                    num_bytes=about.num_bytes,
-                    num_kept=kept[name],
+                    num_bytes=file_facts.num_bytes,
+                    num_kept=counts[name],
                     frames=frames,
                     open=video,
                 )
             )
-    return found
+    return starts
 
 
 def _said(images: ImageRecipe | None) -> str:
@@ -131,16 +142,18 @@ def _said(images: ImageRecipe | None) -> str:
 
 
 def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
-    """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
+    """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to
+    decode and to encode.
+    """
     times = []
     decoded = []
     sizes = [0]
     count = len(video.frames)
-    for wanted in (video.frames[-1:], video.frames):
+    for frames in (video.frames[-1:], video.frames):
         reader = video.open()
         before = reader.num_decoded
         started = time.process_time()
-        sizes = [len(jpeg) for _, jpeg in reader.jpegs(wanted, form)]
+        sizes = [len(jpeg) for _, jpeg in reader.jpegs(frames, form)]
         times.append(time.process_time() - started)
         decoded.append(reader.num_decoded - before)
     # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.

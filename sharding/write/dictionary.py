@@ -1,8 +1,8 @@
 """The zstd dictionary of a run: found in OUT, or trained on the small members of its samples.
 
-It is trained once, by the process that plans, on samples spread evenly over the plan, and published before the first
-shard is written; a resumed run loads it from there. So all shards are made with one dictionary, and the
-same samples give the same one.
+It is trained once, by the process that plans, on samples spread evenly over the plan, and published
+before the first shard is written; a resumed run loads it from there. So all shards are made with
+one dictionary, and the same samples give the same one.
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ def train_or_load_dictionary(
     table: ScanTable,
     rows: NDArray[np.int64],
 ) -> Dictionary | None:
-    """Return the dictionary of this run's shards, loaded from OUT or trained; None where the recipe asks for none.
+    """Return the dictionary of this run's shards, loaded from OUT or trained; None where the recipe
+    asks for none.
 
-    ``finished`` is the manifest of a dataset that is complete but for files to be repaired. Raises ConfigError where
-    the samples are too few to train on, DatasetExistsError where a finished dataset's cannot be made again.
+    ``finished`` is the manifest of a dataset that is complete but for files to be repaired. Raises
+    ConfigError where the samples are too few to train on, DatasetExistsError where a finished
+    dataset's cannot be made again.
     """
     if recipe.dictionary_bytes is None:
         return None
     stated = finished.file(DICTIONARY_FILE) if finished else None
-    there = _found(out)
-    if there is not None and (stated is None or _sha256(there) == stated.sha256):
-        return there
+    stored = _load_stored(out)
+    if stored is not None and (stated is None or _sha256(stored) == stated.sha256):
+        return stored
     samples = _samples(table, rows, recipe.dictionary_bytes * _TIMES_ITS_SIZE)
     trained = train_dictionary(samples, recipe.dictionary_bytes, recipe.compression_level)
     if stated is not None and _sha256(trained) != stated.sha256:
         raise DatasetExistsError(
-            f"{DICTIONARY_FILE} of '{out.shown}' is damaged and cannot be made again from this source: bring it back "
-            "from a copy, or shard into another folder"
+            f"{DICTIONARY_FILE} of '{out.shown}' is damaged and cannot be made again from "
+            "this source: bring it back from a copy, or shard into another folder"
         )
     with out.publish(DICTIONARY_FILE) as file:
         file.write(trained.data)
     return trained
 
 
-def _found(out: Output) -> Dictionary | None:
+def _load_stored(out: Output) -> Dictionary | None:
     data = out.read(DICTIONARY_FILE)
     try:
         return None if data is None else Dictionary(data)
@@ -67,18 +69,18 @@ def _found(out: Output) -> Dictionary | None:
 def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
     """Return small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
     first = table.row(int(rows[0]))
-    each = sum(
+    sample_bytes = sum(
         len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
     )
-    count = min(len(rows), max(1, num_bytes // each))
+    count = min(len(rows), max(1, num_bytes // sample_bytes))
     chosen = rows[np.arange(count) * len(rows) // count]
-    found: list[bytes] = []
+    members: list[bytes] = []
     for number in chosen.tolist():
         row = table.row(number)
-        found += [
+        members += [
             bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None
         ]
-    return found
+    return members
 
 
 def _sha256(dictionary: Dictionary) -> str:

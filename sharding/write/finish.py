@@ -1,4 +1,6 @@
-"""The files that make shards a dataset: index, attributes and manifest; the manifest is written last."""
+"""The files that make shards a dataset: index, attributes and manifest; the manifest is written
+last.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def finish(
     table: ScanTable,
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> Manifest:
-    """Write tables, attributes and manifest; every file appears under its name complete, the manifest last."""
+    """Write tables, attributes and manifest; every file appears under its name complete, the
+    manifest last.
+    """
     extra = {channel.field for channel in info.channels}
     stored = (
         name if name in extra else stored_field(name, job.recipe.images) for name in info.names
@@ -127,7 +131,8 @@ def _rows(
         record = load_record(work.out, planned.stem)
         if record is None:
             raise DatasetError(
-                f"the record of shard {planned.stem} was removed from '{work.out.shown}': run the command again"
+                f"the record of shard {planned.stem} was removed from '{work.out.shown}': "
+                "run the command again"
             )
         names = {entry.name for row in record.rows for entry in row.members}
         kinds = {entry.codec for row in record.rows for entry in row.members}
@@ -140,8 +145,8 @@ def _rows(
                 "again"
             )
         yield from record.rows
-        for channel, found in record.image_sizes.items():
-            sizes[channel].update(found)
+        for channel, image_sizes in record.image_sizes.items():
+            sizes[channel].update(image_sizes)
         shards.append(record.shard._replace(first_sample=planned.first_sample))
 
 
@@ -173,25 +178,27 @@ def _attributes(
     info: ScanInfo,
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> Iterator[pa.Table]:
-    """Yield rows of the samples in the order of the index, with the source's attributes; the folder is for the sort."""
+    """Yield rows of the samples in the order of the index, with the source's attributes; the
+    folder is for the sort.
+    """
     disk = Disk(folder)
     # Keys are not kept: they are made of clip and frame.
-    whole = disk.table(part.drop_columns(["key"]) for part in table.attribute_parts())
+    attributes_table = disk.table(part.drop_columns(["key"]) for part in table.attribute_parts())
     clip_ids = pa.array([entry.clip_id for entry in info.clips])
     split_of_clip = np.zeros(len(info.clips), np.int32)
     for number, clips in enumerate(clips_by_split.values()):
         split_of_clip[list(clips)] = number
     names = pa.array(list(clips_by_split))
     for first in range(0, len(plan.rows), ROWS_PER_GROUP):
-        found = disk.take(whole, plan.rows[first : first + ROWS_PER_GROUP])
-        ids = clip_ids.take(found[CLIP_NUMBER].combine_chunks())
+        rows_taken = disk.take(attributes_table, plan.rows[first : first + ROWS_PER_GROUP])
+        ids = clip_ids.take(rows_taken[CLIP_NUMBER].combine_chunks())
         columns = {
-            "key": frame_keys(ids, found["frame"].combine_chunks()),
+            "key": frame_keys(ids, rows_taken["frame"].combine_chunks()),
             "clip_id": ids,
-            "split": names.take(pa.array(split_of_clip[found[CLIP_NUMBER].to_numpy()])),
-            **{name: found[name] for name in found.column_names if name != CLIP_NUMBER},
+            "split": names.take(pa.array(split_of_clip[rows_taken[CLIP_NUMBER].to_numpy()])),
+            **{name: rows_taken[name] for name in rows_taken.column_names if name != CLIP_NUMBER},
         }
-        known = [
+        fields = [
             pa.field(name, values.type, name not in _NEVER_NULL) for name, values in columns.items()
         ]
-        yield pa.table(columns, schema=pa.schema(known))
+        yield pa.table(columns, schema=pa.schema(fields))

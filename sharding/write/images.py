@@ -32,18 +32,21 @@ _TIMEOUT_S = 60.0
 
 
 def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
-    """Return the width and height [px] that an image is stored with; raise ImageError where it would grow or vanish."""
+    """Return the width and height [px] that an image is stored with; raise ImageError where it
+    would grow or vanish.
+    """
     width, height = source_wh
     if recipe.size is not None:
-        wanted = recipe.size
+        size = recipe.size
     else:
         factor = 1.0 if recipe.resize is None else recipe.resize
-        wanted = round(width * factor), round(height * factor)
-    if wanted[0] > width or wanted[1] > height or min(wanted) < 1:
+        size = round(width * factor), round(height * factor)
+    if size[0] > width or size[1] > height or min(size) < 1:
         raise ImageError(
-            f"{width} x {height} pixels cannot be stored as {wanted[0]} x {wanted[1]}: images only shrink"
+            f"{width} x {height} pixels cannot be stored as {size[0]} x {size[1]}: images "
+            "only shrink"
         )
-    return wanted
+    return size
 
 
 def stored_field(name: str, recipe: ImageRecipe | None) -> str:
@@ -54,7 +57,8 @@ def stored_field(name: str, recipe: ImageRecipe | None) -> str:
 
 
 def stored_share(recipe: ImageRecipe | None, members: tuple[Reference, ...]) -> float:
-    """Return the approximate share of a sample's bytes that is left: that of the pixels of its first image.
+    """Return the approximate share of a sample's bytes that is left: that of the pixels of its
+    first image.
 
     Raises ImageError for an image that would grow.
     """
@@ -85,9 +89,9 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
     if pixels is None:
         raise ImageError("a damaged PNG: it cannot be decoded")
     height, width = pixels.shape[:2]
-    wanted = stored_size(recipe, (width, height))
-    if wanted != (width, height):
-        pixels = np.ascontiguousarray(cv2.resize(pixels, wanted, interpolation=cv2.INTER_AREA))
+    size = stored_size(recipe, (width, height))
+    if size != (width, height):
+        pixels = np.ascontiguousarray(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))
     encoded: bytes = simplejpeg.encode_jpeg(pixels, recipe.quality, colours, "420")
     return encoded
 
@@ -95,10 +99,12 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
 def stored_channel(
     channel: Channel, recipe: ImageRecipe | None, sizes: Collection[tuple[int, int]] | None = None
 ) -> Channel:
-    """Return the entry of a channel as it is stored: a raster is scaled with the image that it lies on.
+    """Return the entry of a channel as it is stored: a raster is scaled with the image that it lies
+    on.
 
-    ``sizes`` are width and height [px] of the stored images of its camera; None leaves the sides of the raster open.
-    Raises ImageError for a raster that would grow, and for an array that would have several shapes.
+    ``sizes`` are width and height [px] of the stored images of its camera; None leaves the sides of
+    the raster open. Raises ImageError for a raster that would grow, and for an array that would
+    have several shapes.
     """
     if recipe is None or channel.law.name != "image":
         return channel
@@ -110,8 +116,9 @@ def stored_channel(
         shapes = {_raster_size(size, fraction)[::-1] for size in sizes or [image_wh]}
         if len(shapes) > 1:
             raise ImageError(
-                f"channel '{channel.name}' has one shape in the source, and would have {sorted(shapes)} on the stored "
-                "images: store them in one size (--images size=WIDTHxHEIGHT)"
+                f"channel '{channel.name}' has one shape in the source, and would have "
+                f"{sorted(shapes)} on the stored images: store them in one size (--images "
+                "size=WIDTHxHEIGHT)"
             )
         sides = sides if sizes is None else shapes.pop()
     return msgspec.structs.replace(channel, shape=(*sides, *channel.shape[2:]))
@@ -124,9 +131,11 @@ def scale_value(
     sizes: Mapping[str, tuple[int, int]],
     recipe: ImageRecipe,
 ) -> bytes:
-    """Scale what lies on a camera's image with the image, by the channel's law; ``sizes`` are the source's (w, h) [px].
+    """Scale what lies on a camera's image with the image, by the channel's law; ``sizes`` are the
+    source's (w, h) [px].
 
-    Raises MemberError for bytes that are not as the table says, and where the sample lacks the image.
+    Raises MemberError for bytes that are not as the table says, and where the sample lacks the
+    image.
     """
     camera = channel.law.camera or ""
     if camera not in sizes:
@@ -157,7 +166,9 @@ def _raster_size(image_wh: tuple[int, int], fraction: int) -> tuple[int, int]:
 
 
 def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
-    """Return the geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes stay unknown."""
+    """Return the geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes
+    stay unknown.
+    """
     img_wh = geometry.img_wh.copy()
     intrinsics = geometry.intrinsics.copy()
     for camera, (width, height) in enumerate(geometry.img_wh.tolist()):
@@ -180,14 +191,16 @@ def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
 
 
 def jpegtran_version() -> str:
-    """Return the version of jpegtran, on which rewritten bytes may depend; raises ConfigError without it."""
+    """Return the version of jpegtran, on which rewritten bytes may depend; raises ConfigError
+    without it.
+    """
     if shutil.which(_PROGRAM) is None:
         raise ConfigError(
             f"jpeg=restart needs the program {_PROGRAM}, which is not installed: "
             "Debian and Ubuntu have it in libjpeg-turbo-progs"
         )
     try:
-        shown = subprocess.run(
+        result = subprocess.run(
             [_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
@@ -195,7 +208,7 @@ def jpegtran_version() -> str:
             f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s"
         ) from error
     match = re.search(
-        r"libjpeg-turbo version [0-9.]+", (shown.stdout + shown.stderr).decode(errors="replace")
+        r"libjpeg-turbo version [0-9.]+", (result.stdout + result.stderr).decode(errors="replace")
     )
     if match is None:
         raise ConfigError(
@@ -205,7 +218,10 @@ def jpegtran_version() -> str:
 
 
 def with_restart_rows(data: Buffer) -> bytes:
-    """Return the baseline JPEG with restart markers at its rows of MCUs; keeps metadata. Raises ImageError."""
+    """Return the baseline JPEG with restart markers at its rows of MCUs; keeps metadata.
+
+    Raises ImageError.
+    """
     command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
     try:
         done = subprocess.run(
@@ -213,7 +229,8 @@ def with_restart_rows(data: Buffer) -> bytes:
         )
     except subprocess.TimeoutExpired as error:
         raise ImageError(
-            f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it was stopped"
+            f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it "
+            "was stopped"
         ) from error
     if done.returncode != 0 or not done.stdout:
         reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"

@@ -1,7 +1,8 @@
-"""The check of samples on their way into a shard: a sample that breaks a rule is refused before the shard is published.
+"""The check of samples on their way into a shard: a sample that breaks a rule is refused before the
+shard is published.
 
-The rules are those of :mod:`fuelrail.pipeline.format.rules`. Names, metadata and points are checked sample by sample;
-geometry and boxes of many samples at once, which takes a sixth of the time.
+The rules are those of :mod:`fuelrail.pipeline.format.rules`. Names, metadata and points are checked
+sample by sample; geometry and boxes of many samples at once, which takes a sixth of the time.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ _IMAGES: Final = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
 class MemberCheck:
-    """Checks the samples of one shard; each ``add`` and ``close`` raise SourceError for a sample that breaks a rule.
+    """Checks the samples of one shard; each ``add`` and ``close`` raise SourceError for a sample
+    that breaks a rule.
 
-    ``source`` names the source in errors, ``channels`` are those other than cameras, lidars and boxes.
+    ``source`` names the source in errors, ``channels`` are those other than cameras, lidars and
+    boxes.
     """
 
     def __init__(self, rig: Rig, source: str, channels: Sequence[Channel] = ()) -> None:
@@ -65,16 +68,18 @@ class MemberCheck:
         self._pending: list[tuple[str, Geometry, Boxes | None]] = []
 
     def add(self, key: str, meta: Meta, members: Mapping[str, Buffer]) -> None:
-        """Check the next sample, of raw members by field name; array members are not kept but geometry and boxes."""
+        """Check the next sample, of raw members by field name; array members are not kept but
+        geometry and boxes.
+        """
         rig = self._rig
-        at = ""
+        field = ""
         try:
-            for at, text in broken_names(tuple(members), rig):
-                raise self._error(key, at, text)
-            for at in members:
-                if (unsafe := unsafe_ending(at)) is not None:
-                    raise self._error(key, at, unsafe)
-            at = GEOMETRY
+            for field, text in broken_names(tuple(members), rig):
+                raise self._error(key, field, text)
+            for field in members:
+                if (unsafe := unsafe_ending(field)) is not None:
+                    raise self._error(key, field, unsafe)
+            field = GEOMETRY
             geometry = decode_arrays(members[GEOMETRY], Geometry)
             images = {
                 name.partition(".")[0]
@@ -82,26 +87,26 @@ class MemberCheck:
                 if name.endswith(_IMAGES) and name[:2] != "x_" and name not in rig.fields
             }
             if (other_rig := broken_rig(geometry, images, rig)) is not None:
-                raise self._error(key, at, other_rig)
-            for at, text in broken_meta(meta, geometry, rig):
-                raise self._error(key, at, text)
-            at = BOXES
+                raise self._error(key, field, other_rig)
+            for field, text in broken_meta(meta, geometry, rig):
+                raise self._error(key, field, text)
+            field = BOXES
             boxes = None
             if BOXES in members:
                 boxes = decode_arrays(members[BOXES], Boxes)
-            for at, data in members.items():
-                if at not in rig.fields:
-                    self._check_points(key, at, data)
+            for field, data in members.items():
+                if field not in rig.fields:
+                    self._check_points(key, field, data)
             if self._channels:
                 sizes = {
-                    name: (one.width, one.height)
-                    for name, one in meta.cameras.items()
+                    name: (camera_meta.width, camera_meta.height)
+                    for name, camera_meta in meta.cameras.items()
                     if name in images
                 }
-                for at, text in check_members(members, self._channels, sizes):
-                    raise self._error(key, at, text)
+                for field, text in check_members(members, self._channels, sizes):
+                    raise self._error(key, field, text)
         except MemberError as error:
-            raise self._error(key, at, error.message) from error
+            raise self._error(key, field, error.message) from error
         self._pending.append((key, geometry, boxes))
         if len(self._pending) == _AT_ONCE:
             self.close()
@@ -136,7 +141,8 @@ class MemberCheck:
 
 
 def check_rows(table: ScanTable, rig: Rig, source: str) -> None:
-    """Check of all rows of a scan what :class:`MemberCheck` will, but for the members that the source reads.
+    """Check of all rows of a scan what :class:`MemberCheck` will, but for the members that the
+    source reads.
 
     Raises SourceError with all that is wrong, the first 20 of each clip.
     """
@@ -148,7 +154,7 @@ def check_rows(table: ScanTable, rig: Rig, source: str) -> None:
             members[BOXES] = row.boxes
         members.update((member.name, b"") for member in row.members if member.width)
         check = MemberCheck(rig, source)
-        with findings.of(f"clip {row.clip}"):
+        with findings.collecting(f"clip {row.clip}"):
             check.add(row.key, decode_meta(row.meta), members)
             check.close()
     findings.check()

@@ -1,4 +1,5 @@
-"""The way of a member into a shard: a chain of named steps, built once for each field from the recipe.
+"""The way of a member into a shard: a chain of named steps, built once for each field from the
+recipe.
 
 ==========  ==================================================  ====================
 step        what it does                                        for
@@ -41,15 +42,22 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.write.read_buffer import ReadBuffer
 
-_LEFT_OUT: Final = "; the options check_images=pixels and damaged_image=drop find such images in the scan, and leave their frames out"
+_LEFT_OUT: Final = (
+    "; the options check_images=pixels and damaged_image=drop find such images in the scan, and "
+    "leave their frames out"
+)
 Sizes = dict[str, tuple[int, int]]
 """Width and height [px] of the source's image of each camera of a sample."""
 Step = Callable[["Reference", "Buffer", Sizes], "Buffer"]
-"""A function from a member's bytes to its bytes after the step; it raises MemberError or SourceError."""
+"""A function from a member's bytes to its bytes after the step; it raises MemberError or
+SourceError.
+"""
 
 
 class Chain(NamedTuple):
-    """The steps of one field: ``field`` is its name in the shard, ``camera`` the channel whose image it is."""
+    """The steps of one field: ``field`` is its name in the shard, ``camera`` the channel whose
+    image it is.
+    """
 
     field: str
     camera: str | None
@@ -68,7 +76,8 @@ class Members:
         buffer: ReadBuffer,
         place: str,
     ) -> None:
-        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source in errors.
+        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source
+        in errors.
 
         ``extra`` are the channels other than cameras, lidars and boxes.
         """
@@ -92,9 +101,13 @@ class Members:
         raw: dict[str, Buffer],
         sizes: dict[str, set[tuple[int, int]]],
     ) -> None:
-        """Run the sensor members of sample ``key`` through their chains into ``raw``; ``sizes`` gets image sizes."""
+        """Run the sensor members of sample ``key`` through their chains into ``raw``; ``sizes``
+        gets image sizes.
+        """
         source_sizes = {
-            one.name.partition(".")[0]: (one.width, one.height) for one in references if one.width
+            reference.name.partition(".")[0]: (reference.width, reference.height)
+            for reference in references
+            if reference.width
         }
         for member in references:
             chain = self._chains.get(member.name) or self._build(member.name)
@@ -171,15 +184,18 @@ class Members:
         return f"image '{member.ref}' of {self._place} (sample {key})"
 
     def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
-        """Check that an image is complete, and that its size is the one in the source's tables, or the stored one."""
+        """Check that an image is complete, and that its size is the one in the source's tables,
+        or the stored one.
+        """
         if len(data) != member.bytes and not member.is_estimate:
             raise ImageError(
                 f"had {member.bytes} bytes when the run started and has {len(data)} now"
             )
         size = image_size(data, member.name.partition(".")[2])
-        wanted = (member.width, member.height)
-        if size != (self._stored_size(member) if member.ref.startswith(STORED) else wanted):
+        stated_size = (member.width, member.height)
+        if size != (self._stored_size(member) if member.ref.startswith(STORED) else stated_size):
             raise ImageError(
-                f"{size[0]} x {size[1]} pixels, the source's tables say {wanted[0]} x {wanted[1]}"
+                f"{size[0]} x {size[1]} pixels, the source's tables say {stated_size[0]} x "
+                f"{stated_size[1]}"
             )
         return data

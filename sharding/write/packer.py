@@ -1,4 +1,6 @@
-"""One shard being written: samples in, tar bytes out, with all facts for index, manifest and DALI."""
+"""One shard being written: samples in, tar bytes out, with all facts for index, manifest and
+DALI.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class RawMember(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A closed shard: size, SHA-256, its rows of the index, its DALI index (empty where it has none)."""
+    """A closed shard: size, SHA-256, its rows of the index, its DALI index (empty where it has
+    none).
+    """
 
     num_bytes: int
     sha256: str
@@ -44,8 +48,8 @@ class Packed(NamedTuple):
 class ShardPacker:
     """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
 
-    A sample's bytes go from where they were read to the file and into the digests, copied once at most in between.
-    ``buffer`` is where its files were read.
+    A sample's bytes go from where they were read to the file and into the digests, copied once at
+    most in between. ``buffer`` is where its files were read.
     """
 
     _has_listing = True
@@ -81,12 +85,12 @@ class ShardPacker:
             codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
         ]
-        if (most := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(
+        if (largest := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(
             held
         ) > codecs.MAX_MEMBERS:
             raise MemberTooLargeError(
-                f"{len(held)} members that take {most} bytes of memory, over the caps of {codecs.MAX_MEMBERS} and "
-                f"{codecs.MAX_SAMPLE_BYTES}",
+                f"{len(held)} members that take {largest} bytes of memory, over the caps of "
+                f"{codecs.MAX_MEMBERS} and {codecs.MAX_SAMPLE_BYTES}",
                 key=key,
             )
         pieces, length = self._stored_span(key, packed)
@@ -97,13 +101,13 @@ class ShardPacker:
         entries = tuple(
             MemberEntry(
                 name=name,
-                offset=at,
+                offset=offset,
                 stored_bytes=memoryview(data).nbytes,
                 raw_bytes=memoryview(raw).nbytes,
                 codec=codec,
                 xxh3=xxhash.xxh3_64_intdigest(data),
             )
-            for (name, codec, raw), (_, data), at in zip(
+            for (name, codec, raw), (_, data), offset in zip(
                 members, stored, packed.offsets, strict=True
             )
         )
@@ -144,7 +148,9 @@ class ShardPacker:
 
 
 class FramedPacker(ShardPacker):
-    """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
+    """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no
+    index for those.
+    """
 
     _has_listing = False
 
@@ -167,16 +173,19 @@ class FramedPacker(ShardPacker):
 
 
 def dali_index(rows: Sequence[IndexRow]) -> bytes:
-    """Return the DALI index of a plain shard with these samples: a line for each, of its members in the tar."""
+    """Return the DALI index of a plain shard with these samples: a line for each, of its members
+    in the tar.
+    """
     lines = []
     for row in rows:
         stored = [
-            (f"{one.name}{codecs.suffix(one.codec)}", row.offset + one.offset, one)
-            for one in row.members
+            (f"{member.name}{codecs.suffix(member.codec)}", row.offset + member.offset, member)
+            for member in row.members
         ]
         lines.append(
             " ".join(
-                f"{field} {at} {one.stored_bytes} {row.key}.{field}" for field, at, one in stored
+                f"{field} {offset} {member.stored_bytes} {row.key}.{field}"
+                for field, offset, member in stored
             )
         )
     return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode("ascii", "replace")

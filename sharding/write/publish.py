@@ -1,4 +1,6 @@
-"""The last step of each run that makes a dataset or a layer: tables get their names, the manifest comes last."""
+"""The last step of each run that makes a dataset or a layer: tables get their names, the
+manifest comes last.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,15 @@ def write_index(
 
 
 def write_attributes(folder: Path, parts: Iterable[pa.Table]) -> None:
-    """Write ``attributes.parquet`` into the folder: one table or more, each of at most `ROWS_PER_GROUP` rows."""
+    """Write ``attributes.parquet`` into the folder: one table or more, each of at most
+    `ROWS_PER_GROUP` rows.
+    """
     parts = iter(parts)
     first = next(parts)
     if first.num_columns > MAX_COLUMNS:
         raise SourceError(
-            f"{ATTRIBUTES_FILE} of the dataset would have {first.num_columns:,} columns, at most {MAX_COLUMNS:,} are "
-            "read: leave attributes out"
+            f"{ATTRIBUTES_FILE} of the dataset would have {first.num_columns:,} columns, at "
+            f"most {MAX_COLUMNS:,} are read: leave attributes out"
         )
     with pq.ParquetWriter(folder / ATTRIBUTES_FILE, first.schema, compression="zstd") as writer:
         writer.write_table(first)
@@ -67,8 +71,9 @@ def publish_tables(
 ) -> M:
     """Publish the tables of finished shards, then the manifest; return it.
 
-    ``folder`` has index and attributes. ``clips_by_split`` is the number of clips of each split. ``make`` makes the
-    manifest of the fields that follow from these; ``published`` are further files of OUT that it names.
+    ``folder`` has index and attributes. ``clips_by_split`` is the number of clips of each split.
+    ``make`` makes the manifest of the fields that follow from these; ``published`` are further
+    files of OUT that it names.
     """
     files = write_tables(folder, shards)
     for entry in files:

@@ -22,7 +22,10 @@ _SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
 
 
 class ReadBuffer:
-    """Memory for the files of one sample; :meth:`clear` gives it to the next one. Not for two threads at once."""
+    """Memory for the files of one sample; :meth:`clear` gives it to the next one.
+
+    Not for two threads at once.
+    """
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(_FIRST_BYTES))
@@ -35,11 +38,13 @@ class ReadBuffer:
         self._files.clear()
 
     def read(self, path: str, num_bytes: int, offset: int | None = None) -> memoryview:
-        """Return the whole file, of which ``num_bytes`` are expected, or as many from ``offset`` on, as a view.
+        """Return the whole file, of which ``num_bytes`` are expected, or as many from ``offset``
+        on, as a view.
 
         Raises SourceError where the file cannot be read, has another size, or ends before.
         """
-        # One byte more than expected is asked for: a file that has grown is noticed without another system call.
+        # One byte more than expected is asked for: a file that has grown is noticed without another
+        # system call.
         start = self._used + BLOCK_BYTES
         padded = num_bytes + -num_bytes % BLOCK_BYTES
         if start + padded + BLOCK_BYTES > len(self._memory):
@@ -51,18 +56,18 @@ class ReadBuffer:
             self._files.clear()
         view = self._memory[start : start + num_bytes + 1]
         try:
-            found = (
+            num_read = (
                 _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
             )
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
-        if offset is not None and found < num_bytes:
+        if offset is not None and num_read < num_bytes:
             raise SourceError(
-                f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}"
+                f"file '{path}' ends at byte {offset + num_read}, before byte {offset + num_bytes}"
             )
-        if offset is None and found != num_bytes:
+        if offset is None and num_read != num_bytes:
             raise SourceError(
-                f"file '{path}' had {num_bytes} bytes when the run started and has {found} now"
+                f"file '{path}' had {num_bytes} bytes when the run started and has {num_read} now"
             )
         self._used = start + padded
         data = view[:num_bytes]
@@ -72,13 +77,15 @@ class ReadBuffer:
     def joined(self, pieces: Sequence[Buffer]) -> list[Buffer]:
         """Return the same bytes in fewer pieces, which are good until :meth:`clear`.
 
-        Bytes between two files that were read here one after the other are copied into the space between them, which
-        ends at ``limit``; small pieces elsewhere are joined; large ones stay where they are.
+        Bytes between two files that were read here one after the other are copied into the space
+        between them, which ends at ``limit``; small pieces elsewhere are joined; large ones stay
+        where they are.
         """
-        found: list[Buffer] = []
+        pieces_joined: list[Buffer] = []
         small: list[Buffer] = []
         begin = end = limit = (
-            0  # of the run in this memory that the last pieces are part of; empty where they are not
+            # of the run in this memory that the last pieces are part of; empty where they are not
+            0
         )
         for piece in pieces:
             data, start = self._files.get(id(piece), (None, 0))
@@ -97,15 +104,17 @@ class ReadBuffer:
                 begin = start - len(between)
                 self._memory[begin:start] = between
             else:
-                found += [*self._with_rest(begin, end, limit, between), piece]
+                pieces_joined += [*self._with_rest(begin, end, limit, between), piece]
                 begin = end = 0
                 continue
             end = start + data.nbytes
             limit = end + -data.nbytes % BLOCK_BYTES + BLOCK_BYTES
-        return [*found, *self._with_rest(begin, end, limit, b"".join(small))]
+        return [*pieces_joined, *self._with_rest(begin, end, limit, b"".join(small))]
 
     def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
-        """Return a run and what follows it: in one piece where that ends in front of the next file's data."""
+        """Return a run and what follows it: in one piece where that ends in front of the next
+        file's data.
+        """
         if begin < end and end + len(rest) <= limit:
             self._memory[end : end + len(rest)] = rest
             return [self._memory[begin : end + len(rest)]]

@@ -1,4 +1,6 @@
-"""Records of finished shards: what the index and a resumed run need; deleted when the dataset is finished."""
+"""Records of finished shards: what the index and a resumed run need; deleted when the dataset is
+finished.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ _LARGEST: Final = (1 << 63) - 1
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a written shard: its entry, its rows of the index, its images' sizes (w, h).
 
-    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files: rows of the scan table,
-    which have metadata and the names and sizes of files, and what all rows of a run have in common. ``source_stamp`` is
-    those files' times of change, or the ETags that a store gives them.
+    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files: rows
+    of the scan table, which have metadata and the names and sizes of files, and what all rows of a
+    run have in common. ``source_stamp`` is those files' times of change, or the ETags that a store
+    gives them.
     """
 
     stem: str
@@ -92,7 +95,9 @@ def _is_sha256(text: str) -> bool:
 
 
 def store_record(out: Output, record: ShardRecord) -> None:
-    """Store a shard's record, before the shard gets its name: without a record, a shard may be any file."""
+    """Store a shard's record, before the shard gets its name: without a record, a shard may be
+    any file.
+    """
     with out.publish(record_name(record.stem)) as file:
         file.write(msgspec.msgpack.encode(record))
 
@@ -105,7 +110,9 @@ def store_version_tag(out: Output, record: ShardRecord) -> None:
 
 
 def is_whole(out: Output, record: ShardRecord) -> bool:
-    """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one, else by a read."""
+    """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one,
+    else by a read.
+    """
     shard = record.shard
     if shard.idx_bytes and not out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256):
         return False

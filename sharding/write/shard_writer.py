@@ -1,7 +1,9 @@
-"""One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
+"""One shard from its plan: read, encode, digest, publish.
 
-A shard's record (each sample's place, digests, image sizes) is kept beside the work until the dataset is finished;
-a shard whose record and bytes agree is not written again.
+A pure function of scan table, plan, recipe and number.
+
+A shard's record (each sample's place, digests, image sizes) is kept beside the work until the
+dataset is finished; a shard whose record and bytes agree is not written again.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.recipe import Recipe
 
 Pulse = Callable[[int], None]
-"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
+"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to
+end.
+"""
 
 
 class RunStoppedError(FuelrailError):
@@ -76,8 +80,9 @@ class ShardDone(NamedTuple):
 class WriteJob:
     """Everything that a worker needs to write any shard of a run; small, and the same for all.
 
-    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does. ``staging``
-    is the folder that the members were brought into, of a source that is read clip by clip.
+    ``stamps`` has for each shard a number that changes when a file of the source that it is made of
+    does. ``staging`` is the folder that the members were brought into, of a source that is read
+    clip by clip.
     """
 
     out: str
@@ -122,7 +127,8 @@ class ShardWriter:
     def make(self, number: int, pulse: Pulse) -> ShardDone:
         """Write shard ``number`` of the plan, unless OUT has it complete.
 
-        Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
+        Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be
+        written.
         """
         shard = self._job.shards[number]
         with self._out.writing():
@@ -191,7 +197,9 @@ class ShardWriter:
                 stem=shard.stem,
                 shard=publish_listing(self._out, entry, packed.listing),
                 rows=packed.rows,
-                image_sizes={channel: sorted(found) for channel, found in sizes.items()},
+                image_sizes={
+                    channel: sorted(image_sizes) for channel, image_sizes in sizes.items()
+                },
                 source_sha256=digest.hexdigest(),
                 source_stamp=job.stamps[number],
             )
@@ -205,7 +213,9 @@ class ShardWriter:
         return rows
 
     def _head(self, shard: PlannedShard) -> bytes:
-        """Return what all rows have in common besides the recipe; the digest of a shard's source begins with it."""
+        """Return what all rows have in common besides the recipe; the digest of a shard's source
+        begins with it.
+        """
         job = self._job
         dictionary = b"" if job.dictionary is None else job.dictionary.data
         columns = (tuple(lidar.columns) for lidar in job.lidars)
@@ -229,7 +239,8 @@ class ShardWriter:
         """Return the members of row ``number``, in the order in which they are stored."""
         job = self._job
         scanned = decode_meta(row.meta)
-        # Neighbours in the clip are the next rows of the table; rows that are not selected are no neighbours.
+        # Neighbours in the clip are the next rows of the table; rows that are not selected are no
+        # neighbours.
         meta = msgspec.structs.replace(
             scanned,
             dataset=job.dataset,

@@ -1,11 +1,13 @@
-"""Staging: the members of a source that reads well only clip by clip are first brought into the work folder.
+"""Staging: the members of a source that reads well only clip by clip are first brought into the
+work folder.
 
-Shards that follow each other in the plan are a band. Each clip becomes a file for each band, of the members that its
-shards need one after the other, and a list of where each is; the rows of the scan table then refer to those, so that
-shards are written in any order. A clip is read once. When all shards of a band are finished, its files are removed: so
-the disk holds the dataset and one band more, not all members twice. A clip whose files and list are complete, and whose
-rows have not changed, is kept when an interrupted run is resumed. Nothing is left when the dataset is finished, for the
-work folder goes.
+Shards that follow each other in the plan are a band. Each clip becomes a file for each band, of the
+members that its shards need one after the other, and a list of where each is; the rows of the scan
+table then refer to those, so that shards are written in any order. A clip is read once. When all
+shards of a band are finished, its files are removed: so the disk holds the dataset and one band
+more, not all members twice. A clip whose files and list are complete, and whose rows have not
+changed, is kept when an interrupted run is resumed. Nothing is left when the dataset is finished,
+for the work folder goes.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ _DONE_BYTES: Final = 16
 _INDEX_BYTES: Final = 1 << 30
 NO_BAND: Final = -1
 
-_Given = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
+_StagingArguments = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
 
-_own = threading.local()
+_worker_state = threading.local()
 """The `Staging` of each worker, a thread or a process of one pool."""
 
 Placed = tuple[int, int, int, bool]
@@ -66,7 +68,9 @@ STORED: Final = "stored:"
 
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
-    """What a staged clip holds: digest of its rows, bytes of each band, and by reference its place."""
+    """What a staged clip holds: digest of its rows, bytes of each band, and by reference its
+    place.
+    """
 
     digest: str
     sizes: dict[int, int]
@@ -74,9 +78,11 @@ class _Index(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bands:
-    """The bands of the shards that a run makes, and how many of these bands are finished; ``folder`` is of staging.
+    """The bands of the shards that a run makes, and how many of these bands are finished;
+    ``folder`` is of staging.
 
-    Bands are removed in their order, for a member that more than one band needs is in the last of these.
+    Bands are removed in their order, for a member that more than one band needs is in the last of
+    these.
     """
 
     def __init__(self, numbers: Sequence[int], folder: Path) -> None:
@@ -84,7 +90,9 @@ class Bands:
         self.folder = folder
         self._done = folder.with_suffix(".done")
         count = min(_MOST_BANDS, len(numbers))
-        self.of_shard = {number: at * count // len(numbers) for at, number in enumerate(numbers)}
+        self.of_shard = {
+            number: position * count // len(numbers) for position, number in enumerate(numbers)
+        }
         self._left = [set[int]() for _ in range(count)]
         for number, band in self.of_shard.items():
             self._left[band].add(number)
@@ -116,7 +124,9 @@ class Bands:
 
 
 class StageTask(NamedTuple):
-    """One clip to be staged: its number, its run of rows, and a number that changes when its files do."""
+    """One clip to be staged: its number, its run of rows, and a number that changes when its
+    files do.
+    """
 
     number: int
     first_row: int
@@ -150,11 +160,13 @@ class Staging:
     def is_known(self, task: StageTask) -> bool:
         """Return whether a clip was staged whole with its present rows."""
         index = _load_index(self._folder, task.number)
-        return index is not None and index.digest == self._wanted(task)[0]
+        return index is not None and index.digest == self._clip_refs(task)[0]
 
     def stage(self, task: StageTask) -> None:
-        """Bring one clip's members here, unless they are or their band is finished; SourceError for a missing one."""
-        digest, refs = self._wanted(task)
+        """Bring one clip's members here, unless they are or their band is finished; SourceError
+        for a missing one.
+        """
+        digest, refs = self._clip_refs(task)
         index = _load_index(self._folder, task.number)
         places: dict[str, Placed] = {}
         if index is not None and index.digest == digest:
@@ -177,7 +189,8 @@ class Staging:
             for ref, data in self._source.read_clip(list(refs)):
                 if ref in places or ref not in refs:
                     raise SourceError(
-                        f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it"
+                        f"the {self._spec.kind} source made '{ref}' twice, or without being "
+                        "asked for it"
                     )
                 num_bytes = memoryview(data).nbytes
                 band = refs[ref]
@@ -189,8 +202,10 @@ class Staging:
         with published(path, sync=False) as file:
             file.write(msgspec.msgpack.encode(_Index(digest, sizes, places)))
 
-    def _wanted(self, task: StageTask) -> tuple[str, dict[str, int]]:
-        """Return digest of a clip's rows, and the references of their members with the last band that needs each."""
+    def _clip_refs(self, task: StageTask) -> tuple[str, dict[str, int]]:
+        """Return digest of a clip's rows, and the references of their members with the last band
+        that needs each.
+        """
         digest = hashlib.sha256(task.stamp.to_bytes(8))
         refs = dict[str, int]()
         for row in _selected(task, self._bands):
@@ -202,14 +217,14 @@ class Staging:
         return digest.hexdigest(), refs
 
     def _has(self, task: StageTask, index: _Index) -> bool:
-        found = {
+        paths = {
             band: clip_file(self._folder, task.number, band)
             for band in index.sizes
             if band >= self._num_done
         }
         return all(
             path.exists() and path.stat().st_size == index.sizes[band]
-            for band, path in found.items()
+            for band, path in paths.items()
         )
 
 
@@ -220,7 +235,8 @@ class StagedSource:
         self._folder = os.fspath(folder)
         if not folder.is_dir():
             raise DatasetError(
-                f"the staged clips in '{folder}' are not on this machine: give an output folder that all nodes share"
+                f"the staged clips in '{folder}' are not on this machine: give an output "
+                "folder that all nodes share"
             )
 
     def place(self, ref: str) -> Place:
@@ -248,12 +264,13 @@ def stage_clips(
     *,
     num_workers: int,
 ) -> Path:
-    """Stage the clips of these rows, in parallel; returns a scan table whose rows refer to what is staged.
+    """Stage the clips of these rows, in parallel; returns a scan table whose rows refer to what is
+    staged.
 
     Images that the source decodes itself are staged as they are stored, by ``images``.
 
-    ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps`` a number for each,
-    which changes when a file of the row does.
+    ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps``
+    a number for each, which changes when a file of the row does.
     """
     folder = bands.folder
     path = bands.folder.with_suffix(".npy")
@@ -263,18 +280,18 @@ def stage_clips(
     for number, clip in enumerate(clips):
         if (of_row[clip.first_row :][: clip.num_samples] == NO_BAND).all():
             continue
-        own = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
-        stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
+        clip_stamps = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
+        stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
-    given = spec, images, scan_table, path, folder, bands.num_done
+    arguments = spec, images, scan_table, path, folder, bands.num_done
     if bands.num_done and not all(
-        map(Staging(*given).is_known, tasks)
+        map(Staging(*arguments).is_known, tasks)
     ):  # finished shards may be made again
         bands.forget()
-        given = *given[:5], 0
+        arguments = *arguments[:5], 0
     bands.sweep()
     _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder, images)
-    for _ in _staged(given, tasks, min(num_workers, len(tasks))):
+    for _ in _staged(arguments, tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
     _rewrite(scan_table, table, folder, {task.number for task in tasks})
@@ -283,15 +300,17 @@ def stage_clips(
 
 def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
     """Return the rows of a clip that are wanted."""
-    own = bands[task.first_row :][: task.num_rows]
-    found: list[int] = (np.flatnonzero(own != NO_BAND) + task.first_row).tolist()
-    return found
+    clip_bands = bands[task.first_row :][: task.num_rows]
+    rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
+    return rows
 
 
 def _check_space(
     table: ScanTable, rows: NDArray[np.int64], folder: Path, images: ImageRecipe | None
 ) -> None:
-    """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of some of them."""
+    """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of
+    some of them.
+    """
     if not len(rows):
         return
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
@@ -300,20 +319,25 @@ def _check_space(
         for row in looked_at
         for member in table.row(row).members
     ) / len(looked_at)
-    needed = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))  # a band goes when its shards are there
-    there = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    num_bytes = int(
+        mean * len(rows) * (1 + 1 / _MOST_BANDS)
+    )  # a band goes when its shards are there
+    staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
-    if needed > free + there:
+    if num_bytes > free + staged_bytes:
         raise DatasetError(
-            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}', which "
-            f"takes with the shards about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the "
-            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select "
-            "fewer samples"
+            "the source reads well only clip by clip, so images and sweeps are first "
+            f"brought into '{folder}', which takes with the shards about "
+            f"{num_bytes / 1e9:,.1f} GB (images of video as JPEG take several times the "
+            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output "
+            "on a larger disk, or select fewer samples"
         )
 
 
-def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iterator[None]:
-    stage = partial(_stage, given)
+def _staged(
+    arguments: _StagingArguments, tasks: Sequence[StageTask], num_workers: int
+) -> Iterator[None]:
+    stage = partial(_stage, arguments)
     if num_workers > _MAX_THREADS:
         with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
             try:
@@ -324,11 +348,11 @@ def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iter
         yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
-def _stage(given: _Given, task: StageTask) -> None:
+def _stage(arguments: _StagingArguments, task: StageTask) -> None:
     """Stage a clip in a worker, which makes its `Staging` with its first one."""
-    if not hasattr(_own, "staging"):
-        _own.staging = Staging(*given)
-    staging: Staging = _own.staging
+    if not hasattr(_worker_state, "staging"):
+        _worker_state.staging = Staging(*arguments)
+    staging: Staging = _worker_state.staging
     staging.stage(task)
 
 
@@ -357,7 +381,9 @@ def _load_index(folder: Path, number: int) -> _Index | None:
 
 
 def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
-    """Copy the scan table, with references to staged clips and the sizes that members have there."""
+    """Copy the scan table, with references to staged clips and the sizes that members have
+    there.
+    """
     table = ScanTable(scan_table)
     current = -1
     places = dict[str, Placed]()
@@ -369,8 +395,8 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
             for number in range(file.num_record_batches):
                 batch = file.get_batch(number)
                 rows = []
-                for at in range(batch.num_rows):
-                    row = table.row(number * ROWS_PER_BATCH + at)
+                for row_number in range(batch.num_rows):
+                    row = table.row(number * ROWS_PER_BATCH + row_number)
                     if row.clip != current:
                         current = row.clip
                         index = _load_index(folder, current) if current in staged else None

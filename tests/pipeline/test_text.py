@@ -10,7 +10,14 @@ import msgspec
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, MemberError, SchemaError, ShardError
-from fuelrail.pipeline.text import MAX_MESSAGE, escaped, fault_in_words, json_text, message, shown
+from fuelrail.pipeline.text import (
+    MAX_MESSAGE,
+    escaped,
+    fault_in_words,
+    json_text,
+    message,
+    shortened,
+)
 
 TITLE = "\x1b]0;HACKED\x07"
 
@@ -33,8 +40,8 @@ def test_characters_that_do_not_print_are_escaped(text, wanted) -> None:
 
 
 def test_values_and_messages_have_a_limit() -> None:
-    assert shown("k" * 200) == "k" * 200
-    assert shown("k" * 2_000_000) == "k" * 200 + "... (2000000 characters)"
+    assert shortened("k" * 200) == "k" * 200
+    assert shortened("k" * 2_000_000) == "k" * 200 + "... (2000000 characters)"
     long = message("begin " + "x" * 10_000_000 + " mend it so")
     assert len(long) <= MAX_MESSAGE
     assert long.startswith("begin x")

@@ -111,7 +111,7 @@ class Neutral(FrameSource[NeutralSettings]):
 
     def sensors(self):
         rig = self._world()["rig"]
-        return Sensors.of(
+        return Sensors.from_names(
             rig["cameras"], dict.fromkeys(rig["lidars"], ("x", "y", "z", "intensity", "ring"))
         )
 

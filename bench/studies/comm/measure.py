@@ -1,4 +1,6 @@
-"""One rank of ``fuelrail bench comm``: groups of the mesh, and each collective timed at each size."""
+"""One rank of ``fuelrail bench comm``: groups of the mesh, and each collective timed at each
+size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.measure.machine import CpuUse, CpuWatch, machine_facts, of_one_host
+from fuelrail.bench.measure.machine import CpuUse, CpuWatch, combine_host_uses, machine_facts
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.comm.report import (
     KINDS,
@@ -50,20 +52,23 @@ def measure(options: CommOptions) -> CommReport:
         world = dist.get_world_size()
         dist.barrier()
         watch = CpuWatch()
-        found = [
+        timed = [
             _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
             for axis, group in _groups(options, world, device)
             for kind in KINDS
             for size in _sizes(options)
         ]
-        seen: list[tuple[str, CpuUse]] = [("", watch.use())] * world
-        dist.all_gather_object(seen, (os.uname().nodename, watch.use()))
-        uses = [of_one_host([use for name, use in seen if name == host]) for host in dict(seen)]
+        uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
+        dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
+        uses = [
+            combine_host_uses([use for name, use in uses_by_host if name == host])
+            for host in dict(uses_by_host)
+        ]
         warnings = []
         if cuda and backend == "gloo":
             warnings.append(
-                "The collectives ran on gloo, over the hosts' memory and network, though this machine has GPUs: "
-                "training with nccl is far faster. Use --backend nccl."
+                "The collectives ran on gloo, over the hosts' memory and network, though "
+                "this machine has GPUs: training with nccl is far faster. Use --backend nccl."
             )
         return CommReport(
             schema=SCHEMA,
@@ -75,7 +80,7 @@ def measure(options: CommOptions) -> CommReport:
             nodes=len(uses),
             ranks=world,
             options=options,
-            timed=found,
+            timed=timed,
             warnings=warnings,
             disturbed=next((use.disturbed for use in uses if use.disturbed is not None), None),
         )
@@ -139,26 +144,31 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
-    """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to the next rank."""
+def _collective(kind: Kind, group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:
+    """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to
+    the next rank.
+    """
     ranks = group.size()
     rank = dist.get_rank(group)
-    part = whole.new_empty(whole.numel() // ranks)
+    part = tensor.new_empty(tensor.numel() // ranks)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(tensor, group=group)
     if kind == "all_gather":
         # Torch 2.13 has other names for both, and warns of these.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, part, group=group)
+        return lambda: gather(tensor, part, group=group)
     if kind == "reduce_scatter":
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(part, whole, group=group)
-    received = torch.empty_like(whole)
-    to, of = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+        return lambda: scatter(part, tensor, group=group)
+    received = torch.empty_like(tensor)
+    to, source = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
 
     def send() -> None:
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, received, of, group)]
+            [
+                dist.P2POp(dist.isend, tensor, to, group),
+                dist.P2POp(dist.irecv, received, source, group),
+            ]
         )
         for work in works:
             work.wait()

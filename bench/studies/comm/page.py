@@ -16,15 +16,15 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
     rate, latency = link_of(report.timed)
     rows = [
         [
-            one.kind,
-            one.axis,
-            str(one.ranks),
-            f"{one.num_bytes:,}",
-            f"{one.microseconds:,.1f}",
-            f"{one.algorithm_gb_per_s:.3f}",
-            f"{one.bus_gb_per_s:.3f}",
+            row.kind,
+            row.axis,
+            str(row.ranks),
+            f"{row.num_bytes:,}",
+            f"{row.microseconds:,.1f}",
+            f"{row.algorithm_gb_per_s:.3f}",
+            f"{row.bus_gb_per_s:.3f}",
         ]
-        for one in report.timed
+        for row in report.timed
     ]
     parts: list[Block | Section] = [
         Hero(
@@ -37,12 +37,12 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
     ]
     ranks = counted(report.ranks, "rank")
     nodes = counted(report.nodes, "node")
-    about = f"{ranks} on {nodes}, {report.backend} on {report.device}"
+    subtitle = f"{ranks} on {nodes}, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(
         brand="Fuelrail bench comm",
         title=title,
-        about=about,
+        about=subtitle,
         made=when(report.created),
         doubts=doubts(None, report.disturbed),
         parts=parts,

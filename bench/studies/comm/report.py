@@ -26,7 +26,10 @@ class CommOptions(Settings, frozen=True, kw_only=True):
     mesh: Annotated[
         str | None,
         flag(
-            "axes of a mesh, each of which is measured, as in bench train (default: all ranks as one)",
+            (
+                "axes of a mesh, each of which is measured, as in bench train (default: all "
+                "ranks as one)"
+            ),
             metavar="AXIS=N,...",
         ),
     ] = None
@@ -48,11 +51,12 @@ class CommOptions(Settings, frozen=True, kw_only=True):
 
 
 class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """One size of one collective: the median time of the slowest rank; bandwidths in 1e9 bytes a second.
+    """One size of one collective: the median time of the slowest rank; bandwidths in 1e9 bytes a
+    second.
 
-    ``num_bytes`` are those of the whole tensor. ``algorithm_gb_per_s`` is bytes over time; ``bus_gb_per_s`` that times
-    2 (n - 1) / n for all-reduce, (n - 1) / n for all-gather and reduce-scatter, 1 for send and receive (nccl-tests,
-    doc/PERFORMANCE.md).
+    ``num_bytes`` are those of the whole tensor. ``algorithm_gb_per_s`` is bytes over time;
+    ``bus_gb_per_s`` that times 2 (n - 1) / n for all-reduce, (n - 1) / n for all-gather and
+    reduce-scatter, 1 for send and receive (nccl-tests, doc/PERFORMANCE.md).
     """
 
     kind: Kind
@@ -65,7 +69,9 @@ class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report. ``nodes``: number of hosts on which the ranks were; ``disturbed``: as of other reports."""
+    """A whole report. ``nodes``: number of hosts on which the ranks were; ``disturbed``: as of
+    other reports.
+    """
 
     schema: str
     version: int
@@ -96,14 +102,15 @@ def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> 
     )
 
 
-def link_of(found: Sequence[TimedCollective]) -> tuple[float, float]:
-    """Return GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
+def link_of(timed: Sequence[TimedCollective]) -> tuple[float, float]:
+    """Return GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the
+    smallest one's time.
 
     Of several axes the one with most ranks counts. Needs an all-reduce.
     """
-    ranks = max(one.ranks for one in found)
+    ranks = max(row.ranks for row in timed)
     reduced = sorted(
-        (one for one in found if one.kind == "all_reduce" and one.ranks == ranks),
-        key=lambda one: one.num_bytes,
+        (row for row in timed if row.kind == "all_reduce" and row.ranks == ranks),
+        key=lambda row: row.num_bytes,
     )
     return reduced[-1].bus_gb_per_s, reduced[0].microseconds

@@ -1,4 +1,6 @@
-"""Measure collectives: start ranks on this host, or be one of those that torchrun started; write report and cluster."""
+"""Measure collectives: start ranks on this host, or be one of those that torchrun started; write
+report and cluster.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ CLUSTER_YAML = "cluster.yaml"
 
 
 def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommReport | None:
-    """Measure and write into ``out``; None on ranks of torchrun other than the first, which write nothing.
+    """Measure and write into ``out``; None on ranks of torchrun other than the first, which write
+    nothing.
 
-    Raises ConfigError for what does not divide and for a cluster of other devices, and FuelrailError where a rank ends
-    early, and where a cluster file was asked for and other processes disturbed the measurement.
+    Raises ConfigError for what does not divide and for a cluster of other devices, and
+    FuelrailError where a rank ends early, and where a cluster file was asked for and other
+    processes disturbed the measurement.
     """
     if options.smallest > options.largest:
         raise ConfigError(
-            f"smallest={options.smallest} is more than largest={options.largest}; sizes are bytes: swap them"
+            f"smallest={options.smallest} is more than largest={options.largest}; sizes are "
+            "bytes: swap them"
         )
     base = None if options.base is None else _cluster(options, options.base)
     if os.environ.get("RANK", "0") == "0":
@@ -37,29 +42,34 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         from fuelrail.bench.studies.comm.measure import measure
 
-        found = measure(options)
+        report = measure(options)
         if int(os.environ["RANK"]) != 0:
             return None
     else:
-        found = _on_this_host(options)
-    write_report(found, out, html=html)
+        report = _on_this_host(options)
+    write_report(report, out, html=html)
     if base is not None:
-        if found.disturbed is not None:
+        if report.disturbed is not None:
             raise FuelrailError(
-                f"{CLUSTER_YAML} is not written: {found.disturbed}; stop those, and repeat the measurement"
+                f"{CLUSTER_YAML} is not written: {report.disturbed}; stop those, and repeat "
+                "the measurement"
             )
-        text = yaml.safe_dump(msgspec.to_builtins(with_link(base, found)), sort_keys=False)
+        text = yaml.safe_dump(msgspec.to_builtins(with_link(base, report)), sort_keys=False)
         publish(out / CLUSTER_YAML, text.encode())
-    return found
+    return report
 
 
 def _cluster(options: CommOptions, name: str) -> ClusterSettings:
-    """Load the cluster whose link is measured. Raises ConfigError where these ranks would not use its devices."""
+    """Load the cluster whose link is measured.
+
+    Raises ConfigError where these ranks would not use its devices.
+    """
     base = load_cluster(name)
     if options.backend == "gloo" or not installed_gpus():
         raise ConfigError(
-            f"base={name}: its devices are {base.device.name}, and the collectives would run by gloo on the CPU, whose "
-            "rates are not those of its links; measure on its GPUs with nccl, or leave out --base"
+            f"base={name}: its devices are {base.device.name}, and the collectives would "
+            "run by gloo on the CPU, whose rates are not those of its links; measure on its "
+            "GPUs with nccl, or leave out --base"
         )
     return base
 
@@ -70,9 +80,11 @@ def _on_this_host(options: CommOptions) -> CommReport:
     if options.mesh is not None:
         degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
     with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
-        asked, made, log = (Path(folder) / name for name in ("options.json", "report.json", "log"))
-        asked.write_bytes(msgspec.json.encode(options))
-        program = ["fuelrail.bench.studies.comm.measure", str(asked), str(made)]
+        options_file, report_file, log = (
+            Path(folder) / name for name in ("options.json", "report.json", "log")
+        )
+        options_file.write_bytes(msgspec.json.encode(options))
+        program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
         outcome = run_ranks(program, options.ranks, log, lambda: None)
         if outcome.interrupted:
             raise KeyboardInterrupt
@@ -80,13 +92,18 @@ def _on_this_host(options: CommOptions) -> CommReport:
             raise FuelrailError(
                 f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
             )
-        return msgspec.json.decode(made.read_bytes(), type=CommReport)
+        return msgspec.json.decode(report_file.read_bytes(), type=CommReport)
 
 
 def with_link(base: ClusterSettings, report: CommReport) -> ClusterSettings:
-    """Return the cluster with the measured link: between nodes where the ranks were on several, else inside one."""
+    """Return the cluster with the measured link: between nodes where the ranks were on several,
+    else inside one.
+    """
     rate, latency = link_of(report.timed)
-    source = f"`fuelrail bench comm`, {report.created}: {report.ranks} ranks, {report.backend} on {report.device}"
+    source = (
+        f"`fuelrail bench comm`, {report.created}: {report.ranks} ranks, {report.backend} on "
+        f"{report.device}"
+    )
     name = "between" if report.nodes > 1 else "inside"
     link = base.between or base.inside if name == "between" else base.inside
     if (

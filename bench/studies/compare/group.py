@@ -1,4 +1,6 @@
-"""A process in its own group, which is paused, resumed and ended with all processes that it started."""
+"""A process in its own group, which is paused, resumed and ended with all processes that it
+started.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ _POLL_S = 0.005
 def process_group(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start it, with ``log`` for what it says; it is killed, its workers as well, when the context ends.
+    """Start it, with ``log`` for what it says; it is killed, its workers as well, when the context
+    ends.
 
-    If this process is killed while the group is stopped, the kernel ends it: it is left stopped and orphaned.
+    If this process is killed while the group is stopped, the kernel ends it: it is left stopped and
+    orphaned.
     """
     with contextlib.ExitStack() as ends, log.open("wb") as out:
         with ctrl_c_waits():  # one that came during the start would leave the process running
@@ -51,7 +55,8 @@ def signal_group(process: subprocess.Popen[bytes], signum: int) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
     signal_group(process, signal.SIGKILL)
     process.wait()
-    # Its workers are gone a moment later, or never in a container without an init, which would reap orphans.
+    # Its workers are gone a moment later, or never in a container without an init, which would reap
+    # orphans.
     deadline_s = time.monotonic() + _GONE_S
     while signal_group(process, 0) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)

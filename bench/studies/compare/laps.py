@@ -1,8 +1,10 @@
-"""A contestant's process with its workers, stopped between its laps, so that two can take turns on the same CPUs.
+"""A contestant's process with its workers, stopped between its laps, so that two can take turns on
+the same CPUs.
 
-A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some seconds, one behind the
-other, see different machines; laps of a second, in turns, see nearly the same one. A stopped process keeps its place:
-what is in its queues, and half a picture decoded, are there when it resumes.
+A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some
+seconds, one behind the other, see different machines; laps of a second, in turns, see nearly the
+same one. A stopped process keeps its place: what is in its queues, and half a picture decoded, are
+there when it resumes.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ _ITEM_BYTES = 8
 
 
 class Timed(NamedTuple):
-    """Arrivals and costs of laps. Times are a process's running time [s]: they stand still while it is stopped.
+    """Arrivals and costs of laps.
 
-    ``arrival_s``: when batches came. ``others_cpus``: how many CPUs were busy with something else or kept back by the
-    host, ``stolen_cpus``: how many the host kept back; None where that cannot be known. ``clock_jump_s``: by how much
-    the wall clock and the monotonic one disagree.
+    Times are a process's running time [s]: they stand still while it is stopped.
+
+    ``arrival_s``: when batches came. ``others_cpus``: how many CPUs were busy with something else
+    or kept back by the host, ``stolen_cpus``: how many the host kept back; None where that cannot
+    be known. ``clock_jump_s``: by how much the wall clock and the monotonic one disagree.
     """
 
     first_batch_s: float
@@ -57,7 +61,8 @@ class _Lap(NamedTuple):
 
 
 class LapProcess:
-    """A process group that writes when its batches come to the file ``arrivals``: native doubles, monotonic clock.
+    """A process group that writes when its batches come to the file ``arrivals``: native doubles,
+    monotonic clock.
 
     The first is the time at which it asked for its first batch.
     """
@@ -73,7 +78,8 @@ class LapProcess:
         return len(self._laps)
 
     def begin(self, warm_up_s: float, limit_s: float) -> bool:
-        """Let it run to its first batch and ``warm_up_s`` longer, then stop it; whether it lives and has come so far.
+        """Let it run to its first batch and ``warm_up_s`` longer, then stop it; whether it lives
+        and has come so far.
 
         False as well when its first batch takes longer than ``limit_s``.
         """
@@ -148,7 +154,9 @@ class LapProcess:
 
 
 def read_through(folder: Path) -> None:
-    """Read a folder's files, so that they come from the page cache; not those of a folder of more than 4 GiB."""
+    """Read a folder's files, so that they come from the page cache; not those of a folder of
+    more than 4 GiB.
+    """
     files = [path for path in folder.rglob("*") if path.is_file()]
     if sum(path.stat().st_size for path in files) > _READ_THROUGH_LIMIT_BYTES:
         return
@@ -162,8 +170,9 @@ def read_through(folder: Path) -> None:
 def clock_jump_s() -> float:
     """Return how far the wall clock is ahead of the monotonic one [s].
 
-    The difference between two calls is by how much the wall clock was set in between, or how long the machine slept:
-    the monotonic clock of Linux stops then. What was measured across a sleep is not a measurement.
+    The difference between two calls is by how much the wall clock was set in between, or how long
+    the machine slept: the monotonic clock of Linux stops then. What was measured across a sleep is
+    not a measurement.
     """
     return time.time() - time.monotonic()
 
@@ -173,5 +182,5 @@ def _since(before: float | None, after: float | None) -> float | None:
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if len(numbers) == len(values) else None

@@ -37,17 +37,20 @@ HEADER = (
     "runs",
 )
 _METHOD = (
-    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to 4 "
-    f"GiB). {REFERENCE} runs during the whole round. Every other loader is started once per round and runs four laps, "
-    "after its first batch and a warm-up lap. The two loaders alternate: the waiting loader is paused with all its "
-    "workers, and the one that starts changes from lap to lap. A rate is the slope of the line through the arrival "
-    "times of the batches in all laps. A ratio compares laps in turns, one ratio a round, so that a machine whose "
-    "speed changes within seconds disturbs both alike. The interval is Student's t on the logarithms over the rounds. "
-    "Every run is included unless listed otherwise. Before the timing, the images of every loader are checked against "
-    "the reference (decode at full size, shrink by area, crop), and the samples of an epoch are counted. The consumer "
-    "takes batches and does nothing with them. Memory counts shared pages once, and pages of mapped files, from which "
-    "Fuelrail and SPDL read their shards. Fuelrail's batches contain matrices and boxes as well as images; those of "
-    "the others contain images only."
+    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data "
+    f"in the page cache (up to 4 GiB). {REFERENCE} runs during the whole round. Every other "
+    "loader is started once per round and runs four laps, after its first batch and a "
+    "warm-up lap. The two loaders alternate: the waiting loader is paused with all its "
+    "workers, and the one that starts changes from lap to lap. A rate is the slope of the "
+    "line through the arrival times of the batches in all laps. A ratio compares laps in "
+    "turns, one ratio a round, so that a machine whose speed changes within seconds "
+    "disturbs both alike. The interval is Student's t on the logarithms over the rounds. "
+    "Every run is included unless listed otherwise. Before the timing, the images of every "
+    "loader are checked against the reference (decode at full size, shrink by area, crop), "
+    "and the samples of an epoch are counted. The consumer takes batches and does nothing "
+    "with them. Memory counts shared pages once, and pages of mapped files, from which "
+    "Fuelrail and SPDL read their shards. Fuelrail's batches contain matrices and boxes as "
+    "well as images; those of the others contain images only."
 )
 
 
@@ -61,22 +64,22 @@ def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
     reasons = reasons_left_out(report.contestants)
     parts += [Section("Left out", [Items(reasons)])] if reasons else []
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
-    about = f"{describe_work(report.work)}, {report.num_rounds} rounds"
+    subtitle = f"{describe_work(report.work)}, {report.num_rounds} rounds"
     packages = {**report.machine.packages, **report.packages}
     return document(
         report,
         brand="Fuelrail comparison",
         title="The same images through every loader",
-        about=about,
+        subtitle=subtitle,
         parts=parts,
         packages=packages,
     )
 
 
 def _hero(report: CompareReport) -> list[Hero]:
-    others = [entry for entry in ranking(report) if entry.peer != OURS]
+    rivals = [entry for entry in ranking(report) if entry.peer != OURS]
     best = next(
-        (entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None
+        (entry for entry in rivals if entry.figures and entry.figures.ours_times_as_fast), None
     )
     if best is None or best.figures is None or best.figures.ours_times_as_fast is None:
         return []
@@ -90,8 +93,9 @@ def _hero(report: CompareReport) -> list[Hero]:
         Hero(
             f"{times.median:.2f} x",
             f"{REFERENCE} against {best.name}, the fastest of the others",
-            f"{REFERENCE} delivers images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
-            f"CPUs and files.{undecided} {len(others)} other ways to load were timed.",
+            f"{REFERENCE} delivers images {times.median:.2f} times as fast as "
+            f"{best.name}{interval}, on the same CPUs and files.{undecided} {len(rivals)} "
+            "other ways to load were timed.",
         )
     ]
 
@@ -131,7 +135,8 @@ def _row(entry: ContestantResult) -> list[str]:
 def describe_work(work: Work) -> str:
     """Return the work of the loaders in one sentence."""
     return (
-        f"{work.num_samples:,} samples of {len(work.cameras)} images, {work.source_wh[0]}x{work.source_wh[1]} JPEG, to "
-        f"uint8 batches of {work.batch_size} x {len(work.cameras)} x 3 x {work.height} x {work.width}, shuffled, on "
-        f"{work.num_workers} CPUs"
+        f"{work.num_samples:,} samples of {len(work.cameras)} images, "
+        f"{work.source_wh[0]}x{work.source_wh[1]} JPEG, to uint8 batches of "
+        f"{work.batch_size} x {len(work.cameras)} x 3 x {work.height} x {work.width}, "
+        f"shuffled, on {work.num_workers} CPUs"
     )

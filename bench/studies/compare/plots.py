@@ -27,16 +27,18 @@ def plots(report: CompareReport) -> dict[str, str]:
 
 
 def picture(report: CompareReport) -> str:
-    """Return the recipe of each loader that was run most often, the fastest of those, as an SVG file of its own."""
+    """Return the recipe of each loader that was run most often, the fastest of those, as an SVG
+    file of its own.
+    """
     chosen: dict[str, ContestantResult] = {}
     for entry in ranking(report):
         best = chosen.setdefault(entry.peer, entry)
         if len(entry.runs) > len(best.runs):
             chosen[entry.peer] = entry
-    shown = [entry for entry in ranking(report) if entry is chosen[entry.peer]]
+    entries = [entry for entry in ranking(report) if entry is chosen[entry.peer]]
     svg = _bars(
-        shown,
-        ["Fuelrail" if entry.peer == OURS else PEERS[entry.peer].packages[0] for entry in shown],
+        entries,
+        ["Fuelrail" if entry.peer == OURS else PEERS[entry.peer].packages[0] for entry in entries],
     )
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     ground = f'<title>{_BARS}</title><rect width="100%" height="100%" fill="#ffffff"/>'

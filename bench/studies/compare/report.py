@@ -1,4 +1,6 @@
-"""The report of ``fuelrail bench compare``: rounds to medians, and to ratios within a round with their intervals."""
+"""The report of ``fuelrail bench compare``: rounds to medians, and to ratios within a round with
+their intervals.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one contestant in a round.
 
     ``images_per_s`` is of all its laps; None where ``doubt`` says why the run does not count.
-    ``reference_images_per_s`` is the reference's rate in its laps between these; None without them, or where those do
-    not count. CPU time is that of the process and its children in the laps; ``peak_memory_bytes`` counts pages that
-    processes share once; ``others_cpus`` is what else kept CPUs busy on this machine, with what its host kept back;
-    ``stolen_cpus`` is the host's part alone. None where that cannot be known.
+    ``reference_images_per_s`` is the reference's rate in its laps between these; None without them,
+    or where those do not count. CPU time is that of the process and its children in the laps;
+    ``peak_memory_bytes`` counts pages that processes share once; ``others_cpus`` is what else kept
+    CPUs busy on this machine, with what its host kept back; ``stolen_cpus`` is the host's part
+    alone. None where that cannot be known.
     """
 
     round: int
@@ -59,8 +62,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a contestant over the rounds.
 
-    ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean over the rounds with a
-    95 % interval. None without the reference, and without an interval after a single round.
+    ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean
+    over the rounds with a 95 % interval. None without the reference, and without an interval after
+    a single round.
     """
 
     images_per_s: Interval
@@ -117,7 +121,9 @@ def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
 
 
 def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
-    """Judge one run by the times at which its batches came, and the reference's laps ``beside`` it likewise."""
+    """Judge one run by the times at which its batches came, and the reference's laps ``beside``
+    it likewise.
+    """
     rate, doubt = _rate(timed, images_per_batch)
     return Run(
         round=round_number,
@@ -136,19 +142,25 @@ def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_b
 def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None]:
     """Return the rate, and why there is none.
 
-    It is the slope of the line through the arrivals, by least squares: with several workers batches come in bursts, and
-    first-to-last would depend on where a burst is cut.
+    It is the slope of the line through the arrivals, by least squares: with several workers batches
+    come in bursts, and first-to-last would depend on where a burst is cut.
     """
     gaps = np.diff(timed.arrival_s)
     if abs(timed.clock_jump_s) > CLOCK_JUMP_S:
         return (
             None,
-            f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine slept",
+            (
+                f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the "
+                "machine slept"
+            ),
         )
     if len(timed.arrival_s) < MIN_BATCHES:
         return (
             None,
-            f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it more --seconds",
+            (
+                f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it "
+                "more --seconds"
+            ),
         )
     if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
         return None, f"nothing came for {gaps.max():.1f} s: something stopped the process"
@@ -233,13 +245,14 @@ def _warnings(contestants: Sequence[ContestantResult]) -> list[str]:
 def _disturbed(contestants: Sequence[ContestantResult]) -> str | None:
     """Return a message on the others' use of the host, if that was more than a tenth of a CPU."""
     runs = [run for entry in contestants for run in entry.runs if run.doubt is None]
-    others = [run.others_cpus for run in runs if run.others_cpus is not None]
-    if not others or max(others) <= 0.1:
+    other_cpus = [run.others_cpus for run in runs if run.others_cpus is not None]
+    if not other_cpus or max(other_cpus) <= 0.1:
         return None
     stolen = max((run.stolen_cpus for run in runs if run.stolen_cpus is not None), default=0.0)
     return (
-        f"other processes used up to {max(others):.1f} CPUs during a run (median {float(np.median(others)):.2f}), of "
-        f"which the hypervisor took up to {stolen:.2f}; rates are too low by about that share, ratios suffer less"
+        f"other processes used up to {max(other_cpus):.1f} CPUs during a run (median "
+        f"{float(np.median(other_cpus)):.2f}), of which the hypervisor took up to "
+        f"{stolen:.2f}; rates are too low by about that share, ratios suffer less"
     )
 
 

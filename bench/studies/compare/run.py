@@ -1,4 +1,6 @@
-"""The tasks of a comparison: each peer's data written, its images checked, its runs timed; a process for each."""
+"""The tasks of a comparison: each peer's data written, its images checked, its runs timed; a
+process for each.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _START_LIMIT_S = 120.0
 
 
 class Measured(NamedTuple):
-    """A contestant's run in a round, and the reference's laps between its own; or why there is none."""
+    """A contestant's run in a round, and the reference's laps between its own; or why there is
+    none.
+    """
 
     contestant: Contestant
     timed: Timed | None
@@ -85,7 +89,9 @@ class Workshop:
         return self._data / (PEERS[contestant.peer].data or contestant.peer)
 
     def prepare(self, contestant: Contestant) -> str | None:
-        """Write the contestant's data unless it exists; return the reason why that fails, or None."""
+        """Write the contestant's data unless it exists; return the reason why that fails, or
+        None.
+        """
         folder = self.folder(contestant)
         if contestant.peer == OURS and contestant.recipe != RESTART:
             return None
@@ -108,7 +114,8 @@ class Workshop:
     def check(
         self, contestant: Contestant, least_psnr_db: float, *, whole_epoch: bool
     ) -> tuple[Check | None, str | None]:
-        """Hold the contestant's images against the definition; the check, and why it must not be timed.
+        """Hold the contestant's images against the definition; the check, and why it must not be
+        timed.
 
         ``whole_epoch``: count an epoch's samples as well, which does not depend on the recipe.
         """
@@ -132,12 +139,14 @@ class Workshop:
         return answer, None
 
     def round(self, turns: Sequence[Contestant]) -> Iterator[Measured]:
-        """Run each once. The reference runs all along, in laps between those of each other one; its run comes last.
+        """Run each once. The reference runs all along, in laps between those of each other one; its
+        run comes last.
 
-        Who is first changes from lap to lap, so that a machine that becomes faster or slower favours neither.
+        Who is first changes from lap to lap, so that a machine that becomes faster or slower
+        favours neither.
         """
         reference = next((contestant for contestant in turns if contestant.name == REFERENCE), None)
-        others = [contestant for contestant in turns if contestant != reference]
+        rivals = [contestant for contestant in turns if contestant != reference]
         with contextlib.ExitStack() as stack:
             pacer = None
             if reference is not None:
@@ -145,14 +154,14 @@ class Workshop:
                 if not self._begin(pacer):
                     yield Measured(reference, None, failure=_failure(pacer.files))
                     reference = pacer = None
-            for contestant in others:
+            for contestant in rivals:
                 if pacer is not None:
                     read_through(
                         self._dataset.root
                     )  # it was idle while the one before started and ran
                 yield self._race(contestant, pacer)
             if reference is not None and pacer is not None:
-                if not others:
+                if not rivals:
                     for _ in range(_NUM_LAPS):
                         pacer.process.lap(self._lap_s)
                 if pacer.process.is_alive():
@@ -165,10 +174,10 @@ class Workshop:
             if not self._begin(runner):
                 return Measured(contestant, None, failure=_failure(runner.files))
             first = 0 if pacer is None else pacer.process.num_laps
-            both = (runner,) if pacer is None else (runner, pacer)
+            runners = (runner,) if pacer is None else (runner, pacer)
             for number in range(_NUM_LAPS):
-                for one in both if number % 2 == 0 else both[::-1]:
-                    one.process.lap(self._lap_s)
+                for racer in runners if number % 2 == 0 else runners[::-1]:
+                    racer.process.lap(self._lap_s)
             if not runner.process.is_alive():
                 return Measured(contestant, None, failure=_failure(runner.files))
             beside = (
@@ -196,7 +205,9 @@ class Workshop:
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
     def _format_work(self) -> Work:
-        """Return the part of the work that the data on disk depends on: not size of images, batches or seed."""
+        """Return the part of the work that the data on disk depends on: not size of images,
+        batches or seed.
+        """
         return msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
 
     def _restart_copy(self, folder: Path) -> str | None:
@@ -296,7 +307,10 @@ def _why_not(answer: Answer) -> str:
 
 
 def affinity(text: str | None) -> tuple[int, ...]:
-    """Return the CPUs of a list such as "0,1" or "0-3"; None: all that this process may use. Raise ConfigError."""
+    """Return the CPUs of a list such as "0,1" or "0-3"; None: all that this process may use.
+
+    Raise ConfigError.
+    """
     usable = (
         os.sched_getaffinity(0)
         if hasattr(os, "sched_getaffinity")

@@ -57,7 +57,10 @@ class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
     only: Annotated[
         tuple[str, ...],
         flag(
-            "compare only this loader, or LOADER:RECIPE; may be repeated (default: all that are installed)",
+            (
+                "compare only this loader, or LOADER:RECIPE; may be repeated (default: all that "
+                "are installed)"
+            ),
             metavar="NAME",
             repeat=True,
         ),
@@ -65,8 +68,8 @@ class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
     data: Annotated[
         str | None,
         flag(
-            "folder that keeps the samples in each loader's format for the next comparison (default: "
-            "data in the folder of the report)",
+            "folder that keeps the samples in each loader's format for the next comparison "
+            "(default: data in the folder of the report)",
             metavar="FOLDER",
         ),
     ] = None
@@ -107,11 +110,12 @@ def compare(
     html: bool = True,
     **changes: Any,  # fields of CompareOptions
 ) -> CompareReport:
-    """Compare the speed of all installed loaders on the images of a dataset, or of a source as in `shard`.
+    """Compare the speed of all installed loaders on the images of a dataset, or of a source as in
+    `shard`.
 
-    ``compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords. ``out`` is a
-    folder for the report; None: nothing is written. After Ctrl+C the report holds the runs that are complete
-    (``cut_off``). Raises ConfigError and DatasetErrors.
+    ``compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords.
+    ``out`` is a folder for the report; None: nothing is written. After Ctrl+C the report holds the
+    runs that are complete (``cut_off``). Raises ConfigError and DatasetErrors.
     """
     options = make_options(CompareOptions, options, changes)
     entrants = contestants(options.only)
@@ -187,9 +191,9 @@ class _Session:
             with Progress(
                 f"{name} ({number + 1} of {len(entrants)}): data", self._console
             ) as progress:
-                known = self._entries.get(name)
-                check, reason = (known.check, known.left_out) if known else (None, None)
-                if known is None or known.left_out is not None:
+                earlier = self._entries.get(name)
+                check, reason = (earlier.check, earlier.left_out) if earlier else (None, None)
+                if earlier is None or earlier.left_out is not None:
                     reason = is_there(contestant.peer) or workshop.prepare(contestant)
                     if reason is None:
                         progress.update(f"{name} ({number + 1} of {len(entrants)}): images")
@@ -199,7 +203,7 @@ class _Session:
                         )
                 else:
                     reason = workshop.prepare(contestant)
-            runs = known.runs if known else []
+            runs = earlier.runs if earlier else []
             self._entries[name] = ContestantResult(
                 name=name,
                 peer=contestant.peer,
@@ -222,7 +226,10 @@ class _Session:
             with Progress(f"round {self._rounds + 1}", self._console) as progress:
                 for number, measured in enumerate(workshop.round(turns)):
                     self._note(measured)
-                    text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {measured.contestant.name}"
+                    text = (
+                        f"round {self._rounds + 1}, {number + 1} of {len(turns)}: "
+                        f"{measured.contestant.name}"
+                    )
                     progress.update(text, (done + (number + 1) / len(turns)) / self._given.rounds)
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
@@ -233,11 +240,11 @@ class _Session:
         if measured.timed is None:
             why = f"it failed while timed: {measured.failure}"
             self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=why)
-            self._entrants = [other for other in self._entrants if other != contestant]
+            self._entrants = [entrant for entrant in self._entrants if entrant != contestant]
             return
         images_per_batch = self._work.batch_size * len(self._work.cameras)
-        made = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
-        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, made])
+        run = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
+        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, run])
 
     def report(self) -> CompareReport:
         """Return the report of what is known so far."""
@@ -272,8 +279,8 @@ class _Session:
         for name, (old, new) in pairs.items():
             if old != new:
                 raise ConfigError(
-                    f"--continue: the report in '{self._output.folder}' has another {name}: {old}, now {new}; use "
-                    "another --out"
+                    f"--continue: the report in '{self._output.folder}' has another {name}: "
+                    f"{old}, now {new}; use another --out"
                 )
 
 
@@ -301,7 +308,9 @@ def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path)
 
 
 def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
-    """Return the dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    """Return the dataset if it has that split alone, else a dataset of the split's clips, made
+    in the data folder.
+    """
     entry = dataset.split(split)  # refuses one that is not there
     if len(dataset.manifest.splits) == 1:
         return dataset
@@ -328,11 +337,15 @@ def _run(
 COMPARE = command(
     "compare",
     Study(
-        help="compare the speed of all installed loaders on the same images, with confidence intervals",
-        description="Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
-        "reference, then times the loaders in turns, each in a process of its own on the same CPUs. A loader that is "
-        "not installed, or whose images differ, is left out and listed. Prepare with --rounds 0, and add rounds later "
-        "with --continue.",
+        help=(
+            "compare the speed of all installed loaders on the same images, with confidence "
+            "intervals"
+        ),
+        description="Writes the dataset's samples in the format of each loader, checks the images of "
+        "every loader against the reference, then times the loaders in turns, each in a "
+        "process of its own on the same CPUs. A loader that is not installed, or whose "
+        "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
+        "later with --continue.",
         options=CompareOptions,
         make=_run,
         argument=lambda parser: parser.add_argument(

@@ -1,8 +1,10 @@
-"""Find the bottleneck of a training run: the baseline compared with runs that leave out one part each. Pure.
+"""Find the bottleneck of a training run: the baseline compared with runs that leave out one part
+each. Pure.
 
-Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
-as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
-was it the first time that its bytes were read) distinguish its kinds.
+Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound
+would bring, as far as the next bound. The one with the largest gain names the bound; facts that no
+single run shows (is the dataset remote, was it the first time that its bytes were read) distinguish
+its kinds.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ NOTABLE = 0.02
 """A gain below this, or one that noise explains, is none."""
 # Time on the host or in the copy, or a second run that is faster, by a share that is worth a word.
 _SLOWER = 0.05
-# Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
+# Reading was under way for most of the first run, and for less than half of that in the second: its
+# caches were cold.
 _READING = 0.5
 _WARMED = 0.5
 # A host that takes this much of the device's time to queue its work.
@@ -61,10 +64,11 @@ _IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "t
 
 
 class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
-    """A run compared with the baseline: its mean step, and how much faster it is (0.25: 25 % more samples a second).
+    """A run compared with the baseline: its mean step, and how much faster it is (0.25: 25 % more
+    samples a second).
 
-    ``name`` says what it leaves out; ``again`` is the baseline repeated. ``gain_low`` to ``gain_high`` is a 95 %
-    interval over the steps' noise in both runs.
+    ``name`` says what it leaves out; ``again`` is the baseline repeated. ``gain_low`` to
+    ``gain_high`` is a 95 % interval over the steps' noise in both runs.
     """
 
     name: str
@@ -75,15 +79,17 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
     gain_high: float
 
     def is_above(self, noise: float) -> bool:
-        """Return whether the gain is notable, and its whole interval above what a repeat differs by."""
+        """Return whether the gain is notable, and its whole interval above what a repeat differs
+        by.
+        """
         return self.gain > NOTABLE and self.gain_low > noise
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The bottleneck of a run, the evidence, advice, and the speed-up without that bottleneck.
 
-    ``noise``: by how much the same run differed from its repeat. A gain counts if its whole interval is above the
-    noise. ``num_rounds``: how many times all runs were made.
+    ``noise``: by how much the same run differed from its repeat. A gain counts if its whole
+    interval is above the noise. ``num_rounds``: how many times all runs were made.
     """
 
     bound: Bound
@@ -105,31 +111,38 @@ class _Verdict(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round of all runs, which differ only in what was left out: the baseline, without each part, and repeated."""
+    """One round of all runs, which differ only in what was left out: the baseline, without each
+    part, and repeated.
+    """
 
     as_it_is: Report
     without: Mapping[LeaveOut, Report]
-    again: Report
+    repeat: Report
 
 
 def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis:
     """Judge rounds of runs, all over the same samples and with figures."""
     first = rounds[0]
-    baselines = [_figures(each.as_it_is) for each in _counted(rounds)]
-    found = {
-        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in rounds])
+    baselines = [_figures(entry_round.as_it_is) for entry_round in _counted(rounds)]
+    gains = {
+        name: _over_rounds(
+            name, [(entry_round.as_it_is, entry_round.without[name]) for entry_round in rounds]
+        )
         for name in first.without
     }
-    again = _over_rounds("again", [(each.as_it_is, each.again) for each in rounds])
-    noise = abs(again.gain)
+    repeat = _over_rounds(
+        "again", [(entry_round.as_it_is, entry_round.repeat) for entry_round in rounds]
+    )
+    noise = abs(repeat.gain)
     # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
-    if _was_cold(first, again):
-        verdict = _cold(again)
+    if _was_cold(first, repeat):
+        verdict = _cold(repeat)
     else:
-        counting = {name: entry for name, entry in found.items() if entry.is_above(noise)}
+        counting = {name: entry for name, entry in gains.items() if entry.is_above(noise)}
         verdict = _judge(first, counting, is_remote=is_remote)
-        largest = max(found.values(), key=lambda entry: entry.gain)
-        # A bound that one run shows, such as time on the host, counts if it is larger than the noise.
+        largest = max(gains.values(), key=lambda entry: entry.gain)
+        # A bound that one run shows, such as time on the host, counts if it is larger than the
+        # noise.
         is_open = largest.gain > NOTABLE and largest.gain_high > _SLOWER
         if not counting and is_open and verdict.gain <= noise:
             verdict = _undecided(largest, noise)
@@ -140,7 +153,7 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
         expected_gain=verdict.gain,
         step_ms=mean(figures.step_time.mean_ms for figures in baselines),
         occupancy=mean(figures.occupancy.mean for figures in baselines),
-        counterfactuals=[*found.values(), again],
+        counterfactuals=[*gains.values(), repeat],
         noise=noise,
         num_rounds=len(rounds),
     )
@@ -157,15 +170,17 @@ def _counted(rounds: Sequence[_T]) -> Sequence[_T]:
 
 
 def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
-    """Return the gain over all rounds; its interval is that of the rounds, or of the steps with fewer than three."""
-    found = [counterfactual(name, as_it_is, other) for as_it_is, other in _counted(pairs)]
-    if len(found) == 1:
-        return found[0]
-    ratio = ratio_interval([1 + entry.gain for entry in found])
+    """Return the gain over all rounds; its interval is that of the rounds, or of the steps with
+    fewer than three.
+    """
+    entries = [counterfactual(name, as_it_is, changed) for as_it_is, changed in _counted(pairs)]
+    if len(entries) == 1:
+        return entries[0]
+    ratio = ratio_interval([1 + entry.gain for entry in entries])
     return Counterfactual(
         name=name,
-        step_ms=mean(entry.step_ms for entry in found),
-        samples_per_s=mean(entry.samples_per_s for entry in found),
+        step_ms=mean(entry.step_ms for entry in entries),
+        samples_per_s=mean(entry.samples_per_s for entry in entries),
         gain=ratio.median - 1,
         gain_low=ratio.low - 1,
         gain_high=ratio.high - 1,
@@ -175,20 +190,21 @@ def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfa
 def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
     return _Verdict(
         "undecided",
-        f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and the largest gain, without "
-        f"{largest.name}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
+        f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and "
+        f"the largest gain, without {largest.name}, is {largest.gain:+.1%} "
+        f"({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
         "Run it on an idle machine, with more --steps, or with more --max-rounds.",
         0.0,
     )
 
 
-def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual:
+def counterfactual(name: str, as_it_is: Report, changed: Report) -> Counterfactual:
     """Compute how much faster one run is than another, per sample; both have figures."""
     old = _figures(as_it_is)
-    new = _figures(other)
+    new = _figures(changed)
     # Steps of other sizes: more samples a step make up for a longer one.
-    work = _samples_a_step(other) / _samples_a_step(as_it_is)
-    high, low = (work / np.quantile(step_ratios(as_it_is, other), (0.025, 0.975)) - 1).tolist()
+    work = _samples_a_step(changed) / _samples_a_step(as_it_is)
+    high, low = (work / np.quantile(step_ratios(as_it_is, changed), (0.025, 0.975)) - 1).tolist()
     return Counterfactual(
         name=name,
         step_ms=new.step_time.mean_ms,
@@ -203,13 +219,17 @@ def _judge(
     first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool
 ) -> _Verdict:
     figures = _figures(first.as_it_is)
-    slow = next((one for one in figures.occupancy.ranks if one.is_slow), None)
+    slow = next((rank for rank in figures.occupancy.ranks if rank.is_slow), None)
     if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
         return _Verdict(
             "slow rank",
-            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its compute time, most of it "
-            f"in '{slow.most_in.replace('_', ' ')}'; the others wait for it in the all-reduce.",
-            f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
+            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its "
+            f"compute time, most of it in '{slow.most_in.replace('_', ' ')}'; the others "
+            "wait for it in the all-reduce.",
+            (
+                f"Look at rank {slow.rank}'s host and device: clock, temperature, other "
+                "processes, its shards' storage."
+            ),
             slow.slower,
         )
     loading = counting.get("loading")
@@ -229,17 +249,19 @@ def _judge(
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
             "GPU decode contention",
-            f"Without decoding the run would be {gain:.0%} faster, though it rarely waits for data: forward and "
-            "backward themselves get shorter. Decoding on the GPU takes its computing units from the training.",
-            "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
-            "decoder (baseline JPEGs, larger batches).",
+            f"Without decoding the run would be {gain:.0%} faster, though it rarely waits "
+            "for data: forward and backward themselves get shorter. Decoding on the GPU "
+            "takes its computing units from the training.",
+            "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the "
+            "decoding to the hardware decoder (baseline JPEGs, larger batches).",
             gain,
         )
     if loading is not None and _is_shorter(first, "loading", "other"):
         return _Verdict(
             "Python",
-            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely waits for data: the "
-            "trainer's own Python gets shorter. Threads of the loader hold the interpreter's lock, or take its CPU.",
+            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely "
+            "waits for data: the trainer's own Python gets shorter. Threads of the loader "
+            "hold the interpreter's lock, or take its CPU.",
             f"{_more_cpus(first.as_it_is, loading.gain)}."
             if _are_used_up(first.as_it_is)
             else "Make batches in a process of their own: where='process'.",
@@ -249,8 +271,9 @@ def _judge(
         return _Verdict(
             "all-reduce",
             f"Without the all-reduce the run would be {reducing.gain:.0%} faster.",
-            f"Accumulate gradients over more batches than {first.as_it_is.options['accumulation']}, reduce in bf16, "
-            "or use a faster link between the ranks.",
+            "Accumulate gradients over more batches than "
+            f"{first.as_it_is.options['accumulation']}, reduce in bf16, or use a faster "
+            "link between the ranks.",
             reducing.gain,
         )
     if loading is not None:
@@ -283,8 +306,14 @@ def _in_the_loader(
     if worst.name == "decompression":
         return _Verdict(
             "decompression",
-            f"{start}decompressing and parsing members: one thread, or all CPUs, cannot keep up with it.",
-            "Store only the members that training reads, and lidar sweeps or large members raw or at a lower level.",
+            (
+                f"{start}decompressing and parsing members: one thread, or all CPUs, cannot "
+                "keep up with it."
+            ),
+            (
+                "Store only the members that training reads, and lidar sweeps or large members "
+                "raw or at a lower level."
+            ),
             gain,
         )
     transform = _figures(base).transform
@@ -302,21 +331,26 @@ def _in_the_loader(
     if worst.name == "transform":
         return _Verdict(
             "Python",
-            f"{start}the transform: its Python code runs under the interpreter's lock, one thread at a time.",
-            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the device, prepare it when "
-            "sharding, or run it in processes (transform_in='process').",
+            (
+                f"{start}the transform: its Python code runs under the interpreter's lock, one "
+                "thread at a time."
+            ),
+            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the "
+            "device, prepare it when sharding, or run it in processes (transform_in='process').",
             gain,
         )
     return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base, gain), gain)
 
 
-def _was_cold(runs: Round, again: Counterfactual) -> bool:
-    """Return whether the second run was faster because reading was: then the runs between differ by that too."""
+def _was_cold(runs: Round, repeat: Counterfactual) -> bool:
+    """Return whether the second run was faster because reading was: then the runs between differ
+    by that too.
+    """
     first = _fetch_busy(runs.as_it_is)
-    second = _fetch_busy(runs.again)
+    second = _fetch_busy(runs.repeat)
     return (
-        again.is_above(0.0)
-        and again.gain > _SLOWER
+        repeat.is_above(0.0)
+        and repeat.gain > _SLOWER
         and first > _READING
         and second < _WARMED * first
     )
@@ -327,14 +361,15 @@ def _fetch_busy(report: Report) -> float:
     return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
 
 
-def _cold(again: Counterfactual) -> _Verdict:
+def _cold(repeat: Counterfactual) -> _Verdict:
     return _Verdict(
         "cold cache",
-        f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
-        "was in a cache then.",
-        "No change is needed if epochs fit into memory or the cache: only the first one is slow. Else "
-        "warm it up before the job (`cat DATASET/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
-        again.gain,
+        f"The second run over the same samples was {repeat.gain:.0%} faster: what the first "
+        "one read from slow storage was in a cache then.",
+        "No change is needed if epochs fit into memory or the cache: only the first one is "
+        "slow. Else warm it up before the job (`cat DATASET/*.tar* > /dev/null`), or give "
+        "--cache-dir on a local disk.",
+        repeat.gain,
     )
 
 
@@ -343,14 +378,18 @@ def _storage(start: str, gain: float, *, is_remote: bool) -> _Verdict:
         return _Verdict(
             "network",
             f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
-            "Keep what was read on a local disk (--cache-dir), move the data nearer, use fewer ranks a link, or, where "
-            "each file is slow, smaller shards (`fuelrail reshard DATASET NEW --shard-size 64MB`).",
+            "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
+            "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
+            "reshard DATASET NEW --shard-size 64MB`).",
             gain,
         )
     return _Verdict(
         "storage",
         f"{start} The disk is too slow, and reading again is no faster.",
-        "Put the dataset on local NVMe or into memory, read in longer runs (--window), or store smaller images.",
+        (
+            "Put the dataset on local NVMe or into memory, read in longer runs (--window), or "
+            "store smaller images."
+        ),
         gain,
     )
 
@@ -359,26 +398,26 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
     if report.accelerator["kind"] == "cuda" and figures.launch_share >= _LAUNCH_BOUND:
         return _Verdict(
             "kernel launches",
-            f"The host needs {figures.launch_share:.0%} of the device's time to queue its work: the device waits for "
-            "launches.",
+            f"The host needs {figures.launch_share:.0%} of the device's time to queue its "
+            "work: the device waits for launches.",
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
     share = {phase.phase: phase.share for phase in figures.phases}
     copy = share["host_to_device"]
-    other = share["other"]
-    if copy > max(_SLOWER, other):
+    other_share = share["other"]
+    if copy > max(_SLOWER, other_share):
         return _Verdict(
             "host to device",
             f"The step waits for the copy of its batch to the device for {copy:.0%} of the time.",
-            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
-            "that the card sits in a slot of full width.",
+            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the "
+            "network's input size, and see that the card sits in a slot of full width.",
             copy / (1 - copy),
         )
-    if other > _SLOWER:
-        finding = f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."  # noqa: E501
+    if other_share > _SLOWER:
+        finding = f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time is spent on the host."  # noqa: E501
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
-        return _Verdict("host", finding, advice, other / (1 - other))
+        return _Verdict("host", finding, advice, other_share / (1 - other_share))
     if report.accelerator["kind"] == "cpu":
         return _bound_by_model(figures)
     finding = (
@@ -422,7 +461,8 @@ def _bound_by_model(figures: Figures) -> _Verdict:
 def _is_slow_alone(runs: Round, rank: int) -> bool:
     """Return whether a rank is also slow without all-reduce.
 
-    In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
+    In step, of two ranks that starve alike one gets its batch last every time, while the other's
+    lie ready.
     """
     apart = _figures(runs.without["all-reduce"])
     return apart.occupancy.ranks[rank].is_slow
@@ -430,10 +470,10 @@ def _is_slow_alone(runs: Round, rank: int) -> bool:
 
 def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:
     """Return whether leaving out a part shortens these phases, by more than the wait for data."""
-    there = runs.as_it_is
+    base = runs.as_it_is
     left_out = runs.without[without]
-    before = _phases_ms(there, *phases)
-    waited = _phases_ms(there, "data_wait")
+    before = _phases_ms(base, *phases)
+    waited = _phases_ms(base, "data_wait")
     saved = before - _phases_ms(left_out, *phases)
     waited_less = waited - _phases_ms(left_out, "data_wait")
     return saved > max(2 * NOTABLE * before, waited_less)
@@ -448,10 +488,15 @@ def _are_used_up(report: Report) -> bool:
 
 
 def _more_cpus(report: Report, gain: float) -> str:
-    """Say how many CPUs of other machines would take a wait away: the loader's now are too few by that share."""
+    """Say how many CPUs of other machines would take a wait away: the loader's now are too few
+    by that share.
+    """
     cpus = report.machine.num_cpus if report.cpu is None else report.cpu.own
     count = max(1, math.ceil(cpus * gain / report.num_ranks))
-    return f"Let other machines make batches: where=fr.RemoteWorkers(num_workers={count}), a CPU each, for each rank"
+    return (
+        f"Let other machines make batches: where=fr.RemoteWorkers(num_workers={count}), a CPU "
+        "each, for each rank"
+    )
 
 
 def _num_sharing(report: Report) -> str:
@@ -459,7 +504,10 @@ def _num_sharing(report: Report) -> str:
     count = _samples_a_step(report) // report.global_batch
     if count == 1:
         return ""
-    return f" {count} ranks of one model load the same samples each: with where='node' a host makes them once."
+    return (
+        f" {count} ranks of one model load the same samples each: with where='node' a host "
+        "makes them once."
+    )
 
 
 def _samples_a_step(report: Report) -> int:
@@ -472,7 +520,10 @@ def _busiest_stage(report: Report) -> str:
     if not stages:
         return "the loader cannot keep up."
     stage = max(stages, key=lambda stage: stage.busy)
-    return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
+    return (
+        f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} "
+        "of the time."
+    )
 
 
 def _num_threads(report: Report) -> int:
@@ -486,13 +537,16 @@ def _threads_advice(report: Report, gain: float) -> str:
     threads = _num_threads(report)
     if report.cpu is not None and report.cpu.disturbed:
         return (
-            f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "
-            "cores."
+            f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop "
+            "those, or give the ranks more cores."
         )
     if threads >= cpus:
         return (
-            "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU. "
-            f"{_more_cpus(report, gain)}."
+            "The CPUs are used up: give each rank more cores, store smaller images, or "
+            f"decode on the GPU. {_more_cpus(report, gain)}."
         )
     per_rank = max(1, int(cpus) // report.num_ranks)
-    return f"Use more decoding threads: --workers {per_rank} gives each rank its share of the {cpus:g} CPUs."
+    return (
+        f"Use more decoding threads: --workers {per_rank} gives each rank its share of the "
+        f"{cpus:g} CPUs."
+    )

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.diagnose.judge import Counterfactual
 
 _METHOD = (
-    "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
-    "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
-    "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
-    "from the differences between rounds (Student's t); steps are then the mean over all rounds, "
-    "gains the median. A gain is significant if it exceeds 2% and its whole interval is above the "
-    "difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
+    "The baseline is run first. Then one part is left out in each run, and the baseline is "
+    "repeated. The gain of a run is the speed-up that removing this bottleneck would bring, "
+    "until the next one. Intervals contain the gain of the mean step with 95% probability: "
+    "from a block bootstrap over the steps of both runs, and with three rounds or more from "
+    "the differences between rounds (Student's t); steps are then the mean over all rounds, "
+    "gains the median. A gain is significant if it exceeds 2% and its whole interval is "
+    "above the difference of the two baselines. Otherwise all runs are repeated, up to "
+    "--max-rounds times."
 )
 _GAIN = ("faster by", "95 % interval")
 
@@ -41,8 +43,11 @@ _GAIN = ("faster by", "95 % interval")
 def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
-    about = marked(
-        "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {emulated}{device}",
+    subtitle = marked(
+        (
+            "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one "
+            "{emulated}{device}"
+        ),
         name=report.dataset.name,
         samples=report.dataset.num_samples,
         split=report.dataset.split,
@@ -59,12 +64,13 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
         )
         rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
-        what = "the bound of this run" if diagnosis.bound == "undecided" else "bounds this run"
-        meaning = f"{what}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
+        subject = "the bound of this run" if diagnosis.bound == "undecided" else "bounds this run"
+        meaning = f"{subject}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
         parts.append(Hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
         caption = (
-            "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
-            "nothing differ by. Blue: significant. Grey: noise, or too small."
+            "How much faster the run is without each; lines: 95% intervals. Grey band: what "
+            "two runs that differ in nothing differ by. Blue: significant. Grey: noise, or "
+            "too small."
         )
         rows = [
             [title_of(run), format_number(run.step_ms), *_gain_cells(run)]
@@ -104,7 +110,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         report,
         brand="Fuelrail diagnosis",
         title="What bounds this training?",
-        about=about,
+        subtitle=subtitle,
         parts=parts,
     )
 

@@ -1,4 +1,6 @@
-"""The report of ``fuelrail bench diagnose``: the bottleneck, the runs, and the effect of the suggestions."""
+"""The report of ``fuelrail bench diagnose``: the bottleneck, the runs, and the effect of the
+suggestions.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def threads_that_wait(workers: int, gain: float) -> int:
 
 
 class Suggestion(NamedTuple):
-    """A suggestion: the options on the command line, and the fields of `TrainOptions` that they change.
+    """A suggestion: the options on the command line, and the fields of `TrainOptions` that they
+    change.
 
     ``twice``: it helps when samples are read again, so the second run counts.
     """
@@ -117,7 +120,7 @@ def suggestions(
         twice=True,
     )
     doubled = 2 * settings.accumulation
-    known: dict[str, list[Suggestion]] = {
+    by_bound: dict[str, list[Suggestion]] = {
         "CPU decode": more,
         "decompression": more,
         "loader": more,
@@ -142,4 +145,4 @@ def suggestions(
         ],
         "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],
     }
-    return known.get(bound, [])
+    return by_bound.get(bound, [])

@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.report import Report
 
 _AS_IT_IS = "as-it-is"
-_AGAIN = "as-it-is-again"
+_REPEAT = "as-it-is-again"
 
 
 class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
-    """Options of `fuelrail.diagnose`: those of each training run, and what to do with the result."""
+    """Options of `fuelrail.diagnose`: those of each training run, and what to do with the
+    result.
+    """
 
     trace: bool = False  # no flags here: diagnose chooses itself what to leave out
     leave_out: tuple[LeaveOut, ...] = ()
@@ -77,10 +79,10 @@ def diagnose(
 ) -> DiagnoseReport:
     """Find the bottleneck of a training run by leaving out one part at a time.
 
-    ``fuelrail.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as keywords. ``out`` is a
-    folder for the report and for those of the runs; None: nothing is written. Runs that end early make the report
-    partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where a run is too
-    short to show anything.
+    ``fuelrail.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as
+    keywords. ``out`` is a folder for the report and for those of the runs; None: nothing is
+    written. Runs that end early make the report partial (``cut_off``), also after Ctrl+C. Raises
+    ConfigError, DatasetErrors, and FuelrailError where a run is too short to show anything.
     """
     options = make_options(DiagnoseOptions, options, changes)
     _check(options)
@@ -169,7 +171,12 @@ class _Examination:
             runs=list(self._made),
             warnings=base.warnings,
             disturbed=next(
-                (one.disturbed for one in self._made.values() if one.disturbed is not None), None
+                (
+                    report_made.disturbed
+                    for report_made in self._made.values()
+                    if report_made.disturbed is not None
+                ),
+                None,
             ),
         )
         write_report(report, self._out, html=self._html)
@@ -182,26 +189,28 @@ class _Examination:
     def _round(self, prefix: str) -> dict[str, Asked]:
         plan: dict[str, tuple[LeaveOut, ...]] = {
             _AS_IT_IS: (),
-            **{name: (what,) for name, what in self._left_out.items()},
-            _AGAIN: (),
+            **{name: (part,) for name, part in self._left_out.items()},
+            _REPEAT: (),
         }
         return {
-            prefix + name: self._run(prefix + name, leave_out=what) for name, what in plan.items()
+            prefix + name: self._run(prefix + name, leave_out=part) for name, part in plan.items()
         }
 
     def _judge(self, num_rounds: int) -> Diagnosis:
         rounds = [
             Round(
                 self._made[prefix + _AS_IT_IS],
-                {what: self._made[prefix + name] for name, what in self._left_out.items()},
-                self._made[prefix + _AGAIN],
+                {part: self._made[prefix + name] for name, part in self._left_out.items()},
+                self._made[prefix + _REPEAT],
             )
             for prefix in map(_prefix, range(1, num_rounds + 1))
         ]
         return find_bound(rounds, is_remote=is_url(self._dataset))
 
     def _measure(self, runs: dict[str, Asked]) -> None:
-        """Make the runs and add their reports to those made, each written into its folder; raises _CutOff."""
+        """Make the runs and add their reports to those made, each written into its folder;
+        raises _CutOff.
+        """
         for name in runs:
             prepare_folder(self._out / name, html=self._html)
         reports, cut_off = measure_all(list(runs.values()))
@@ -220,9 +229,11 @@ class _Examination:
             )
 
     def _try(self, diagnosis: Diagnosis) -> list[Counterfactual]:
-        """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
+        """Run what may help, after one more unchanged run: the machine may have drifted since
+        the first.
+        """
         facts = self._made[_AS_IT_IS].dataset
-        found = suggestions(
+        ideas = suggestions(
             diagnosis.bound,
             self._settings,
             num_shards=facts.num_shards,
@@ -230,22 +241,22 @@ class _Examination:
             out=self._out,
             gain=diagnosis.expected_gain,
         )
-        if not found:
+        if not ideas:
             return []
         plan: list[tuple[str, Suggestion]] = []
-        for number, one in enumerate(found):
+        for number, idea in enumerate(ideas):
             plan += [
-                (f"trial-{number}{'-first-time' if first else ''}", one)
-                for first in ((1, 0) if one.twice else (0,))
+                (f"trial-{number}{'-first-time' if first else ''}", idea)
+                for first in ((1, 0) if idea.twice else (0,))
             ]
         runs = {"before-trials": self._run("before-trials")}
-        self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
+        self._measure(runs | {name: self._run(name, **idea.changes) for name, idea in plan})
         base = self._made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
         if base.figures is not None:
             self._tried_against = base.figures.throughput.samples_per_s
         return [
-            counterfactual(one.options, base, self._made[f"trial-{number}"])
-            for number, one in enumerate(found)
+            counterfactual(idea.options, base, self._made[f"trial-{number}"])
+            for number, idea in enumerate(ideas)
         ]
 
 
@@ -259,10 +270,12 @@ def _prefix(number: int) -> str:
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; the copy and the launches are measured without a separate run."""
-    found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
+    """List the parts that a run has; the copy and the launches are measured without a separate
+    run.
+    """
+    parts: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
     if settings.transform is not None:
-        found.append("transform")
+        parts.append("transform")
     if num_ranks > 1:
-        found.append("all-reduce")
-    return found
+        parts.append("all-reduce")
+    return parts

@@ -32,9 +32,9 @@ def bench_loader(
 ) -> LoaderReport:
     """Measure how fast a dataset can be loaded here, stage by stage, and what limits it.
 
-    ``fuelrail.bench_loader("DATASET", repeats=3)`` takes the fields of :class:`LoaderOptions` as keywords. ``out`` is a
-    folder for the report; None: nothing is written. After Ctrl+C the report holds the complete rounds (``cut_off``).
-    Raises ConfigError and DatasetErrors.
+    ``fuelrail.bench_loader("DATASET", repeats=3)`` takes the fields of :class:`LoaderOptions` as
+    keywords. ``out`` is a folder for the report; None: nothing is written. After Ctrl+C the report
+    holds the complete rounds (``cut_off``). Raises ConfigError and DatasetErrors.
     """
     options = make_options(LoaderOptions, options, changes)
     if options.decoder != "auto":
@@ -43,8 +43,8 @@ def bench_loader(
     facts = dataset_facts(opened, options.split)
     if facts.num_samples < options.batch_size:
         raise ConfigError(
-            f"split '{options.split}' has {facts.num_samples} samples, fewer than a batch of {options.batch_size}: use "
-            "a smaller --batch-size"
+            f"split '{options.split}' has {facts.num_samples} samples, fewer than a batch "
+            f"of {options.batch_size}: use a smaller --batch-size"
         )
     if out is not None:
         prepare_folder(Path(out), html=html)
@@ -61,9 +61,9 @@ def bench_loader(
         machine=machine_facts(),
         dataset=facts,
         options=msgspec.to_builtins(options),
-        limits=median_rates([each.limits for each in rounds]),
-        stages=median_rates([each.stages for each in rounds]),
-        runs=[each.run for each in rounds],
+        limits=median_rates([entry.limits for entry in rounds]),
+        stages=median_rates([entry.stages for entry in rounds]),
+        runs=[entry.run for entry in rounds],
         peak_rss_bytes=peak_rss_bytes,
         cut_off=cut_off,
     )

@@ -26,21 +26,24 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
 _METHOD = (
-    "Rounds alternate between the whole loader, each of its stages alone, and this machine's limits, so that a "
-    "disturbance affects all three. Only the steady part of each run counts: the marginal standard error rule cuts "
-    "off the start. The report has the medians over the rounds, with the lowest and the highest value; for five "
-    "rounds that is a 94% confidence interval of the median, for any distribution. The consumer does nothing with the "
-    "batches."
+    "Rounds alternate between the whole loader, each of its stages alone, and this "
+    "machine's limits, so that a disturbance affects all three. Only the steady part of "
+    "each run counts: the marginal standard error rule cuts off the start. The report has "
+    "the medians over the rounds, with the lowest and the highest value; for five rounds "
+    "that is a 94% confidence interval of the median, for any distribution. The consumer "
+    "does nothing with the batches."
 )
 
 _STAGES = marked(
-    "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the stage before. "
-    "**Blocked**: the next stage has no room. The stage that is always busy sets the pace."
+    "In the order in which data flows, over all runs. **Busy**: working. **Starved**: "
+    "waiting for the stage before. **Blocked**: the next stage has no room. The stage that "
+    "is always busy sets the pace."
 )
 
 _ALONE = (
-    "Stages and limits work on samples that are in memory. The limits are what the libraries take for the same bytes "
-    "with the loader's number of decoding threads, into reused memory, and nothing around them."
+    "Stages and limits work on samples that are in memory. The limits are what the "
+    "libraries take for the same bytes with the loader's number of decoding threads, into "
+    "reused memory, and nothing around them."
 )
 
 
@@ -48,8 +51,11 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
     threads = report.options["workers"]
     where = report.options.get("where")
-    about = marked(
-        "Loading **{name}** ({samples:,} samples, split {split}) with {threads}{where}, {batch} samples a batch",
+    subtitle = marked(
+        (
+            "Loading **{name}** ({samples:,} samples, split {split}) with {threads}{where}, "
+            "{batch} samples a batch"
+        ),
         name=report.dataset.name,
         samples=report.dataset.num_samples,
         split=report.dataset.split,
@@ -77,7 +83,7 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
         report,
         brand="Fuelrail loader report",
         title="How fast can this dataset be loaded here?",
-        about=about,
+        subtitle=subtitle,
         parts=parts,
     )
 

@@ -1,4 +1,6 @@
-"""Options and report of ``fuelrail bench loader``: repeats to medians with intervals, the bound, and JSON."""
+"""Options and report of ``fuelrail bench loader``: repeats to medians with intervals, the bound,
+and JSON.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     where: Annotated[
         Literal["process", "node", "remote"] | None,
         flag(
-            "where batches are made, as in the DataLoader: measured in turns with threads of this process"
+            "where batches are made, as in the DataLoader: measured in turns with threads "
+            "of this process"
         ),
     ] = None
     ray_address: RayAddress = None
@@ -74,12 +77,13 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
 
 
 class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
+    """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU
+    use of the whole run.
 
-    ``trainer_cpu_ms_per_sample`` is that of this process, ``cpu_ms_per_sample`` of it and all that it started here.
-    ``num_storage_faults`` counts the pages that were not in memory when they were touched.
-    ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
-    than ``MIN_STEADY_BATCHES`` were steady.
+    ``trainer_cpu_ms_per_sample`` is that of this process, ``cpu_ms_per_sample`` of it and all that
+    it started here. ``num_storage_faults`` counts the pages that were not in memory when they were
+    touched. ``batch_s`` is the time between batches, the first from the loader's making.
+    ``samples_per_s`` is None when fewer than ``MIN_STEADY_BATCHES`` were steady.
     """
 
     first_batch_s: float
@@ -110,8 +114,8 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``limits``: the libraries alone. ``stages``: each stage alone. ``figures`` is None when no repeat became steady,
-    and ``too_short`` says so; ``cut_off`` says why a report is partial.
+    ``limits``: the libraries alone. ``stages``: each stage alone. ``figures`` is None when no
+    repeat became steady, and ``too_short`` says so; ``cut_off`` says why a report is partial.
     """
 
     limits: list[Rate]
@@ -148,8 +152,9 @@ def build_loader_report(
     else:
         longest = max(len(run.batch_s) for run in runs)
         too_short = (
-            f"no run became steady: the longest made {longest} batches, and {MIN_STEADY_BATCHES} are needed after "
-            "warm-up; give it more --seconds or a smaller --batch-size"
+            f"no run became steady: the longest made {longest} batches, and "
+            f"{MIN_STEADY_BATCHES} are needed after warm-up; give it more --seconds or a "
+            "smaller --batch-size"
         )
     return LoaderReport(
         schema=SCHEMA,
@@ -214,19 +219,22 @@ def _warnings(
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
         warnings.append(
-            f"Up to {faults:,} pages a run came from storage, not from the page cache: the dataset does not fit into "
-            "memory, or was not there yet. The limits below are those of cached bytes."
+            f"Up to {faults:,} pages a run came from storage, not from the page cache: the "
+            "dataset does not fit into memory, or was not there yet. The limits below are "
+            "those of cached bytes."
         )
     if figures is not None:
         if len(steady) < len(runs):
             warnings.append(
-                f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out."
+                f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and "
+                "are left out."
             )
         rate = figures.samples_per_s
         spread = (rate.high - rate.low) / rate.median
         if spread > 0.1:
             warnings.append(
-                f"The repeats differ by {spread:.0%} of their median: don't trust small differences."
+                f"The repeats differ by {spread:.0%} of their median: don't trust small "
+                "differences."
             )
     return warnings
 
@@ -234,8 +242,8 @@ def _warnings(
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """The bottleneck of the loader.
 
-    ``gain`` is the factor by which the loader could be faster at best if the advice were followed, as far as the next
-    bound that is known; None if unknown.
+    ``gain`` is the factor by which the loader could be faster at best if the advice were followed,
+    as far as the next bound that is known; None if unknown.
     """
 
     kind: Kind
@@ -254,7 +262,8 @@ def find_bound(
     jpeg: Rate | None,
     where: str | None = None,
 ) -> Bound:
-    """Judge a run: its rate and CPU time, the use of the CPUs, its stages' clocks, and the stages' rates alone.
+    """Judge a run: its rate and CPU time, the use of the CPUs, its stages' clocks, and the stages'
+    rates alone.
 
     ``jpeg`` is what the JPEG library alone takes for the same images; None where they are none.
     """
@@ -266,14 +275,18 @@ def find_bound(
     if where == "remote":
         return Bound(
             kind="waiting",
-            finding="Ray actors make the batches, and CPUs are free here: actors, or the way from them, set the pace.",
+            finding=(
+                "Ray actors make the batches, and CPUs are free here: actors, or the way from "
+                "them, set the pace."
+            ),
             advice="Use more actors (--workers), until the rate stays the same.",
         )
     if _busy_share(busiest) < _ALWAYS_BUSY:
         return Bound(
             kind="hand-over",
-            finding=f"No stage is always busy (the busiest, {busiest.name}, {_busy_share(busiest):.0%}) and CPUs are "
-            "free: time goes into handing items from thread to thread, or the consumer is slow.",
+            finding=f"No stage is always busy (the busiest, {busiest.name}, "
+            f"{_busy_share(busiest):.0%}) and CPUs are free: time goes into handing items "
+            "from thread to thread, or the consumer is slow.",
             advice="Use larger batches and a larger prefetch_factor.",
         )
     cost = next(rate for rate in alone if rate.name == busiest.name)
@@ -282,19 +295,24 @@ def find_bound(
     if computing < _COMPUTING:
         return _waiting(busiest, computing)
     if busiest.num_threads == 1 and busiest.name != "decode":
-        others = [rate.samples_per_s for rate in alone if rate.name != busiest.name]
+        rates = [rate.samples_per_s for rate in alone if rate.name != busiest.name]
         return Bound(
             kind="single thread",
             stage=busiest.name,
-            finding=f"The stage '{busiest.name}' runs in one thread and is always busy, while CPUs are free.",
-            advice=f"Make its work cheaper: what the samples hold decides what '{busiest.name}' costs.",
-            gain=min([capacity, *others]) / samples_per_s,
+            finding=(
+                f"The stage '{busiest.name}' runs in one thread and is always busy, while CPUs "
+                "are free."
+            ),
+            advice=(
+                f"Make its work cheaper: what the samples hold decides what '{busiest.name}' costs."
+            ),
+            gain=min([capacity, *rates]) / samples_per_s,
         )
     return Bound(
         kind="threads",
         stage=busiest.name,
-        finding=f"The {busiest.num_threads} threads of '{busiest.name}' are always busy, and {free - cpu.own:.1f} of "
-        f"{cpu.usable:g} CPUs are idle.",
+        finding=f"The {busiest.num_threads} threads of '{busiest.name}' are always busy, and "
+        f"{free - cpu.own:.1f} of {cpu.usable:g} CPUs are idle.",
         advice=f"Use more threads: --workers {max(busiest.num_threads + 1, int(free))}.",
         gain=min(capacity, samples_per_s * free / busiest.num_threads) / samples_per_s,
     )
@@ -305,10 +323,13 @@ def _cpu_bound(
 ) -> Bound:
     dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
     share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)
-    left = f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
+    free_text = (
+        f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
+    )
     finding = (
-        f"The CPUs are used up: the loader used {cpu.own:.1f} of the {free:.1f} CPUs{left}. '{dearest.name}' makes "
-        f"{share:.0%} of its work: {dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
+        f"The CPUs are used up: the loader used {cpu.own:.1f} of the {free:.1f} "
+        f"CPUs{free_text}. '{dearest.name}' makes {share:.0%} of its work: "
+        f"{dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )
     if (
         dearest.name == "decode"
@@ -318,7 +339,10 @@ def _cpu_bound(
         return Bound(  # the loader decodes no more of an image than its crop keeps
             kind="cpu",
             stage="decode",
-            finding=f"{finding} The JPEG library alone, on whole images, takes {jpeg.cpu_ms_per_sample:.1f} ms.",
+            finding=(
+                f"{finding} The JPEG library alone, on whole images, takes "
+                f"{jpeg.cpu_ms_per_sample:.1f} ms."
+            ),
             advice="Give each rank more CPU cores, store smaller images, or decode on the GPU.",
         )
     if dearest.name == "decode" and jpeg is not None:
@@ -326,12 +350,15 @@ def _cpu_bound(
             kind="cpu",
             stage="decode",
             finding=f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of it.",
-            advice="Give each rank more CPU cores, store smaller images, or decode on the GPU; on these cores and with "
-            "these images no loader can do better than the library.",
+            advice="Give each rank more CPU cores, store smaller images, or decode on the GPU; on "
+            "these cores and with these images no loader can do better than the library.",
             gain=cpu_ms_per_sample / jpeg.cpu_ms_per_sample,
         )
     advice = {
-        "fetch": "Leave out the digest check once the dataset is verified, and members that training does not read.",
+        "fetch": (
+            "Leave out the digest check once the dataset is verified, and members that training "
+            "does not read."
+        ),
         "parse": "Store only the members that training reads.",
     }.get(dearest.name, "Give each rank more CPU cores.")
     return Bound(
@@ -348,16 +375,23 @@ def _waiting(stage: StageClock, computing: float) -> Bound:
         return Bound(
             kind="storage",
             stage=stage.name,
-            finding=f"Reading is always under way and computes for only {computing:.0%} of that time: storage is "
-            "slower than the loader.",
-            advice="Read ahead with more parallel requests, keep the dataset on local NVMe, or warm the page cache.",
+            finding=f"Reading is always under way and computes for only {computing:.0%} of that "
+            "time: storage is slower than the loader.",
+            advice=(
+                "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
+                "warm the page cache."
+            ),
         )
     return Bound(
         kind="waiting",
         stage=stage.name,
-        finding=f"The threads of '{stage.name}' are always at work, but compute for only {computing:.0%} of that time: "
-        "they wait for Python's global lock, or for a CPU that another process uses.",
-        advice="Use fewer threads in this process and more ranks, and look for Python code in transforms.",
+        finding=f"The threads of '{stage.name}' are always at work, but compute for only "
+        f"{computing:.0%} of that time: they wait for Python's global lock, or for a CPU "
+        "that another process uses.",
+        advice=(
+            "Use fewer threads in this process and more ranks, and look for Python code in "
+            "transforms."
+        ),
         gain=None,
     )
 

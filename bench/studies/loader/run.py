@@ -36,9 +36,11 @@ _NUM_SAMPLES_KEPT = 12
 
 
 def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
-    """Make a loader and take batches for the options' time, epoch after epoch; always one batch at least.
+    """Make a loader and take batches for the options' time, epoch after epoch; always one batch at
+    least.
 
-    Where other processes make the batches, their CPU time counts from the first batch on: they import torch before.
+    Where other processes make the batches, their CPU time counts from the first batch on: they
+    import torch before.
     """
     watch = CpuWatch()
     faults = _storage_faults()
@@ -108,7 +110,8 @@ class Rounds(NamedTuple):
 def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str], None]) -> Rounds:
     """Warm up and measure; ``show`` is called with the current part of the measurement.
 
-    Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there are none.
+    Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there
+    are none.
     """
     rounds: list[LoaderRound] = []
     cut_off = None
@@ -141,15 +144,19 @@ def _round(
     """Measure the whole loader, its stages and the limits once."""
     show(f"{where}: the whole loader")
     run = run_loader(dataset, options)
-    here = []
+    local_rates = []
     if options.where is not None:
         show(f"{where}: the whole loader in threads of this process")
-        other = run_loader(dataset, msgspec.structs.replace(options, where=None, ray_address=None))
+        local_run = run_loader(
+            dataset, msgspec.structs.replace(options, where=None, ray_address=None)
+        )
         rates = {
-            "samples_per_s": other.samples_per_s or 0.0,
-            "cpu_ms_per_sample": other.cpu_ms_per_sample,
+            "samples_per_s": local_run.samples_per_s or 0.0,
+            "cpu_ms_per_sample": local_run.cpu_ms_per_sample,
         }
-        here = [Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)]
+        local_rates = [
+            Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)
+        ]
     show(f"{where}: each stage alone")
     part_s = min(1.0, options.seconds / 8)
     alone = measure_stages(recorded, options.batch_size, part_s)
@@ -168,4 +175,4 @@ def _round(
         dataset=dataset,
         to_device=pinned_copy(output_bytes),
     )
-    return LoaderRound(run, alone, limits + here)
+    return LoaderRound(run, alone, limits + local_rates)

@@ -1,4 +1,6 @@
-"""Cost of each loader stage on its own: the stages of a real loader, on items that it had in flight."""
+"""Cost of each loader stage on its own: the stages of a real loader, on items that it had in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _L = TypeVar("_L", bound=DataLoader)
 
 
 class Recorded(NamedTuple):
-    """One stage of a loader and the first items that went into it; ``per_batch``: an item is a batch, not a sample."""
+    """One stage of a loader and the first items that went into it; ``per_batch``: an item is a
+    batch, not a sample.
+    """
 
     stage: Stage
     items: list[Any]
@@ -56,7 +60,8 @@ def _where(options: LoaderOptions) -> Literal["process", "node"] | RemoteWorkers
 def record_stages(
     dataset: Dataset, options: LoaderOptions, num_batches: int, device: str | None = None
 ) -> list[Recorded]:
-    """Run a loader for some batches and keep what its stages worked on, in the order in which data flows.
+    """Run a loader for some batches and keep what its stages worked on, in the order in which data
+    flows.
 
     ``device``: where its batches go; host memory unless given.
     """
@@ -78,7 +83,9 @@ def record_stages(
 
 
 def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float) -> list[Rate]:
-    """Return the rate of each stage alone for ``seconds``, with the threads that the loader gives it."""
+    """Return the rate of each stage alone for ``seconds``, with the threads that the loader
+    gives it.
+    """
     return [_alone(entry, batch_size, seconds) for entry in recorded]
 
 
@@ -121,7 +128,7 @@ class _Recorder(DataLoader):
         ]
 
 
-def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **others: Any) -> _L:
+def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **keywords: Any) -> _L:
     return kind(
         dataset,
         options.batch_size,
@@ -133,5 +140,5 @@ def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **others: An
         num_workers=options.workers or max(1, int(usable_cpus())),
         storage=StorageOptions(verify=options.verify),
         world=World(rank=0, size=1),
-        **others,
+        **keywords,
     )

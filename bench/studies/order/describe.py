@@ -27,7 +27,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order, split_lengths
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 _MAX: Final = 1_000_000_000
 _SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
 _CHANCE_Z: Final = 4
-_LEGEND = "z: standard deviations from the mean of true shuffles. neighbours: samples next to each other in the order."
+_LEGEND = (
+    "z: standard deviations from the mean of true shuffles. neighbours: samples next to each "
+    "other in the order."
+)
 
 
 class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -81,15 +84,17 @@ def describe_order(
     options: DescribeOptions | None = None,
     **changes: Any,  # fields of DescribeOptions
 ) -> Description:
-    """Measure which samples an order selects and how random it is; without ``order`` and ``config`` a seeded shuffle.
+    """Measure which samples an order selects and how random it is; without ``order`` and ``config``
+    a seeded shuffle.
 
-    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as keywords. Raises
-    ConfigError, DatasetErrors and OrderError.
+    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
+    keywords. Raises ConfigError, DatasetErrors and OrderError.
     """
     options = make_options(DescribeOptions, options, changes)
     if order is not None and options.config is not None:
         raise ConfigError(
-            "config is a whole order: give it, or the fields of an order such as kind and seed, not both"
+            "config is a whole order: give it, or the fields of an order such as kind and "
+            "seed, not both"
         )
     spec = (order or options.config or OrderSpec()).resolved()
     opened = open_dataset(dataset)
@@ -122,9 +127,11 @@ def describe_order(
         ),
         "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
     }
-    figures = [describe(name, each, clips, batch) for name, each in orders.items()]
+    figures = [
+        describe(name, order_samples, clips, batch) for name, order_samples in orders.items()
+    ]
     return Description(
-        dataset=shown(opened.manifest.name),
+        dataset=shortened(opened.manifest.name),
         split=options.split,
         epoch=options.epoch,
         global_batch=options.global_batch,
@@ -142,9 +149,11 @@ def describe_order(
 def webdataset_order(
     shard_lengths: Sequence[int], selected: NDArray[np.int64], *, seed: int, sample_buffer: int
 ) -> NDArray[np.int64]:
-    """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards, then samples.
+    """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards,
+    then samples.
 
-    One reader, seeded, with both through a buffer; several workers and ranks read their parts of the shards alike.
+    One reader, seeded, with both through a buffer; several workers and ranks read their parts of
+    the shards alike.
     """
     from webdataset.filters import detshuffle
 
@@ -167,9 +176,10 @@ def webdataset_order(
 def _configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
     described = (
-        "Shows which samples an order selects from a dataset, how long an epoch is, and how random the order is "
-        "compared with webdataset's shuffle buffer on the same shards and with a true shuffle. A z is in standard "
-        "deviations from the mean of true shuffles: within about 4 is as good as random."
+        "Shows which samples an order selects from a dataset, how long an epoch is, and how "
+        "random the order is compared with webdataset's shuffle buffer on the same shards "
+        "and with a true shuffle. A z is in standard deviations from the mean of true "
+        "shuffles: within about 4 is as good as random."
     )
     describe_word = words.add_parser("describe", help="figures of one epoch", description=described)
     add_dataset(describe_word)
@@ -197,25 +207,32 @@ def _print(description: Description) -> None:
     )
     padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
     console.print(
-        f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} samples selected; "
-        f"an epoch has {description.epoch_length:,} positions{padding}, "
-        f"{description.num_steps:,} steps of {description.global_batch}"
+        f"{description.dataset}, split {description.split}: "
+        f"{description.num_selected:,}{selected} samples selected; an epoch has "
+        f"{description.epoch_length:,} positions{padding}, {description.num_steps:,} steps "
+        f"of {description.global_batch}"
     )
     name, z = description.figures[0].quality.worst
-    verdict = f"As random as a true shuffle: the largest |z| is {abs(z):.1f}, and up to {_CHANCE_Z} is chance."
+    verdict = (
+        f"As random as a true shuffle: the largest |z| is {abs(z):.1f}, and up to {_CHANCE_Z} "
+        "is chance."
+    )
     if abs(z) > _CHANCE_Z:
-        verdict = f"Less random than a true shuffle: z of {name} is {z:+.1f}, and only up to {_CHANCE_Z} is chance."
+        verdict = (
+            f"Less random than a true shuffle: z of {name} is {z:+.1f}, and only up to "
+            f"{_CHANCE_Z} is chance."
+        )
     console.print(verdict, style="bold")
     figures = description.figures
     rows = [
-        ("rank correlation", *(f"{each.quality.rank_correlation:+.4f}" for each in figures)),
+        ("rank correlation", *(f"{entry.quality.rank_correlation:+.4f}" for entry in figures)),
         (
             "neighbours' correlation",
-            *(f"{each.quality.serial_correlation:+.4f}" for each in figures),
+            *(f"{entry.quality.serial_correlation:+.4f}" for entry in figures),
         ),
         (
             "same-clip pairs in a batch",
-            *(f"{each.same_clip_pairs:.3%}".replace("nan%", "-") for each in figures),
+            *(f"{entry.same_clip_pairs:.3%}".replace("nan%", "-") for entry in figures),
         ),
     ]
     costs = description.costs
@@ -223,8 +240,8 @@ def _print(description: Description) -> None:
         lost = f"randomness lost {costs.randomness_lost or 0:+.4f} (correlation of costs in a"
         if costs.fill is not None and costs.waste is not None:
             console.print(
-                f"packs of {costs.samples_per_pack:.1f} samples: fill {costs.fill:.2%}, waste {costs.waste:.2%}, "
-                f"{lost} pack; a full shuffle has 0)"
+                f"packs of {costs.samples_per_pack:.1f} samples: fill {costs.fill:.2%}, "
+                f"waste {costs.waste:.2%}, {lost} pack; a full shuffle has 0)"
             )
         if costs.num_buckets is not None:
             padding = ""
@@ -239,7 +256,7 @@ def _print(description: Description) -> None:
             console.print(
                 f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean"
             )
-    print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)
+    print_table(console, [f"epoch {description.epoch}", *(entry.name for entry in figures)], rows)
     console.print(_LEGEND, style="dim")
 
 

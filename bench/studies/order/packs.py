@@ -1,4 +1,6 @@
-"""Measure packs and balance: how full packs are, what the dearest rank costs, and how much randomness packing takes."""
+"""Measure packs and balance: how full packs are, what the dearest rank costs, and how much
+randomness packing takes.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,15 @@ _MAX_STEPS: Final = 256
 class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What an epoch of an order in packs or buckets, or of a balanced one, costs.
 
-    ``fill`` is the share of the packs' budgets that is used, ``waste`` the rest. ``padding`` is the share of padding
-    where each sample is padded to the dearest of its global batch, ``padding_before`` the same without buckets; the
-    samples that fill up a bucket's last batch are padding. ``dearest_rank`` is the cost of a step's dearest rank over
-    the mean of its ranks, averaged over the first 256 steps; 1 is perfect. ``randomness_lost`` is the intraclass
-    correlation of the costs of samples within packs, or within the global batches of buckets: 0 in a full shuffle,
-    where the samples of a group are as unlike as any; 1 where all samples of a group cost the same; below 0 where
-    groups are more alike than by chance. None: of an order without packs, or without
-    buckets; padding also of buckets without bounds.
+    ``fill`` is the share of the packs' budgets that is used, ``waste`` the rest. ``padding`` is the
+    share of padding where each sample is padded to the dearest of its global batch,
+    ``padding_before`` the same without buckets; the samples that fill up a bucket's last batch are
+    padding. ``dearest_rank`` is the cost of a step's dearest rank over the mean of its ranks,
+    averaged over the first 256 steps; 1 is perfect. ``randomness_lost`` is the intraclass
+    correlation of the costs of samples within packs, or within the global batches of buckets: 0 in
+    a full shuffle, where the samples of a group are as unlike as any; 1 where all samples of a
+    group cost the same; below 0 where groups are more alike than by chance. None: of an order
+    without packs, or without buckets; padding also of buckets without bounds.
     """
 
     fill: float | None
@@ -46,10 +49,12 @@ class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64]) -> float:
-    """Return the intraclass correlation of ``values`` (n,) within ``groups`` (n,), by the analysis of variance.
+    """Return the intraclass correlation of ``values`` (n,) within ``groups`` (n,), by the analysis
+    of variance.
 
-    It is (B - W) / (B + (k - 1) W) of the mean squares between and within groups, and k their mean size (Fisher,
-    "Statistical Methods for Research Workers", 1925, chapter 7). 0 where it is not defined.
+    It is (B - W) / (B + (k - 1) W) of the mean squares between and within groups, and k their mean
+    size (Fisher, "Statistical Methods for Research Workers", 1925, chapter 7). 0 where it is not
+    defined.
     """
     sizes = np.bincount(groups)
     sizes = sizes[sizes > 0]
@@ -57,16 +62,17 @@ def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64
     num = len(sizes)
     if num < 2 or n == num or values.min() == values.max():
         return 0.0
-    _, which = np.unique(groups, return_inverse=True)
-    means = np.bincount(which, weights=values) / sizes
+    _, group_index = np.unique(groups, return_inverse=True)
+    means = np.bincount(group_index, weights=values) / sizes
     between = float((sizes * (means - values.mean()) ** 2).sum()) / (num - 1)
-    within = float(((values - means[which]) ** 2).sum()) / (n - num)
+    within = float(((values - means[group_index]) ** 2).sum()) / (n - num)
     size = (n - float((sizes**2).sum()) / n) / (num - 1)
     return (between - within) / (between + (size - 1) * within)
 
 
 def padding_of(costs: NDArray[np.int64], valid: NDArray[np.bool_], size: int) -> float:
-    """Return the share of padding where samples of ``costs`` (n,) are padded to the dearest of each ``size`` in a row.
+    """Return the share of padding where samples of ``costs`` (n,) are padded to the dearest of each
+    ``size`` in a row.
 
     Those that are not ``valid`` are padding; an incomplete batch at the end counts as it is.
     """
@@ -92,8 +98,10 @@ def measure_costs(
         base = base.base
     packed = base if isinstance(base, PackedOrder) else None
     bucketed = base if isinstance(base, BucketedOrder) else None
-    own = costs_of(base.costs, entries) if isinstance(base, PackedOrder | BucketedOrder) else None
-    loads = costs_of(order.costs, entries) if isinstance(order, BalancedOrder) else own
+    costs_of_entries = (
+        costs_of(base.costs, entries) if isinstance(base, PackedOrder | BucketedOrder) else None
+    )
+    loads = costs_of(order.costs, entries) if isinstance(order, BalancedOrder) else costs_of_entries
     assert loads is not None  # the order has packs, buckets or balance
     positions = entries.flags.get("pack", np.arange(len(loads)))
     groups = positions if bucketed is None else positions // global_batch
@@ -105,20 +113,21 @@ def measure_costs(
     shares = []
     for step in range(min(_MAX_STEPS, len(in_order) // global_batch)):
         costs = [
-            by_position[rank_positions(order, in_order, one, step)[0]].sum() for one in batchings
+            by_position[rank_positions(order, in_order, batching, step)[0]].sum()
+            for batching in batchings
         ]
         shares.append(max(costs) / max(np.mean(costs), 1e-9))
     fill = (
         None
-        if packed is None or own is None
-        else float(own.sum()) / packed.pack.budget / len(in_order)
+        if packed is None or costs_of_entries is None
+        else float(costs_of_entries.sum()) / packed.pack.budget / len(in_order)
     )
     before = after = None
-    if bucketed is not None and own is not None and bucketed.bucket.bounds:
+    if bucketed is not None and costs_of_entries is not None and bucketed.bucket.bounds:
         plain = bucketed.base.epoch(epoch)
         plain_costs = costs_of(bucketed.costs, plain.entries(np.arange(len(plain))))
         before = padding_of(plain_costs, np.ones(len(plain), bool), global_batch)
-        after = padding_of(own, entries.valid, global_batch)
+        after = padding_of(costs_of_entries, entries.valid, global_batch)
     return CostFigures(
         fill=fill,
         waste=None if fill is None else 1 - fill,
@@ -128,5 +137,7 @@ def measure_costs(
         padding=after,
         ranks=ranks,
         dearest_rank=float(np.mean(shares)) if shares else None,
-        randomness_lost=None if own is None else intraclass_correlation(own, groups),
+        randomness_lost=None
+        if costs_of_entries is None
+        else intraclass_correlation(costs_of_entries, groups),
     )

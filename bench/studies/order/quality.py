@@ -1,6 +1,7 @@
 """Measure how random an order is, and how its batches mix clips.
 
-A z is in standard deviations from the mean over uniformly random permutations: within about 4 is as good as random.
+A z is in standard deviations from the mean over uniformly random permutations: within about 4 is as
+good as random.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _MIN_POSITIONS: Final = 8
 class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
     """How random an order is. Correlations are -1 .. 1, and near 0 in a true shuffle.
 
-    ``rank_correlation`` is Spearman's rho between position and sample, ``serial_correlation`` that of each sample with
-    the next one in the order.
+    ``rank_correlation`` is Spearman's rho between position and sample, ``serial_correlation`` that
+    of each sample with the next one in the order.
     """
 
     rank_correlation: float
@@ -34,17 +35,18 @@ class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> tuple[str, float]:
         """The figure that is farthest from a true shuffle's, and its z."""
-        known = (
+        figures = (
             ("rank correlation", self.rank_correlation_z),
             ("neighbours' correlation", self.serial_correlation_z),
         )
-        return max(known, key=lambda entry: abs(entry[1]))
+        return max(figures, key=lambda entry: abs(entry[1]))
 
 
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one epoch.
 
-    ``same_clip_pairs``: share of the pairs of samples of a global batch that are of one clip; NaN without a full batch.
+    ``same_clip_pairs``: share of the pairs of samples of a global batch that are of one clip; NaN
+    without a full batch.
     """
 
     name: str
@@ -57,13 +59,13 @@ def describe(
 ) -> OrderFigures:
     """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]``.
 
-    ``samples`` (n,) may hold a sample several times: each copy counts as a sample. Raises OrderError for epochs that
-    are too short or too long to be measured.
+    ``samples`` (n,) may hold a sample several times: each copy counts as a sample. Raises
+    OrderError for epochs that are too short or too long to be measured.
     """
     if not _MIN_POSITIONS <= len(samples) <= MAX_POSITIONS:
         raise OrderError(
-            f"an epoch of {len(samples):,} positions cannot be measured: {_MIN_POSITIONS} to {MAX_POSITIONS:,} are "
-            "possible; select other samples"
+            f"an epoch of {len(samples):,} positions cannot be measured: {_MIN_POSITIONS} "
+            f"to {MAX_POSITIONS:,} are possible; select other samples"
         )
     return OrderFigures(
         name=name,
@@ -73,19 +75,22 @@ def describe(
 
 
 def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
+    """Return the ranks of some numbers, 0 ..
+
+    n - 1, equal ones in random order (seeded): int64 (n,).
+    """
     ties = np.random.default_rng(0).random(len(samples))
-    found = np.empty(len(samples), dtype=np.int64)
-    found[np.lexsort((ties, samples))] = np.arange(len(samples))
-    return found
+    numbers = np.empty(len(samples), dtype=np.int64)
+    numbers[np.lexsort((ties, samples))] = np.arange(len(samples))
+    return numbers
 
 
 def measure(order: NDArray[np.int64]) -> ShuffleQuality:
     """Return the quality of an order (n,) that holds each of 0 .. n - 1 once.
 
-    Rho has standard deviation 1 / sqrt(n - 1) over random permutations (Kendall and Gibbons, "Rank Correlation
-    Methods", chapter 4). The circular lag-1 correlation has mean -1 / (n - 1) and standard deviation about 1 / sqrt(n)
-    (Wald and Wolfowitz, 1943).
+    Rho has standard deviation 1 / sqrt(n - 1) over random permutations (Kendall and Gibbons, "Rank
+    Correlation Methods", chapter 4). The circular lag-1 correlation has mean -1 / (n - 1) and
+    standard deviation about 1 / sqrt(n) (Wald and Wolfowitz, 1943).
     """
     n = len(order)
     rho = float(np.corrcoef(np.arange(n), order)[0, 1])
@@ -99,11 +104,14 @@ def measure(order: NDArray[np.int64]) -> ShuffleQuality:
 
 
 def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
-    """Share of the pairs within full batches whose two members are of one group; NaN without a pair."""
+    """Share of the pairs within full batches whose two members are of one group; NaN without a
+    pair.
+    """
     batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
     if batch < 2 or not len(batches):
         return float("nan")
-    # In a sorted batch a run of length m has m (m - 1) / 2 pairs: the sum over members of those before them in the run.
+    # In a sorted batch a run of length m has m (m - 1) / 2 pairs: the sum over members of those
+    # before them in the run.
     place = np.arange(batch)
     is_new = np.ones(batches.shape, dtype=bool)
     is_new[:, 1:] = batches[:, 1:] != batches[:, :-1]

@@ -1,4 +1,6 @@
-"""What measurements add to a scenario: a dataset, a report of its loader, and reports of training on the cluster."""
+"""What measurements add to a scenario: a dataset, a report of its loader, and reports of
+training on the cluster.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
 
 
 def measured(
-    asked: Scenario, cluster: ClusterSettings, files: Sequence[str]
+    scenario: Scenario, cluster: ClusterSettings, files: Sequence[str]
 ) -> tuple[Fitted | None, list[str]]:
     """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError.
 
-    None where neither the measured steps nor published ones are of the model's family: it stays a bound.
+    None where neither the measured steps nor published ones are of the model's family: it stays a
+    bound.
     """
     runs = [_run(Path(name), cluster) for name in files]
     from fuelrail.bench.planner import choice  # needs torch, and the checks above do not
@@ -57,47 +60,53 @@ def measured(
         for run, where, seconds in runs
     ]
     device = cluster.device.name
-    published = has_range(device, asked.precision, asked.family, asked.software)
+    published = has_range(device, scenario.precision, scenario.family, scenario.software)
     families = sorted({run.family for run, _, _ in runs})
-    if not published and asked.family not in families:
+    if not published and scenario.family not in families:
         said = (
             f"--measure: the measured steps are of {', '.join(families)}, and the plan of "
-            f"{asked.family}; it stays a bound: measure a step of this model"
+            f"{scenario.family}; it stays a bound: measure a step of this model"
         )
         return None, [said]
-    start = efficiency_of(device, asked.precision, asked.software, asked.family)
+    start = efficiency_of(device, scenario.precision, scenario.software, scenario.family)
     if not published:
         start = msgspec.structs.replace(start, spread=max(start.spread, Efficiency().spread))
-    found = fit(cases, start)
+    fitted = fit(cases, start)
     numbers = ", ".join(
-        f"{name} {getattr(found.efficiency, name):.2f}"
+        f"{name} {getattr(fitted.efficiency, name):.2f}"
         + (
             ""
-            if name in found.determined
+            if name in fitted.determined
             else " (mostly as before: these steps do not determine it)"
         )
         for name in NUMBERS
     )
     said = (
-        f"efficiency: {len(NUMBERS)} numbers fitted to {counted(len(cases), 'measured step')}; identifiable by them: "
-        f"{len(found.determined)}; {numbers}; off by {max(map(abs, found.errors)):.0%} at most on these steps"
+        f"efficiency: {len(NUMBERS)} numbers fitted to "
+        f"{counted(len(cases), 'measured step')}; identifiable by them: "
+        f"{len(fitted.determined)}; {numbers}; off by {max(map(abs, fitted.errors)):.0%} at "
+        "most on these steps"
     )
-    return found, [said]
+    return fitted, [said]
 
 
 def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSettings, float]:
-    """Return what ran, where, and the seconds of its step: of a scenario or a report of training."""
+    """Return what ran, where, and the seconds of its step: of a scenario or a report of
+    training.
+    """
     if path.suffix not in (".yaml", ".yml"):
         return _run_of(load_report(path), path, cluster)
     run = load_yaml(path, Scenario)
     where = load_cluster(run.cluster)
     if run.measured_step_s is None or run.parallel == "auto":
         raise ConfigError(
-            f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a step; add them"
+            f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a "
+            "step; add them"
         )
     if where.device.name != cluster.device.name:
         raise ConfigError(
-            f"--measure '{path}' is of '{where.device.name}', and the plan of '{cluster.device.name}'; measure on that"
+            f"--measure '{path}' is of '{where.device.name}', and the plan of "
+            f"'{cluster.device.name}'; measure on that"
         )
     return run, where, run.measured_step_s
 
@@ -146,21 +155,24 @@ def _run_of(
     return run, inside, (report.figures.step_time.mean_ms - waits) / 1e3
 
 
-def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
+def with_data(scenario: Scenario, dataset: str, split: str) -> Scenario:
     """Take from a dataset what the scenario does not say."""
     facts = dataset_facts(open_dataset(dataset), split)
-    has_images = asked.reads_images or asked.is_own  # an own model may read them by other names
+    has_images = (
+        scenario.reads_images or scenario.is_own
+    )  # an own model may read them by other names
     size = None if facts.mean_sample_bytes is None else max(1, round(facts.mean_sample_bytes))
     return msgspec.structs.replace(
-        asked,
-        cameras=asked.cameras or (len(facts.cameras) if has_images else 0) or None,
-        sample_bytes=asked.sample_bytes or size,
-        samples_per_epoch=asked.samples_per_epoch or facts.num_samples or None,
+        scenario,
+        cameras=scenario.cameras or (len(facts.cameras) if has_images else 0) or None,
+        sample_bytes=scenario.sample_bytes or size,
+        samples_per_epoch=scenario.samples_per_epoch or facts.num_samples or None,
     )
 
 
 def with_example(asked: Scenario) -> Scenario:
-    """Take from an own model's ``example`` how many images a sample has, and their size, where it has some.
+    """Take from an own model's ``example`` how many images a sample has, and their size, where it
+    has some.
 
     Images are tensors of three channels, first or last, of at least ``_LEAST_PIXELS`` a side.
     """
@@ -192,8 +204,8 @@ def images_said(read: Scenario, asked: Scenario, example: Scenario) -> str:
     """
     if asked.cameras is None:
         return (
-            f"decoding: none, for example() of '{asked.model}' has no images (tensors of 3 channels); give --cameras, "
-            "--height and --width if a sample has some"
+            f"decoding: none, for example() of '{asked.model}' has no images (tensors of 3 "
+            "channels); give --cameras, --height and --width if a sample has some"
         )
     source = f"as example() of '{asked.model}' has them"
     if read.cameras is not None:
@@ -205,20 +217,22 @@ def images_said(read: Scenario, asked: Scenario, example: Scenario) -> str:
 
 
 def with_loader(
-    asked: Scenario, cluster: ClusterSettings, path: Path
+    scenario: Scenario, cluster: ClusterSettings, path: Path
 ) -> tuple[Scenario, ClusterSettings, list[str]]:
-    """Take what a loader was measured to do, also for the cluster; raises ConfigError for a report without figures."""
+    """Take what a loader was measured to do, also for the cluster; raises ConfigError for a
+    report without figures.
+    """
     report = load_report_of(path, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
     figures = report.figures
     if figures is None:
         raise ConfigError(
             f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer"
         )
-    has_images = asked.reads_images or asked.is_own
-    asked = msgspec.structs.replace(
-        asked,
-        cameras=asked.cameras or (len(report.dataset.cameras) if has_images else 0) or None,
-        sample_bytes=asked.sample_bytes or max(1, round(report.dataset.mean_sample_bytes or 0)),
+    has_images = scenario.reads_images or scenario.is_own
+    scenario = msgspec.structs.replace(
+        scenario,
+        cameras=scenario.cameras or (len(report.dataset.cameras) if has_images else 0) or None,
+        sample_bytes=scenario.sample_bytes or max(1, round(report.dataset.mean_sample_bytes or 0)),
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"
@@ -238,6 +252,7 @@ def with_loader(
         )
     else:
         said.append(
-            f"storage is the cluster file's: the measured loader was held up by {figures.bound.kind}"
+            "storage is the cluster file's: the measured loader was held up by "
+            f"{figures.bound.kind}"
         )
-    return asked, cluster, said
+    return scenario, cluster, said

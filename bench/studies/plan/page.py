@@ -47,32 +47,32 @@ STAGE_HEADER = (
 SHOWN_OF_SWEEP = 20
 
 
-def figures(found: PlanReport) -> list[tuple[str, str]]:
+def figures(report: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    cluster = found.cluster
-    taught = found.teacher
-    read = found.read_gb_per_s
-    is_bound = found.basis == "bound"
+    cluster = report.cluster
+    taught = report.teacher
+    read = report.read_gb_per_s
+    is_bound = report.basis == "bound"
     most, least = ("at most ", "at least ") if is_bound else ("", "")
     often = (
         ""
-        if found.checkpoint_interval_s is None
-        else f", every {found.checkpoint_interval_s:,.0f} s"
+        if report.checkpoint_interval_s is None
+        else f", every {report.checkpoint_interval_s:,.0f} s"
     )
     epoch = "not known: the samples of an epoch are not given"
-    if found.device_hours_per_epoch is not None:
-        epoch = least + _cost(found.device_hours_per_epoch, found.usd_per_epoch)
+    if report.device_hours_per_epoch is not None:
+        epoch = least + _cost(report.device_hours_per_epoch, report.usd_per_epoch)
     lines = {
-        "strategy": found.strategy,
-        "memory": f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device",
-        "step": f"{step_in_words(found)}: {parts_in_words(found.step)}",
-        "bottleneck": found.bottleneck
+        "strategy": report.strategy,
+        "memory": f"{report.peak_gib:.1f} of {report.usable_gib:.1f} GiB usable on a device",
+        "step": f"{step_in_words(report)}: {parts_in_words(report.step)}",
+        "bottleneck": report.bottleneck
         + (", where the devices reach their bound" if is_bound else ""),
         "rate": (
-            f"{most}{_rounded(found.samples_per_s)} samples/s; MFU {most}{found.mfu:.1%}, occupancy "
-            f"{least}{found.occupancy:.1%}, bubble {found.bubble:.1%}"
+            f"{most}{_rounded(report.samples_per_s)} samples/s; MFU {most}{report.mfu:.1%}, "
+            f"occupancy {least}{report.occupancy:.1%}, bubble {report.bubble:.1%}"
         ),
-        "decoding": _decoding(found, most),
+        "decoding": _decoding(report, most),
         "storage": "not known"
         if read is None
         else f"{most}{_rounded(read, 2)} of {cluster.storage_gb_per_s.value:g} GB/s",
@@ -87,17 +87,18 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         if taught.bytes_per_token != taught.layer_bytes:
             of_token = f" ({taught.bytes_per_token:,.0f} a token)"
         lines["teacher"] = (
-            f"{taught.model}, from its {found.scenario.teacher_from}: beside the student {taught.flop_share:.0%} of "
-            f"all FLOP and {taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a "
-            f"sample{of_token}, made once in {least}{_cost(taught.layer_device_hours_per_million)} "
-            f"a million samples, which pays {pays}"
+            f"{taught.model}, from its {report.scenario.teacher_from}: beside the student "
+            f"{taught.flop_share:.0%} of all FLOP and {taught.memory_gib:.1f} GiB while it "
+            f"predicts; as a layer {taught.layer_bytes:,} bytes a sample{of_token}, made "
+            f"once in {least}{_cost(taught.layer_device_hours_per_million)} a million "
+            f"samples, which pays {pays}"
         )
     lines["cost of a million samples"] = least + _cost(
-        found.device_hours_per_million, found.usd_per_million
+        report.device_hours_per_million, report.usd_per_million
     )
     lines["cost of an epoch"] = epoch
     lines["checkpoint"] = (
-        f"{_rounded(found.checkpoint_gb)} GB in {duration(found.checkpoint_s)}{often}"
+        f"{_rounded(report.checkpoint_gb)} GB in {duration(report.checkpoint_s)}{often}"
     )
     return list(lines.items())
 
@@ -169,18 +170,18 @@ def _rounded(value: float, digits: int = 1) -> str:
     return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) else f"{value:.2g}"
 
 
-def planned_rows(found: Sequence[Planned]) -> list[list[str]]:
+def planned_rows(plans: Sequence[Planned]) -> list[list[str]]:
     """Return one row for each plan."""
     return [
         [
-            one.strategy,
-            str(one.micro_batch),
-            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
-            "" if one.samples_per_s is None else _up_to(one) + _rounded(one.samples_per_s),
-            "" if one.mfu is None else f"{_up_to(one)}{one.mfu:.1%}",
-            one.fails or "",
+            entry.strategy,
+            str(entry.micro_batch),
+            "" if entry.peak_gib is None else f"{entry.peak_gib:.1f}",
+            "" if entry.samples_per_s is None else _up_to(entry) + _rounded(entry.samples_per_s),
+            "" if entry.mfu is None else f"{_up_to(entry)}{entry.mfu:.1%}",
+            entry.fails or "",
         ]
-        for one in found
+        for entry in plans
     ]
 
 
@@ -192,7 +193,7 @@ def _from(curve: Curve) -> str:
     return "\u2265 " if curve.is_bound else ""
 
 
-def scaling_rows(found: PlanReport) -> list[list[str]]:
+def scaling_rows(report: PlanReport) -> list[list[str]]:
     """Return one row for each point."""
     return [
         [
@@ -204,12 +205,12 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
             f"{_from(curve)}{point.efficiency:.1%}",
             f"{_from(curve)}{point.occupancy:.1%}",
         ]
-        for curve in found.scaling
+        for curve in report.scaling
         for point in curve.points
     ]
 
 
-def stage_rows(found: PlanReport) -> list[list[str]]:
+def stage_rows(report: PlanReport) -> list[list[str]]:
     """Return one row for each stage: what it holds, computes and sends."""
     return [
         [
@@ -219,17 +220,22 @@ def stage_rows(found: PlanReport) -> list[list[str]]:
             f"{shape.flop / 1e9:,.1f}",
             ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in shape.memory.items() if size),
             "; ".join(
-                f"{one.count} {one.kind} on {one.axis}: {one.bytes / 1e6:,.1f} MB"
-                for one in shape.collectives
+                (
+                    f"{collective.count} {collective.kind} on {collective.axis}: "
+                    f"{collective.bytes / 1e6:,.1f} MB"
+                )
+                for collective in shape.collectives
             ),
         ]
-        for shape in found.stages
+        for shape in report.stages
     ]
 
 
-def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
-    """Return the plan as a document with these plots: first what was tried, and what the choice costs."""
-    is_bound = found.basis == "bound"
+def describe(report: PlanReport, plots: Mapping[str, str]) -> Document:
+    """Return the plan as a document with these plots: first what was tried, and what the choice
+    costs.
+    """
+    is_bound = report.basis == "bound"
     titles = {
         "range": "samples/s, predicted",
         "bound": "samples/s at most: a bound, no prediction",
@@ -237,44 +243,45 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     }
     parts: list[Block | Section] = [
         Hero(
-            f"{found.samples_per_s:,.3g}"
-            if found.samples_per_s < 1000
-            else f"{found.samples_per_s:,.0f}",
-            titles[found.basis],
-            f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB; a step: {step_in_words(found)}. "
-            f"The bottleneck: {found.bottleneck}{', where the devices reach their bound' if is_bound else ''}.",
+            f"{report.samples_per_s:,.3g}"
+            if report.samples_per_s < 1000
+            else f"{report.samples_per_s:,.0f}",
+            titles[report.basis],
+            f"{report.strategy}: {report.peak_gib:.1f} of {report.usable_gib:.1f} GiB; a "
+            f"step: {step_in_words(report)}. The bottleneck: "
+            f"{report.bottleneck}{', where the devices reach their bound' if is_bound else ''}.",
         ),
-        Section("What was tried", [Table(PLANNED_HEADER, planned_rows(found.tried), texts=True)]),
-        Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
-        *(Note(f"Assumed: {text}") for text in found.assumed),
+        Section("What was tried", [Table(PLANNED_HEADER, planned_rows(report.tried), texts=True)]),
+        Section("The plan", [Table(("figure", ""), figures(report), texts=True)]),
+        *(Note(f"Assumed: {text}") for text in report.assumed),
         Section(
             "Memory and work of each stage",
             [
                 Figure(plots.get("memory", ""), "Bytes at the peak of a step, by kind."),
-                Table(STAGE_HEADER, stage_rows(found), texts=True),
+                Table(STAGE_HEADER, stage_rows(report), texts=True),
             ],
         ),
     ]
-    if found.sweep:
+    if report.sweep:
         ranked = sorted(
-            found.sweep, key=lambda one: -(one.samples_per_s or 0.0)
+            report.sweep, key=lambda entry: -(entry.samples_per_s or 0.0)
         )  # the JSON has them as they are
-        fits = sum(one.fails is None for one in found.sweep)
+        fits = sum(entry.fails is None for entry in report.sweep)
         best = "the highest bounds, which are no ranking" if is_bound else "the fastest"
-        text = Text(f"{len(found.sweep)} plans, {fits} of them fit; {best}:")
+        text = Text(f"{len(report.sweep)} plans, {fits} of them fit; {best}:")
         table = Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True)
         parts.append(Section("Sweep", [text, table]))
-    if any(curve.points for curve in found.scaling):
+    if any(curve.points for curve in report.scaling):
         figure = Figure(
             plots.get("scaling", ""),
             "Samples/s a device over those of the smallest number"
             + (", of bounds: slower steps scale better." if is_bound else "."),
         )
-        parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(found))]))
-    if found.explained:
+        parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(report))]))
+    if report.explained:
         rows = [
-            [name, one.formula, as_text(one.inputs), one.source]
-            for name, one in found.explained.items()
+            [name, entry.formula, as_text(entry.inputs), entry.source]
+            for name, entry in report.explained.items()
         ]
         parts.append(
             Section(
@@ -282,38 +289,41 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
                 [Table(("figure", "formula", "inputs", "source"), rows, texts=True)],
             )
         )
-    if found.remedies:
+    if report.remedies:
         rows = [
-            [change, _rounded(rate), f"{rate / found.samples_per_s - 1:+.0%}"]
-            for change, rate in found.remedies.items()
+            [change, _rounded(rate), f"{rate / report.samples_per_s - 1:+.0%}"]
+            for change, rate in report.remedies.items()
         ]
         parts.append(
             Section(
                 "What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]
             )
         )
-    if found.recipe is not None:
+    if report.recipe is not None:
         parts.append(
             Section(
                 "Launch",
-                [Text(f"Written: the {found.options['recipe']} file, in the field recipe too.")],
+                [Text(f"Written: the {report.options['recipe']} file, in the field recipe too.")],
             )
         )
-    parts += [Note(f"Not given: {text}") for text in found.questions]
-    parts.append(Text(f"Planned {when(found.created)}.", small=True))
-    asked = found.scenario
-    batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
-    about = marked(
+    parts += [Note(f"Not given: {text}") for text in report.questions]
+    parts.append(Text(f"Planned {when(report.created)}.", small=True))
+    scenario = report.scenario
+    batch = (
+        f"{scenario.global_batch} samples a step, {scenario.micro_batch} at once on a rank, "
+        f"{scenario.precision}"
+    )
+    subtitle = marked(
         "{model} on {devices} devices (**{cluster}**): {batch}",
-        model=asked.named,
-        devices=found.cluster.num_devices,
-        cluster=found.cluster.name,
+        model=scenario.named,
+        devices=report.cluster.num_devices,
+        cluster=report.cluster.name,
         batch=batch,
     )
     return Document(
         brand="Fuelrail plan",
-        title=asked.name,
-        about=about,
+        title=scenario.name,
+        about=subtitle,
         made="",
         doubts=[],
         parts=parts,

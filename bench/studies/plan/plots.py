@@ -13,30 +13,32 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 
 
-def plots(found: PlanReport) -> dict[str, str]:
+def plots(report: PlanReport) -> dict[str, str]:
     """Return all plots that the plan has data for, each an ``<svg>`` element."""
-    drawn = {"memory": _memory(found)}
-    curves = {str(curve.scaling): curve.line for curve in found.scaling if curve.points}
+    drawn = {"memory": _memory(report)}
+    curves = {str(curve.scaling): curve.line for curve in report.scaling if curve.points}
     if curves:
         drawn["scaling"] = efficiency_plot(curves, "devices", "Scaling efficiency")
     return drawn
 
 
-def _memory(found: PlanReport) -> str:
+def _memory(report: PlanReport) -> str:
     kinds = list(
-        dict.fromkeys(kind for shape in found.stages for kind, size in shape.memory.items() if size)
+        dict.fromkeys(
+            kind for shape in report.stages for kind, size in shape.memory.items() if size
+        )
     )
     with style():
-        drawn, axes = new_figure(1.2 + 0.3 * len(found.stages))
-        names = [f"stage {shape.stage}" for shape in found.stages]
-        left = [0.0] * len(names)
+        drawn, axes = new_figure(1.2 + 0.3 * len(report.stages))
+        names = [f"stage {shape.stage}" for shape in report.stages]
+        offsets = [0.0] * len(names)
         for number, kind in enumerate(kinds):
-            sizes = [shape.memory.get(kind, 0) / GIB for shape in found.stages]
+            sizes = [shape.memory.get(kind, 0) / GIB for shape in report.stages]
             axes.barh(
-                names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind
+                names, sizes, 0.66, left=offsets, color=_COLOURS[number % len(_COLOURS)], label=kind
             )
-            left = [before + size for before, size in zip(left, sizes, strict=True)]
-        axes.axvline(found.usable_gib, color="#222222", linewidth=1, linestyle="--")
+            offsets = [before + size for before, size in zip(offsets, sizes, strict=True)]
+        axes.axvline(report.usable_gib, color="#222222", linewidth=1, linestyle="--")
         axes.invert_yaxis()
         axes.set_xlabel("GiB; dashed: usable")
         legend_above(axes)

@@ -1,4 +1,6 @@
-"""The report of ``fuelrail plan``: memory, step time, needs of the data, cost, and where each figure is from."""
+"""The report of ``fuelrail plan``: memory, step time, needs of the data, cost, and where each
+figure is from.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a teacher costs beside the student, and as a layer: bytes of a sample, and device-hours to make it once.
+    """What a teacher costs beside the student, and as a layer: bytes of a sample, and device-hours
+    to make it once.
 
-    ``flop_share`` is of all FLOP with the teacher beside the student. ``pays_after_epochs`` is the number of epochs, of
-    all student runs together, after which making the layer and reading it where storage is what a step waits for costs
-    no more than a teacher beside; None: never.
+    ``flop_share`` is of all FLOP with the teacher beside the student. ``pays_after_epochs`` is the
+    number of epochs, of all student runs together, after which making the layer and reading it
+    where storage is what a step waits for costs no more than a teacher beside; None: never.
     """
 
     model: str
@@ -49,15 +52,16 @@ class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
+    """The report. Times in seconds; bytes and rates of the whole cluster unless a name says
+    otherwise.
 
-    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage; ``bubble``
-    is the pipeline's idle share. ``basis`` says what the times are. Of a range 4 of 5 such steps are in
-    ``step_range_s``. A bound is the least time, which has no upper end: times, cost and occupancy are at least what
-    they say, rates and MFU at most. Of a profile the devices' time is what that says, and
-    its error is not known. ``remedies`` are what to change first,
-    with the samples/s of each. A figure is None where the scenario does not say what it needs; ``questions`` are what
-    only the user can know.
+    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and
+    storage; ``bubble`` is the pipeline's idle share. ``basis`` says what the times are. Of a range
+    4 of 5 such steps are in ``step_range_s``. A bound is the least time, which has no upper end:
+    times, cost and occupancy are at least what they say, rates and MFU at most. Of a profile the
+    devices' time is what that says, and its error is not known. ``remedies`` are what to change
+    first, with the samples/s of each. A figure is None where the scenario does not say what it
+    needs; ``questions`` are what only the user can know.
     """
 
     schema: str
@@ -100,28 +104,32 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_report(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None
+    scenario: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None
 ) -> PlanReport:
     """Return the figures of a plan, whose efficiencies may be ``fitted`` to measured steps."""
     time = fit.time
-    seconds = data_seconds(asked, cluster)
+    seconds = data_seconds(scenario, cluster)
     step_s = max(time.total, *seconds.values())
-    rate = asked.global_batch / step_s
+    rate = scenario.global_batch / step_s
     hours = 1e6 / rate / 3600 * cluster.num_devices
     price = None if cluster.usd_per_device_hour is None else cluster.usd_per_device_hour.value
-    epoch = None if asked.samples_per_epoch is None else hours * asked.samples_per_epoch / 1e6
+    epoch = None if scenario.samples_per_epoch is None else hours * scenario.samples_per_epoch / 1e6
     saved_gb = checkpoint_gb(fit)
     saved_s = saved_gb / cluster.storage_gb_per_s.value
     interval = None
-    if asked.failures_per_day is not None:
-        interval = checkpoint_interval_s(saved_s, asked.failures_per_day)
-    images = rate * asked.cameras / cluster.nodes if asked.reads_images and asked.cameras else None
-    basis, within = step_range(asked, cluster, fit, fitted)
+    if scenario.failures_per_day is not None:
+        interval = checkpoint_interval_s(saved_s, scenario.failures_per_day)
+    images = (
+        rate * scenario.cameras / cluster.nodes
+        if scenario.reads_images and scenario.cameras
+        else None
+    )
+    basis, within = step_range(scenario, cluster, fit, fitted)
     return PlanReport(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
-        scenario=asked,
+        scenario=scenario,
         cluster=cluster,
         strategy=named(fit.settings),
         peak_gib=peak(fit.stages) / GIB,
@@ -134,27 +142,29 @@ def build_report(
         bubble=time.bubble / time.total,
         bottleneck=bottleneck(time, seconds),
         occupancy=time.total / step_s,
-        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)),
+        mfu=fit.useful_flop / (step_s * cluster.peak_flops(scenario.precision)),
         samples_per_s=rate,
         images_per_node_s=images,
-        read_gb_per_s=None if asked.stored_bytes is None else rate * asked.stored_bytes / 1e9,
+        read_gb_per_s=None if scenario.stored_bytes is None else rate * scenario.stored_bytes / 1e9,
         device_hours_per_million=hours,
         usd_per_million=None if price is None else hours * price,
         device_hours_per_epoch=epoch,
         usd_per_epoch=None if price is None or epoch is None else epoch * price,
-        teacher=teacher_cost(asked, cluster, fit),
+        teacher=teacher_cost(scenario, cluster, fit),
         checkpoint_gb=saved_gb,
         checkpoint_s=saved_s,
         checkpoint_interval_s=interval,
-        assumed=assumptions(asked, cluster, fit),
-        questions=questions(asked),
+        assumed=assumptions(scenario, cluster, fit),
+        questions=questions(scenario),
     )
 
 
 def step_range(
     asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
 ) -> tuple[Basis, tuple[float, float | None] | None]:
-    """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where that is known."""
+    """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where
+    that is known.
+    """
     total = fit.time.total
     seconds = data_seconds(asked, cluster).values()
     if asked.accelerator is not None:
@@ -170,33 +180,35 @@ def step_range(
     return "range", (max(total / factor, *seconds), max(total * factor, *seconds))
 
 
-def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
+def teacher_cost(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
     """Return the cost of the scenario's teacher, if it has one."""
-    found = taught(asked, fit.inputs, cluster.num_devices)
-    if asked.teacher is None or found is None:
+    teacher = taught(scenario, fit.inputs, cluster.num_devices)
+    if scenario.teacher is None or teacher is None:
         return None
-    own = sum(shape.flop for shape in fit.once) / len(fit.once) - (
-        found.flop if asked.teacher_from == "model" else 0
+    student_flop = sum(shape.flop for shape in fit.once) / len(fit.once) - (
+        teacher.flop if scenario.teacher_from == "model" else 0
     )
-    used = efficiency(asked, cluster, fit.settings)
-    seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
-    seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
-    made = seconds / asked.micro_batch  # of one device, a sample
-    read = asked.layer_bytes / (cluster.storage_gb_per_s.value * 1e9) * cluster.num_devices
+    used = efficiency(scenario, cluster, fit.settings)
+    seconds = teacher.flop / (used.products * cluster.peak_flops(scenario.precision))
+    seconds += used.passes * teacher.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
+    sample_s = seconds / scenario.micro_batch  # of one device, a sample
+    read = scenario.layer_bytes / (cluster.storage_gb_per_s.value * 1e9) * cluster.num_devices
     return TeacherCost(
-        model=asked.teacher,
-        parameters=found.parameters,
-        flop_share=found.flop / (found.flop + own),
-        memory_gib=(found.weights_bytes + found.pass_bytes) / GIB,
-        layer_bytes=asked.layer_bytes,
-        bytes_per_token=asked.layer_bytes / asked.layer_tokens,
-        layer_device_hours_per_million=1e6 * made / 3600,
-        pays_after_epochs=made / (made - read) if read < made else None,
+        model=scenario.teacher,
+        parameters=teacher.parameters,
+        flop_share=teacher.flop / (teacher.flop + student_flop),
+        memory_gib=(teacher.weights_bytes + teacher.pass_bytes) / GIB,
+        layer_bytes=scenario.layer_bytes,
+        bytes_per_token=scenario.layer_bytes / scenario.layer_tokens,
+        layer_device_hours_per_million=1e6 * sample_s / 3600,
+        pays_after_epochs=sample_s / (sample_s - read) if read < sample_s else None,
     )
 
 
 def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
-    """Name what a step waits for most: the data where it is slower than the devices, else the devices' largest part."""
+    """Name what a step waits for most: the data where it is slower than the devices, else the
+    devices' largest part.
+    """
     parts = {
         "computing": time.compute + time.memory + time.launch + time.optimiser,
         "communication": time.tensor + time.pipeline + time.data_exposed,
@@ -207,55 +219,63 @@ def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
 
 
 def checkpoint_gb(fit: Fit) -> float:
-    """Return the GB of weights and moments; what no plan divides is on each rank of a tensor-parallel group."""
+    """Return the GB of weights and moments; what no plan divides is on each rank of a
+    tensor-parallel group.
+    """
     weights = sum(shape.parameters for shape in fit.stages) * fit.degrees.tp * fit.degrees.dp_shard
     return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
 
 
-def assumptions(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> list[str]:
+def assumptions(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> list[str]:
     """Say what the figures rest on that nobody measured."""
-    found = [
-        f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"
+    texts = [
+        (
+            f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps "
+            "and scratch memory"
+        )
     ]
-    used = efficiency(asked, cluster, fit.settings)
+    used = efficiency(scenario, cluster, fit.settings)
     shares = (
         f"{used.products:.0%} of the peak in matrix products, {used.attention:.0%} in attention, "
         f"{used.convolution:.0%} in convolutions, activations moved {used.passes:.2g} times"
     )
-    if is_bound(asked, cluster, fit.settings):
-        found.append(
-            f"a bound, no time: {why_bound(asked, cluster, fit)}. It is the least with {shares}, which no published "
-            f"software exceeds, and {used.launch_us:g} us for the launch of an operator. Published camera detectors "
-            "take several times as long as their bound"
+    if is_bound(scenario, cluster, fit.settings):
+        texts.append(
+            f"a bound, no time: {why_bound(scenario, cluster, fit)}. It is the least with "
+            f"{shares}, which no published software exceeds, and {used.launch_us:g} us for "
+            "the launch of an operator. Published camera detectors take several times as "
+            "long as their bound"
         )
-    elif asked.efficiency is None and asked.accelerator is None:
-        found.append(
-            f"efficiency: {shares}: a fit to published steps of such devices, not of this model; --measure fits it to "
-            "yours"
+    elif scenario.efficiency is None and scenario.accelerator is None:
+        texts.append(
+            f"efficiency: {shares}: a fit to published steps of such devices, not of this "
+            "model; --measure fits it to yours"
         )
-    if asked.accelerator is not None:
-        found.append(
-            f"computing takes what the profile '{asked.accelerator}' says, whose sources it names"
+    if scenario.accelerator is not None:
+        texts.append(
+            f"computing takes what the profile '{scenario.accelerator}' says, whose sources "
+            "it names"
         )
-    if asked.low:
-        found.append(
-            "weights bf16: Fuelrail's own trainer has fp32 weights and whole gradients between micro-batches"
+    if scenario.low:
+        texts.append(
+            "weights bf16: Fuelrail's own trainer has fp32 weights and whole gradients "
+            "between micro-batches"
         )
     if cluster.usd_per_device_hour is None:
-        found.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
-    if asked.reads_images:
+        texts.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
+    if scenario.reads_images:
         source = f"{cluster.host.cpus.value:g} CPUs x {cluster.host.images_per_cpu_s.source}"
-        found.append(f"decoding: {cluster.images_per_node_s:,.0f} images/s of a node: {source}")
-    found.append(
+        texts.append(f"decoding: {cluster.images_per_node_s:,.0f} images/s of a node: {source}")
+    texts.append(
         f"storage: {cluster.storage_gb_per_s.value:g} GB/s: {cluster.storage_gb_per_s.source}"
     )
     numbers = {"inside.gb_per_s": cluster.inside.gb_per_s}
     if cluster.between is not None:
         numbers["between.gb_per_s"] = cluster.between.gb_per_s
-    return found + [
-        f"{name} {one.value:g}: {one.source}"
-        for name, one in numbers.items()
-        if "assumed" in one.source
+    return texts + [
+        f"{name} {number.value:g}: {number.source}"
+        for name, number in numbers.items()
+        if "assumed" in number.source
     ]
 
 
@@ -265,26 +285,27 @@ def why_bound(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
         return "copies between device and host are not modelled"
     kind = "" if asked.precision in ("bf16", "fp16", "tf32") else f" in {asked.precision}"
     return (
-        f"no step of {asked.family}{kind} on {cluster.device.name} was published by two sources, or measured; give "
-        "--measure FILE of a step of it"
+        f"no step of {asked.family}{kind} on {cluster.device.name} was published by two "
+        "sources, or measured; give --measure FILE of a step of it"
     )
 
 
-def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
+def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
     device = cluster.device
     work = fit.work
     degrees = fit.degrees
-    used = efficiency(asked, cluster, fit.settings)
-    top = device.peak_tflops[asked.precision]
+    used = efficiency(scenario, cluster, fit.settings)
+    top = device.peak_tflops[scenario.precision]
     moved = device.memory_gb_per_s
     rate = cluster.bytes_per_s
     ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
-    links = {cluster.link(one.reach) for one in work.traffic}
+    links = {cluster.link(flow.reach) for flow in work.traffic}
     sent = "; ".join(
-        f"{one.times} x {one.bytes / 1e6:,.1f} MB in {one.count:g} at {rate(one.reach, one.stride) / 1e9:g} GB/s, "
-        f"behind {one.hidden:.0%} of a micro-batch but for {one.last:.1%}"
-        for one in work.traffic
+        f"{flow.times} x {flow.bytes / 1e6:,.1f} MB in {flow.count:g} at "
+        f"{rate(flow.reach, flow.stride) / 1e9:g} GB/s, behind {flow.hidden:.0%} of a "
+        f"micro-batch but for {flow.last:.1%}"
+        for flow in work.traffic
     )
     count = work.micro_batches
     price = cluster.usd_per_device_hour
@@ -356,7 +377,7 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
         "step_s": line(
             "max(sum of step, decoding, storage)",
             "the slowest of three that run side by side",
-            **data_seconds(asked, cluster),
+            **data_seconds(scenario, cluster),
             devices=fit.time.total,
         ),
         "mfu": line(
@@ -372,7 +393,7 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
         "teacher.flop_share": line(
             "a third of the FLOP of the teacher's own training / all FLOP",
             "a forward pass is one of three equal parts (arXiv 2205.05198, equation 7)",
-            teacher=asked.teacher or "none",
+            teacher=scenario.teacher or "none",
         ),
         "checkpoint_gb": line(
             "4 bytes x (1 + moments) x parameters",
@@ -386,6 +407,6 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
             "sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C",
             "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 37",
             C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
-            failures_per_day=asked.failures_per_day or "not given",
+            failures_per_day=scenario.failures_per_day or "not given",
         ),
     }

@@ -1,4 +1,6 @@
-"""Plans of a scenario: the first strategy that fits, every strategy and micro-batch, and what to change first."""
+"""Plans of a scenario: the first strategy that fits, every strategy and micro-batch, and what to
+change first.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ _WORTH = 1.02  # below which a change is not named
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A strategy with a micro-batch: what of it fails, or memory and rate, the data's limit included.
+    """A strategy with a micro-batch: what of it fails, or memory and rate, the data's limit
+    included.
 
     ``is_bound``: the rate is at most this.
     """
@@ -52,67 +55,71 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False
 
 
-def planned(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Planned:
+def planned(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> Planned:
     """Return what fits, with its rate."""
-    seconds = max(fit.time.total, *data_seconds(asked, cluster).values())
+    seconds = max(fit.time.total, *data_seconds(scenario, cluster).values())
     return Planned(
         strategy=named(fit.settings),
-        micro_batch=asked.micro_batch,
+        micro_batch=scenario.micro_batch,
         peak_gib=peak(fit.stages) / GIB,
-        samples_per_s=asked.global_batch / seconds,
-        mfu=fit.useful_flop / (seconds * cluster.peak_flops(asked.precision)),
-        is_bound=is_bound(asked, cluster, fit.settings),
+        samples_per_s=scenario.global_batch / seconds,
+        mfu=fit.useful_flop / (seconds * cluster.peak_flops(scenario.precision)),
+        is_bound=is_bound(scenario, cluster, fit.settings),
     )
 
 
-def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned]]:
-    """Return the simplest strategy that fits, or the asked one, and all that were tried. Raises ConfigError.
+def choose(scenario: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned]]:
+    """Return the simplest strategy that fits, or the asked one, and all that were tried.
 
-    Other ways to train without recomputation and without divided layers are tried too, for some may be faster; where a
-    plan is a bound they are not, for nothing says so.
+    Raises ConfigError.
+
+    Other ways to train without recomputation and without divided layers are tried too, for some may
+    be faster; where a plan is a bound they are not, for nothing says so.
     """
     tried: list[Planned] = []
     chosen: Fit | None = None
-    for settings in candidates(asked, cluster):
+    for settings in candidates(scenario, cluster):
         if chosen is not None and settings.recompute != "none":
             break
         try:
-            found = fit(asked, cluster, settings)
+            result = fit(scenario, cluster, settings)
         except ConfigError as error:
-            if asked.parallel == "auto" and isinstance(error, IndivisibleError):
-                raise ConfigError(_uneven_batch(asked, cluster)) from error
-            if asked.parallel != "auto":
+            if scenario.parallel == "auto" and isinstance(error, IndivisibleError):
+                raise ConfigError(_uneven_batch(scenario, cluster)) from error
+            if scenario.parallel != "auto":
                 would = ""
                 if isinstance(error, TooLargeError):
-                    would = _nearest_in_words(asked, cluster, settings)
+                    would = _nearest_in_words(scenario, cluster, settings)
                 raise ConfigError(f"strategy {named(settings)}: {error}{would}") from error
             tried.append(
-                Planned(strategy=named(settings), micro_batch=asked.micro_batch, fails=str(error))
+                Planned(
+                    strategy=named(settings), micro_batch=scenario.micro_batch, fails=str(error)
+                )
             )
             continue
-        chosen = chosen or found
-        tried.append(planned(asked, cluster, found))
+        chosen = chosen or result
+        tried.append(planned(scenario, cluster, result))
         if tried[-1].is_bound:
             break  # bounds of other strategies rank nothing
     if chosen is not None:
         return chosen, tried
-    if asked.global_batch % (cluster.num_devices * asked.micro_batch):
-        raise ConfigError(_uneven_batch(asked, cluster))
-    reasons = list(dict.fromkeys(one.fails for one in tried))
+    if scenario.global_batch % (cluster.num_devices * scenario.micro_batch):
+        raise ConfigError(_uneven_batch(scenario, cluster))
+    reasons = list(dict.fromkeys(entry.fails for entry in tried))
     why = (
         reasons[0]
         if len(reasons) == 1
-        else "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
+        else "; ".join(f"{entry.strategy}: {entry.fails}" for entry in tried)
     )
-    if isinstance(asked.settings, GptSettings) and not asked.low:
+    if isinstance(scenario.settings, GptSettings) and not scenario.low:
         why = (
-            f"{why}; this is with fp32 weights and whole gradients, as Fuelrail's trainer has them: --weights bf16 "
-            "plans a trainer with less"
+            f"{why}; this is with fp32 weights and whole gradients, as Fuelrail's trainer "
+            "has them: --weights bf16 plans a trainer with less"
         )
-    would = _nearest_in_words(asked, cluster, None)
+    would = _nearest_in_words(scenario, cluster, None)
     raise ConfigError(
-        f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}{would}. What was tried: "
-        f"{why}"
+        f"model '{scenario.named}' does not fit on {cluster.num_devices} x "
+        f"{cluster.device.name}{would}. What was tried: {why}"
     )
 
 
@@ -122,8 +129,9 @@ def _uneven_batch(asked: Scenario, cluster: ClusterSettings) -> str:
     below = asked.global_batch // at_once * at_once
     near = f"{below} or {below + at_once}" if below else f"{at_once} or {2 * at_once}"
     return (
-        f"a global batch of {asked.global_batch} cannot be shared evenly by {cluster.num_devices} devices with "
-        f"micro-batches of {asked.micro_batch}; use a multiple of {at_once}, such as {near}"
+        f"a global batch of {asked.global_batch} cannot be shared evenly by "
+        f"{cluster.num_devices} devices with micro-batches of {asked.micro_batch}; use a "
+        f"multiple of {at_once}, such as {near}"
     )
 
 
@@ -150,10 +158,13 @@ def _nearest_in_words(
         except ConfigError:
             continue
         return (
-            f"; no change fits on this cluster, and fsdp2, full recomputation would on {nodes} nodes "
-            f"({larger.num_devices} devices)"
+            "; no change fits on this cluster, and fsdp2, full recomputation would on "
+            f"{nodes} nodes ({larger.num_devices} devices)"
         )
-    return "; no change of recomputation, micro-batch, sharding or offload makes it fit on this cluster"
+    return (
+        "; no change of recomputation, micro-batch, sharding or offload makes it fit on this "
+        "cluster"
+    )
 
 
 def _nearer(
@@ -187,25 +198,25 @@ def _nearer(
         yield f"{named(how)}{' and micro_batch: 1' if small else ''}", small, how
 
 
-def sweep(asked: Scenario, cluster: ClusterSettings) -> list[Planned]:
+def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
     """Plan every strategy, with and without recomputation, at each micro-batch.
 
     What does not fit is not tried with more samples.
     """
-    found = []
+    plans = []
     for settings in _strategies(cluster):
         too_large: str | None = None
         for size in _MICRO_BATCHES:
-            tried = msgspec.structs.replace(asked, micro_batch=size)
+            tried = msgspec.structs.replace(scenario, micro_batch=size)
             try:
                 if too_large is not None:
                     raise ConfigError(too_large)
-                found.append(planned(tried, cluster, fit(tried, cluster, settings)))
+                plans.append(planned(tried, cluster, fit(tried, cluster, settings)))
             except ConfigError as error:
-                found.append(Planned(strategy=named(settings), micro_batch=size, fails=str(error)))
+                plans.append(Planned(strategy=named(settings), micro_batch=size, fails=str(error)))
                 if isinstance(error, TooLargeError):
                     too_large = f"a smaller micro-batch {error}"
-    return found
+    return plans
 
 
 def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
@@ -224,47 +235,53 @@ def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
 
 
 def remedies(
-    asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]
+    scenario: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]
 ) -> dict[str, float]:
-    """Return changes that make a plan faster, each with its rate, the best first; other strategies were ``tried``.
+    """Return changes that make a plan faster, each with its rate, the best first; other strategies
+    were ``tried``.
 
     A bound has none.
     """
-    if is_bound(asked, cluster, chosen.settings):
+    if is_bound(scenario, cluster, chosen.settings):
         return {}  # the gain of one bound over another says nothing of the steps
-    found = dict(_changed(asked, cluster, chosen))
-    found |= {
-        f"use {one.strategy}": one.samples_per_s for one in tried if one.samples_per_s is not None
+    rates = dict(_changed(scenario, cluster, chosen))
+    rates |= {
+        f"use {entry.strategy}": entry.samples_per_s
+        for entry in tried
+        if entry.samples_per_s is not None
     }
-    own = _rate(asked, cluster, chosen)
-    faster = {change: rate for change, rate in found.items() if rate > own * _WORTH}
-    return dict(sorted(faster.items(), key=lambda one: -one[1]))
+    base_rate = _rate(scenario, cluster, chosen)
+    faster = {change: rate for change, rate in rates.items() if rate > base_rate * _WORTH}
+    return dict(sorted(faster.items(), key=lambda entry: -entry[1]))
 
 
-def _rate(asked: Scenario, cluster: ClusterSettings, found: Fit) -> float:
-    return asked.global_batch / max(found.time.total, *data_seconds(asked, cluster).values())
+def _rate(scenario: Scenario, cluster: ClusterSettings, plan: Fit) -> float:
+    return scenario.global_batch / max(plan.time.total, *data_seconds(scenario, cluster).values())
 
 
-def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[tuple[str, float]]:
-    """Yield changes that are possible and fit, with their rates. They share the plan's runs on fake tensors."""
+def _changed(base: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[tuple[str, float]]:
+    """Yield changes that are possible and fit, with their rates.
+
+    They share the plan's runs on fake tensors.
+    """
     total = chosen.time.total
-    waits = data_seconds(asked, cluster)
-    for what, wait in waits.items():
+    waits = data_seconds(base, cluster)
+    for part, wait in waits.items():
         if wait > total:
-            rest = max(total, *(other for name, other in waits.items() if name != what))
+            rest = max(total, *(seconds for name, seconds in waits.items() if name != part))
             yield (
-                f"make {what} {wait / rest:.2g} times as fast "
+                f"make {part} {wait / rest:.2g} times as fast "
                 + (
                     "(more CPUs a node, smaller stored images)"
-                    if what == "decoding"
+                    if part == "decoding"
                     else "(a cache, smaller samples)"
                 ),
-                asked.global_batch / rest,
+                base.global_batch / rest,
             )
     how = msgspec.structs.replace(chosen.settings, micro_batches=None)
     changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         (f"micro_batch {size}", {"micro_batch": size}, {})
-        for size in (2 * asked.micro_batch, 4 * asked.micro_batch)
+        for size in (2 * base.micro_batch, 4 * base.micro_batch)
     ]
     faster = {
         "fp32": ("tf32", "bf16"),
@@ -275,9 +292,9 @@ def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator
     }
     changes += [
         (f"precision {kind}, if it trains as well", {"precision": kind}, {})
-        for kind in faster[asked.precision]
+        for kind in faster[base.precision]
         if kind in cluster.device.peak_tflops
-        and (kind != "fp8" or isinstance(asked.settings, GptSettings))
+        and (kind != "fp8" or isinstance(base.settings, GptSettings))
     ]
     if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
         interleaved = "Interleaved1F1B"
@@ -289,11 +306,11 @@ def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator
             )
         )
     for change, facts, settings in changes:
-        scenario = msgspec.structs.replace(asked, **facts)
+        scenario = msgspec.structs.replace(base, **facts)
         try:
-            found = fit(scenario, cluster, msgspec.structs.replace(how, **settings))
+            plan = fit(scenario, cluster, msgspec.structs.replace(how, **settings))
         except (
             ConfigError
         ):  # it does not fit into memory, or does not divide the model or the batch
             continue
-        yield f"{change}, with {named(found.settings)}", _rate(scenario, cluster, found)
+        yield f"{change}, with {named(plan.settings)}", _rate(scenario, cluster, plan)

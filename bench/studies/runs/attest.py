@@ -36,13 +36,15 @@ def attest(
         ledger: the run's ledger.
         checkpoint: file or folder of the checkpoint; the statement has the SHA-256 of its files.
         place: epoch and samples consumed of the loader's state in the checkpoint.
-        key: PEM file of an Ed25519 private key: the statement comes in a signed envelope. None: it is not signed.
+        key: PEM file of an Ed25519 private key: the statement comes in a signed envelope. None: it
+            is not signed.
 
-    Raises LedgerError; ConfigError for a place that the run did not come to, and for files that cannot be read.
+    Raises LedgerError; ConfigError for a place that the run did not come to, and for files that
+    cannot be read.
     """
     history = RunHistory(ledger)
     report = history.report()
-    parts = [one for one in report.stretches if one.start < place]
+    parts = [item for item in report.stretches if item.start < place]
     length = history.parts[-1].walk.batching.of_epoch(place[0]).epoch_length
     if not parts or place > report.stretches[-1].end or not 0 <= place[1] <= length:
         raise ConfigError(
@@ -92,8 +94,8 @@ def _checkpoint_files(root: Path) -> list[Path]:
             path.exists() and path.resolve().is_relative_to(root.resolve())
         ):
             raise ConfigError(
-                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; put the "
-                "file itself there"
+                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; "
+                "put the file itself there"
             )
         if path.is_dir():
             continue
@@ -119,7 +121,7 @@ def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:
             f"the key must be an Ed25519 private key in PEM, got {type(key).__name__}"
         )
     signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
-    encoded = [base64.b64encode(one).decode() for one in (payload, key.sign(signed))]
+    encoded = [base64.b64encode(data).decode() for data in (payload, key.sign(signed))]
     keyid = hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()
     return {
         "payloadType": _PAYLOAD,

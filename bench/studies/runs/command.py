@@ -107,7 +107,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     show = words.add_parser(
         "show", help="print the segments of a run, and what its weights have seen"
     )
-    again = words.add_parser("replay", help="make the batch of a step again")
+    replay_parser = words.add_parser("replay", help="make the batch of a step again")
     find = words.add_parser("seen", help="print at which steps samples or clips were shown")
     differ = words.add_parser(
         "diff", help="print the first step and the settings in which two runs differ"
@@ -115,20 +115,20 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     stated = words.add_parser(
         "attest", help="print what a checkpoint's weights have seen as an in-toto statement"
     )
-    for one in (show, again, find, stated):
-        one.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
+    for subparser in (show, replay_parser, find, stated):
+        subparser.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
     find.add_argument("names", metavar="KEY", nargs="+", help="key of a sample, or a clip")
     for name in ("ledger", "other"):
         differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
     stated.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder of the checkpoint")
     add_flags(stated, AttestOptions)
-    for one, options in (
+    for subparser, options in (
         (show, PrintOptions),
-        (again, ReplayOptions),
+        (replay_parser, ReplayOptions),
         (find, FindOptions),
         (differ, PrintOptions),
     ):
-        add_flags(one, options)
+        add_flags(subparser, options)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -150,10 +150,10 @@ def _run(args: argparse.Namespace) -> int:
         report = run_diff(args.ledger, args.other)
         code = int(report != type(report)(None, None, report.compared_digests, []))
     elif args.word == "seen":
-        from fuelrail.bench.studies.runs.replay import seen  # with torch
+        from fuelrail.bench.studies.runs.replay import find_showings  # with torch
 
         find_options = options = from_flags(args, FindOptions)
-        report = seen(
+        report = find_showings(
             args.ledger,
             args.names,
             dataset=find_options.dataset,
@@ -172,7 +172,7 @@ def _run(args: argparse.Namespace) -> int:
 def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
-    found = replay(
+    replayed = replay(
         ledger,
         options.step,
         rank=options.rank,
@@ -183,7 +183,7 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     )
     if options.image is not None:
         try:
-            found.loader.show(found.batch, samples=len(found.batch["sample_key"])).save(
+            replayed.loader.show(replayed.batch, samples=len(replayed.batch["sample_key"])).save(
                 options.image
             )
         except OSError as error:
@@ -192,11 +192,11 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
             ) from error
     return ReplayReport(
         step=options.step,
-        epoch=found.epoch,
-        samples_consumed=found.samples_consumed,
-        keys=list(found.batch["sample_key"]),
-        digest_matches=found.digest_matches,
-        differences=found.differences,
+        epoch=replayed.epoch,
+        samples_consumed=replayed.samples_consumed,
+        keys=list(replayed.batch["sample_key"]),
+        digest_matches=replayed.digest_matches,
+        differences=replayed.differences,
     )
 
 

@@ -1,4 +1,6 @@
-"""The steps of a run as its ledger has them: which places, with which settings; two runs compared."""
+"""The steps of a run as its ledger has them: which places, with which settings; two runs
+compared.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
 
 class StretchReport(msgspec.Struct, frozen=True):
-    """A part of a run that the weights have seen; a place is an epoch and the samples of it that were consumed."""
+    """A part of a run that the weights have seen; a place is an epoch and the samples of it that
+    were consumed.
+    """
 
     first_step: int
     num_steps: int
@@ -70,19 +74,28 @@ class RunReport(msgspec.Struct, frozen=True):
         identity = self.setup["identity"]
         lines = [
             f"{self.ledger}: {self.num_records} records, head {self.head}",
-            f"dataset {identity['dataset']}, split {identity['split']}, decoder {self.setup['decoder']}",
-            f"{self.num_steps} steps, {self.num_states} states, {self.num_replaced} replaced samples",
+            (
+                f"dataset {identity['dataset']}, split {identity['split']}, decoder "
+                f"{self.setup['decoder']}"
+            ),
+            (
+                f"{self.num_steps} steps, {self.num_states} states, {self.num_replaced} "
+                "replaced samples"
+            ),
             f"{self.lost_segments} segments of which nothing was kept",
         ]
-        for one in self.stretches:
-            gap = ", behind positions that were skipped or are not known" if one.skipped else ""
-            again = (
-                f"; {one.steps_again} steps behind it were thrown away" if one.steps_again else ""
+        for stretch in self.stretches:
+            gap = ", behind positions that were skipped or are not known" if stretch.skipped else ""
+            lost_text = (
+                f"; {stretch.steps_again} steps behind it were thrown away"
+                if stretch.steps_again
+                else ""
             )
             lines.append(
-                f"  {one.num_steps} steps from step {one.first_step} on: epoch {one.start[0]} sample {one.start[1]} to "
-                f"epoch {one.end[0]} sample {one.end[1]}, global batch {one.global_batch}, {one.ranks} ranks, started "
-                f"{one.time}{gap}{again}"
+                f"  {stretch.num_steps} steps from step {stretch.first_step} on: epoch "
+                f"{stretch.start[0]} sample {stretch.start[1]} to epoch {stretch.end[0]} "
+                f"sample {stretch.end[1]}, global batch {stretch.global_batch}, "
+                f"{stretch.ranks} ranks, started {stretch.time}{gap}{lost_text}"
             )
         return text_of(lines)
 
@@ -98,14 +111,20 @@ class Part(NamedTuple):
 
 
 class _Lengths:
-    """The lengths of the epochs that ended in a segment; of an epoch that is not over, no number is too large."""
+    """The lengths of the epochs that ended in a segment; of an epoch that is not over, no number
+    is too large.
+    """
 
     def __init__(self, records: Sequence[Record], start: int) -> None:
         following = (records[number] for number in range(start + 1, len(records)))
-        segment = itertools.takewhile(lambda one: not isinstance(one, SegmentStart), following)
-        reached = [one for one in segment if isinstance(one, PlaceReached)]
+        segment = itertools.takewhile(
+            lambda record: not isinstance(record, SegmentStart), following
+        )
+        reached = [record for record in segment if isinstance(record, PlaceReached)]
         self._known = {
-            one.place[0] - 1: one.epoch_length for one in reached if one.epoch_length is not None
+            record.place[0] - 1: record.epoch_length
+            for record in reached
+            if record.epoch_length is not None
         }
 
     def __call__(self, epoch: int) -> int:
@@ -152,7 +171,9 @@ class RunHistory:
             raise ConfigError(f"ledger '{path}' has no start of a run")
 
     def step(self, number: int) -> tuple[Part, Cursor]:
-        """Return the part of a step, and the place before it; raise ConfigError for one that the run does not have."""
+        """Return the part of a step, and the place before it; raise ConfigError for one that the
+        run does not have.
+        """
         # The last part that begins at the step or before it: parts of no steps begin with others.
         place = bisect.bisect_right(self.parts, number, key=lambda part: part.first) - 1
         if place >= 0 and number < self.parts[place].first + self.parts[place].length:
@@ -161,11 +182,14 @@ class RunHistory:
             batches = part.walk.batches(epoch)
             return part, Cursor(epoch, batches.start + at * batches.global_batch)
         raise ConfigError(
-            f"step {number} is not in ledger '{self.path}': it has the steps 0 to {self.num_steps - 1}"
+            f"step {number} is not in ledger '{self.path}': it has the steps 0 to "
+            f"{self.num_steps - 1}"
         )
 
     def replaced(self) -> dict[Place, SampleReplaced]:
-        """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
+        """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and
+        position.
+        """
         path = Path(self.path)
         others = sorted(
             file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}.rank")
@@ -180,28 +204,28 @@ class RunHistory:
             records += read_ledger(file, open_end=True).records
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {
-            (one.epoch, one.position): one
-            for one in records
-            if isinstance(one, SampleReplaced)
-            and (one.epoch, one.position) < ends.get(one.since, (0, 0))
+            (entry.epoch, entry.position): entry
+            for entry in records
+            if isinstance(entry, SampleReplaced)
+            and (entry.epoch, entry.position) < ends.get(entry.since, (0, 0))
         }
 
     def digests(self) -> dict[tuple[int, int, int], str]:
         """Return the digests of the steps of the run, by step, rank and number of ranks."""
-        found: dict[tuple[int, int, int], str] = {}
-        kept = {part.stretch.record: part for part in self.parts}
+        digests_by_step: dict[tuple[int, int, int], str] = {}
+        part_by_record = {part.stretch.record: part for part in self.parts}
         newest: Part | None = None
         for number, record in enumerate(self.ledger.records):
             if isinstance(record, SegmentStart):
-                newest = kept.get(number)
+                newest = part_by_record.get(number)
             elif (
                 isinstance(record, BatchDigest)
                 and newest is not None
                 and record.place < newest.stretch.end
             ):
                 step = newest.first + steps_between(newest.walk, record.place)
-                found[step, record.rank, record.ranks] = record.xxh3
-        return found
+                digests_by_step[step, record.rank, record.ranks] = record.xxh3
+        return digests_by_step
 
     def report(self) -> RunReport:
         """Return what the ledger says."""
@@ -220,7 +244,9 @@ class RunHistory:
             for stretch, _, walk, first, length in self.parts
         ]
         records = self.ledger.records
-        num_states = sum(isinstance(one, PlaceReached) and one.why == "state" for one in records)
+        num_states = sum(
+            isinstance(record, PlaceReached) and record.why == "state" for record in records
+        )
         return RunReport(
             ledger=self.path,
             head=self.ledger.head,
@@ -253,9 +279,13 @@ class RunDifference(msgspec.Struct, frozen=True):
     """How two runs differ, as far as their ledgers say."""
 
     first_step: int | None
-    """The first step with another place, global batch, order or dataset, or that one run lacks; None: there is none."""
+    """The first step with another place, global batch, order or dataset, or that one run lacks;
+    None: there is none.
+    """
     first_digest: int | None
-    """The first step that has a digest of the same rank in both, and another one; None: there is none."""
+    """The first step that has a digest of the same rank in both, and another one; None: there is
+    none.
+    """
     compared_digests: int
     settings: list[str]
     """Settings that differ at the end of the runs, with both sides."""
@@ -274,21 +304,26 @@ class RunDifference(msgspec.Struct, frozen=True):
 
 
 def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> RunDifference:
-    """Compare two runs by their ledgers: places, orders, settings, digests. Raises LedgerError and ConfigError."""
-    runs = one, other = RunHistory(first), RunHistory(second)
-    common = min(one.num_steps, other.num_steps)
+    """Compare two runs by their ledgers: places, orders, settings, digests.
+
+    Raises LedgerError and ConfigError.
+    """
+    runs = left_run, right_run = RunHistory(first), RunHistory(second)
+    common = min(left_run.num_steps, right_run.num_steps)
     # Between two starts of parts, of either run, the steps follow from the first of them.
     cuts = sorted({part.first for run in runs for part in run.parts if part.first < common})
-    unlike = [cut for cut in cuts if _samples(*one.step(cut)) != _samples(*other.step(cut))]
-    if not unlike and one.num_steps != other.num_steps:
+    unlike = [
+        cut for cut in cuts if _samples(*left_run.step(cut)) != _samples(*right_run.step(cut))
+    ]
+    if not unlike and left_run.num_steps != right_run.num_steps:
         unlike = [common]
-    digests = one.digests()
-    others = other.digests()
-    both = sorted(digests.keys() & others.keys())
+    digests = left_run.digests()
+    right_digests = right_run.digests()
+    shared = sorted(digests.keys() & right_digests.keys())
     changed = [
         step
-        for step, rank, ranks in both
-        if digests[step, rank, ranks] != others[step, rank, ranks]
+        for step, rank, ranks in shared
+        if digests[step, rank, ranks] != right_digests[step, rank, ranks]
     ]
     settings, theirs = (_flat(msgspec.to_builtins(run.parts[-1].stretch.setup)) for run in runs)
     lines = [
@@ -297,7 +332,7 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
         if not name.startswith("loader.") and settings.get(name) != theirs.get(name)
     ]
     return RunDifference(
-        unlike[0] if unlike else None, changed[0] if changed else None, len(both), lines
+        unlike[0] if unlike else None, changed[0] if changed else None, len(shared), lines
     )
 
 
@@ -308,7 +343,7 @@ def _samples(part: Part, place: Cursor) -> tuple[object, ...]:
 
 
 def _flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, one in value.items():
-        found |= _flat(one, f"{name}{key}.") if isinstance(one, dict) else {f"{name}{key}": one}
-    return found
+    values: dict[str, Any] = {}
+    for key, item in value.items():
+        values |= _flat(item, f"{name}{key}.") if isinstance(item, dict) else {f"{name}{key}": item}
+    return values

@@ -32,7 +32,7 @@ from fuelrail.pipeline.order.weights import FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
 from fuelrail.pipeline.storage.files import read_regular
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.pipeline.text import shown, text_of
+from fuelrail.pipeline.text import shortened, text_of
 from fuelrail.sharding.forgotten import EarlierDataset, as_it_was
 
 if TYPE_CHECKING:
@@ -71,25 +71,29 @@ def replay(
     files: str | os.PathLike[str] | None = None,
     receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> Replay:
-    """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
+    """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count
+    from 0.
 
     Args:
         ledger: the run's ledger.
         step: number of the step among those that the weights have seen, over all segments.
-        rank: the batch of one rank; None: the rows of all ranks, in order (of ``balance``: as before they were dealt).
+        rank: the batch of one rank; None: the rows of all ranks, in order (of ``balance``: as
+            before they were dealt).
         dataset: where the dataset is now; None: where it was.
         functions: the run's ``transform``, ``batch_transform`` and ``collate_fn``, by these names.
-        loader: takes the state in the place of a new loader; of a sampler's run its `fuelrail.order` sampler.
-        without: keys and clips, or a file of them: the batch is that of a run which never had them, and may be of a
-            step that the run has not come to.
+        loader: takes the state in the place of a new loader; of a sampler's run its
+            `fuelrail.order` sampler.
+        without: keys and clips, or a file of them: the batch is that of a run which never had them,
+            and may be of a step that the run has not come to.
         files: folder of the files of keys and weights that the run's order names; None: the
             ledger's. A ledger may come from somebody else, so files elsewhere are not read.
         receipts: those of `fuelrail.forget` on the dataset since the run; those beside its folder
         are known. A sample
             that is gone has another one in its place, and ``differences`` says so.
 
-    Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
-    StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
+    Raises ConfigError for a step or rank that the run does not have and for functions that are
+    missing, StateMismatchError for another dataset or other settings, LedgerError for a ledger that
+    is not whole.
     """
     history = RunHistory(ledger)
     part, place = history.step(step if without is None else min(step, history.num_steps - 1))
@@ -131,28 +135,29 @@ def replay(
         if setup.versions.get(name) != now.get(name)
     ]
     keys = batch.get("sample_key", []) if isinstance(batch, dict) else []
-    for (epoch, position), one in history.replaced().items():
-        at = position - place.samples_consumed
+    for (epoch, position), replacement in history.replaced().items():
+        row = position - place.samples_consumed
         is_here = (
             epoch == place.epoch
-            and 0 <= at < start.global_batch
-            and one.rank in (rank, one.rank * (rank is None))
+            and 0 <= row < start.global_batch
+            and replacement.rank in (rank, replacement.rank * (rank is None))
         )
-        if is_here and without is None and one.replaced_by not in keys:
+        if is_here and without is None and replacement.replaced_by not in keys:
             differences.append(
-                f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another"
+                f"position {position} was {replacement.replaced_by}, for {replacement.key} "
+                "was bad, and is another"
             )
     if loader is not None and isinstance(loader, DataLoader):
         differences += [
             f"{key} was deleted; another sample is in its place"
             for key in _deleted_in_step(loader, place, start.global_batch)
         ]
-    known = (
+    recorded = (
         None
         if without
         else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
     )
-    matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
+    matches = None if recorded is None else recorded == f"{batch_digest(batch) % 2**64:016x}"
     return Replay(
         batch=batch,
         loader=loader,
@@ -199,7 +204,9 @@ def _first_batch(loader: DataLoader, step: int) -> Any:
 
 
 def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:
-    """Return the place before a step of a run with the loader's order: its segments have as many steps as before."""
+    """Return the place before a step of a run with the loader's order: its segments have as many
+    steps as before.
+    """
     cursor = history.parts[0].walk.start
     for part in history.parts:
         setup = part.stretch.start.global_batch, World()
@@ -230,7 +237,8 @@ def make_loader(
     start = part.stretch.start
     if setup.loader is None:
         raise ConfigError(
-            "the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)"
+            "the ledger is of a sampler's run: give the sampler, replay(ledger, step, "
+            "loader=sampler)"
         )
     try:
         places, named = (
@@ -255,21 +263,26 @@ def make_loader(
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        what = f"the settings of the loader in the setup of record {part.stretch.record} are of no known form: {error}"
-        raise LedgerError(what, part.stretch.record) from error
+        problem = (
+            f"the settings of the loader in the setup of record {part.stretch.record} are of no "
+            f"known form: {error}"
+        )
+        raise LedgerError(problem, part.stretch.record) from error
     _check_files(order, Path(files))
     if without is not None:
         entry = without if isinstance(without, str) else tuple(without)
         order = msgspec.structs.replace(order, without=(*order.without, entry))
     options["order"] = order
     if missing := [name for name in named if name not in functions]:
-        what = f"{missing[0]}={named[missing[0]]}"
+        problem = f"{missing[0]}={named[missing[0]]}"
         raise ConfigError(
-            f"the run had {what}, which a ledger does not keep: give functions={{{missing[0]!r}: ...}}"
+            f"the run had {problem}, which a ledger does not keep: give "
+            f"functions={{{missing[0]!r}: ...}}"
         )
     if dataset is not None and options["mix"] is not None:
         raise ConfigError(
-            f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
+            f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them "
+            "where they were"
         )
     fingerprints = part.identity.dataset
     if isinstance(fingerprints, str):
@@ -301,7 +314,7 @@ def _check_files(order: OrderSpec, folder: Path) -> None:
     for file in files:
         if not isinstance(file, str):
             continue
-        what = f"the ledger names the file {shown(file)!r}"
+        what = f"the ledger names the file {shortened(file)!r}"
         try:
             path = Path(file).resolve(strict=True)
             if not path.is_relative_to(folder.resolve()):
@@ -343,19 +356,24 @@ class SeenReport(msgspec.Struct, frozen=True):
     showings: list[Showing]
     num_samples: int
     newest_clean: tuple[int, int] | None
-    """The newest saved state before the first of them, as a place: epoch and samples consumed; None: there is none."""
+    """The newest saved state before the first of them, as a place: epoch and samples consumed;
+    None: there is none.
+    """
     checkpoint: str | None
     """The name of its checkpoint, where the checkpoints are known."""
 
     def as_text(self) -> str:
         """Return the showings as text."""
         lines = [
-            f"{one.key}: step {one.step}, epoch {one.epoch}, position {one.position}, rank {one.rank}, draw {one.draw}"
-            + (", as a frame of a window" if one.as_frame else "")
-            + ("" if one.valid else ", as padding")
-            + ("" if one.stands_for is None else f", in the place of {one.stands_for}")
-            + ("" if one.replaced_by is None else f", replaced by {one.replaced_by}")
-            for one in self.showings
+            (
+                f"{showing.key}: step {showing.step}, epoch {showing.epoch}, position "
+                f"{showing.position}, rank {showing.rank}, draw {showing.draw}"
+            )
+            + (", as a frame of a window" if showing.as_frame else "")
+            + ("" if showing.valid else ", as padding")
+            + ("" if showing.stands_for is None else f", in the place of {showing.stands_for}")
+            + ("" if showing.replaced_by is None else f", replaced by {showing.replaced_by}")
+            for showing in self.showings
         ]
         clean = "no saved state is from before them"
         if self.newest_clean is not None:
@@ -369,7 +387,7 @@ class SeenReport(msgspec.Struct, frozen=True):
         )
 
 
-def seen(
+def find_showings(
     ledger: str | os.PathLike[str],
     names: Sequence[str],
     *,
@@ -379,7 +397,8 @@ def seen(
     files: str | os.PathLike[str] | None = None,
     receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> SeenReport:
-    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
+    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys
+    or clips.
 
     Frames of windows count. ``dataset``, ``functions``, ``files`` and ``receipts`` are as in
     `replay`. ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
@@ -389,7 +408,7 @@ def seen(
     """
     history = RunHistory(ledger)
     replaced = history.replaced()
-    found: list[Showing] = []
+    showings: list[Showing] = []
     folder = Path(ledger).parent if files is None else files
     num = 0
     loader_key: tuple[int, int] | None = None
@@ -413,13 +432,13 @@ def seen(
                 loader_key = setup_key
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
-            wanted = _samples(loader, part.identity.split, names)
-            num = sum(map(len, wanted))
+            samples_of_parts = _samples(loader, part.identity.split, names)
+            num = sum(map(len, samples_of_parts))
             last = part.walk.place(part.length - 1)[0]
             for epoch in range(part.walk.start.epoch, last + 1):
-                for of_part, samples in enumerate(wanted):
+                for of_part, samples in enumerate(samples_of_parts):
                     if len(samples):
-                        found += _in_epoch(
+                        showings += _in_epoch(
                             part,
                             loader=loader,
                             epoch=epoch,
@@ -427,12 +446,14 @@ def seen(
                             samples=samples,
                             replaced=replaced,
                         )
-    found.sort(key=lambda one: (one.step, one.position))
-    return SeenReport(found, num, *_newest_clean(history, found, checkpoints))
+    showings.sort(key=lambda showing: (showing.step, showing.position))
+    return SeenReport(showings, num, *_newest_clean(history, showings, checkpoints))
 
 
 def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Return the samples with these keys, or of these clips, of each dataset: numbers in its split."""
+    """Return the samples with these keys, or of these clips, of each dataset: numbers in its
+    split.
+    """
     rows: list[set[int]] = []
     unknown = set(names)
     for dataset in loader.datasets.values():
@@ -455,8 +476,10 @@ def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArr
         unknown -= by_key.keys()
         rows.append({row - first for row in by_key.values()} | set(of_clips.tolist()))
     if unknown:
-        raise ConfigError(f"no sample or clip of split '{split}' is called {shown(min(unknown))!r}")
-    return [np.array(sorted(one), np.int64) for one in rows]
+        raise ConfigError(
+            f"no sample or clip of split '{split}' is called {shortened(min(unknown))!r}"
+        )
+    return [np.array(sorted(numbers), np.int64) for numbers in rows]
 
 
 def _in_epoch(
@@ -473,28 +496,35 @@ def _in_epoch(
     dataset = list(loader.datasets.values())[of_part]
     first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
-    which, positions, is_own = loader.where.find(epoch, of_part, samples)
-    shown = list(
-        zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True)
+    indices, positions, is_own = loader.where.find(epoch, of_part, samples)
+    shortened = list(
+        zip(
+            [keys[place] for place in indices.tolist()],
+            positions.tolist(),
+            is_own.tolist(),
+            strict=True,
+        )
     )
     stands_for = {
-        at: one for (of, at), one in replaced.items() if of == epoch and one.replaced_by in keys
+        place: entry
+        for (epoch_of, place), entry in replaced.items()
+        if epoch_of == epoch and entry.replaced_by in keys
     }
-    shown += [(one.replaced_by, position, True) for position, one in stands_for.items()]
-    places = loader.where.places(epoch, np.array([at for _, at, _ in shown], np.int64))
-    valid = [True] * len(shown) if "pack" in places.flags else places.valid.tolist()
+    shortened += [(entry.replaced_by, position, True) for position, entry in stands_for.items()]
+    places = loader.where.places(epoch, np.array([place for _, place, _ in shortened], np.int64))
+    valid = [True] * len(shortened) if "pack" in places.flags else places.valid.tolist()
     first_step = part.first + steps_between(part.walk, (epoch, 0))
     num_steps = min(batches.num_steps, part.first + part.length - first_step)
-    found = []
+    showings = []
     draws = dict.fromkeys(keys, 0)
-    for (key, position, own), is_valid in zip(shown, valid, strict=True):
-        instead = replaced.get((epoch, position))
-        stands = instead is not None and instead.replaced_by == key
+    for (key, position, is_own_sample), is_valid in zip(shortened, valid, strict=True):
+        replacement = replaced.get((epoch, position))
+        stands_in = replacement is not None and replacement.replaced_by == key
         # Beyond the epoch's end the last step shows its first positions again.
         for running in (position, position + batches.epoch_length):
             step, row = divmod(running - batches.start, batches.global_batch)
             if 0 <= step < num_steps:
-                found.append(
+                showings.append(
                     Showing(
                         key=key,
                         step=first_step + step,
@@ -510,16 +540,18 @@ def _in_epoch(
                         )
                         // (batches.global_batch // start.ranks),
                         draw=draws[key],
-                        as_frame=not own,
+                        as_frame=not is_own_sample,
                         valid=is_valid and running == position,
-                        stands_for=instead.key if instead is not None and stands else None,
+                        stands_for=replacement.key
+                        if replacement is not None and stands_in
+                        else None,
                         replaced_by=None
-                        if instead is None or stands or not own
-                        else instead.replaced_by,
+                        if replacement is None or stands_in or not is_own_sample
+                        else replacement.replaced_by,
                     )
                 )
-        draws[key] += own
-    return found
+        draws[key] += is_own_sample
+    return showings
 
 
 def _dealt(
@@ -534,13 +566,15 @@ def _dealt(
 
 
 def _newest_clean(
-    history: RunHistory, found: Sequence[Showing], checkpoints: str | os.PathLike[str] | None
+    history: RunHistory, showings: Sequence[Showing], checkpoints: str | os.PathLike[str] | None
 ) -> tuple[tuple[int, int] | None, str | None]:
-    """Return the newest saved state of the run that none of the showings is before, and its checkpoint's name."""
+    """Return the newest saved state of the run that none of the showings is before, and its
+    checkpoint's name.
+    """
     places = [
-        one.place
-        for one in history.ledger.records
-        if isinstance(one, PlaceReached) and one.why == "state"
+        item.place
+        for item in history.ledger.records
+        if isinstance(item, PlaceReached) and item.why == "state"
     ]
     places += [
         part.stretch.start.restored
@@ -553,15 +587,18 @@ def _newest_clean(
             decoded = decode_state(state, history.parts[-1].identity, strict=False)
             names[decoded.epoch, decoded.samples_consumed] = name
         places = list(names)
-    if found:
-        _, place = history.step(found[0].step)
-        places = [one for one in places if one <= (place.epoch, place.samples_consumed)]
+    if showings:
+        _, place = history.step(showings[0].step)
+        places = [item for item in places if item <= (place.epoch, place.samples_consumed)]
     newest = max(places, default=None)
     return newest, None if newest is None else names.get(newest)
 
 
 def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the loaders' states of checkpoints by name, the newest last; see `seen`. Raises ConfigError."""
+    """Return the loaders' states of checkpoints by name, the newest last; see `seen`.
+
+    Raises ConfigError.
+    """
     place = os.fspath(checkpoints)
     if not place.endswith(".json"):
         store = Store(place)

@@ -36,12 +36,14 @@ MEASURED_HEADER = (
 )
 CURVES_HEADER = ("weak scaling", "ranks", "step ms", "samples/s", "efficiency", "occupancy")
 _METHOD = (
-    "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
-    "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
-    "accelerator, and a step that ends when every rank has computed; it draws the loader's times between batches "
-    "and the steps' overhead from those measured with up to two ranks, so that runs with more try it. Exposed "
-    "all-reduce grows with the bytes that a rank of a ring sends. Ranks of one host share its CPUs, all ranks share "
-    "the storage. Service times are drawn independently: what slows all ranks of a real cluster at once is not in it."
+    "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. "
+    "Efficiency is samples/s over those of one rank times the ranks. The simulation gives "
+    "each rank a loader with a bounded queue, an accelerator, and a step that ends when "
+    "every rank has computed; it draws the loader's times between batches and the steps' "
+    "overhead from those measured with up to two ranks, so that runs with more try it. "
+    "Exposed all-reduce grows with the bytes that a rank of a ring sends. Ranks of one host "
+    "share its CPUs, all ranks share the storage. Service times are drawn independently: "
+    "what slows all ranks of a real cluster at once is not in it."
 )
 
 
@@ -58,12 +60,14 @@ def describe(report: ScaleReport, _: Mapping[str, str]) -> Document:
     if report.curves:
         parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
-    about = marked("Emulated **{device}**, dataset {name}", device=device, name=report.dataset.name)
+    subtitle = marked(
+        "Emulated **{device}**, dataset {name}", device=device, name=report.dataset.name
+    )
     return document(
         report,
         brand="Fuelrail scaling report",
         title="How does training scale?",
-        about=about,
+        subtitle=subtitle,
         parts=parts,
     )
 

@@ -1,4 +1,6 @@
-"""Options and report of ``fuelrail bench scale``: what was measured, the model and its error, and what it predicts."""
+"""Options and report of ``fuelrail bench scale``: what was measured, the model and its error,
+and what it predicts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FITTED_RANKS = 2
 """Runs with up to this number of ranks feed the model; those with more are compared with it."""
 
 _MAX_ERROR = 0.1
-"""The largest error of the simulated step time of a measured run; beyond it nothing is simulated."""
+"""The largest error of the simulated step time of a measured run; beyond it nothing is
+simulated.
+"""
 
 
 class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -50,11 +54,13 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured run: ``batch_size`` samples a rank; and what the model says of it, if it was fitted.
+    """One measured run: ``batch_size`` samples a rank; and what the model says of it, if it was
+    fitted.
 
-    ``step_ms`` is the mean step with a 95 % interval. ``efficiency``: samples/s over those of one rank times the ranks,
-    in each scaling that the run is a point of: ``weak`` (each rank's batch stays the same) or ``strong`` (all ranks'
-    batches together do). ``error`` is simulated over measured step time, less 1.
+    ``step_ms`` is the mean step with a 95 % interval. ``efficiency``: samples/s over those of one
+    rank times the ranks, in each scaling that the run is a point of: ``weak`` (each rank's batch
+    stays the same) or ``strong`` (all ranks' batches together do). ``error`` is simulated over
+    measured step time, less 1.
     """
 
     num_ranks: int
@@ -69,7 +75,9 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReport(ReportHeader, frozen=True, kw_only=True):
-    """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may be no curves."""
+    """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may
+    be no curves.
+    """
 
     accelerator: dict[str, Any]
     measured: list[MeasuredRun]
@@ -97,15 +105,18 @@ def make_curves(fit: HostFit, options: ScaleOptions) -> list[Curve]:
 
 
 def judged(report: ScaleReport) -> ScaleReport:
-    """Return the report with the runs' efficiencies, and the model tried on them: all ranks on one host, as they were.
+    """Return the report with the runs' efficiencies, and the model tried on them: all ranks on one
+    host, as they were.
 
     It has no curves where the model is off by too much.
     """
     size = report.options["batch_size"]
-    whole = report.options["global_batch"]
+    global_batch = report.options["global_batch"]
     points: dict[Scaling, list[MeasuredRun]] = {
         "weak": [run for run in report.measured if run.batch_size == size],
-        "strong": [run for run in report.measured if run.batch_size * run.num_ranks == whole],
+        "strong": [
+            run for run in report.measured if run.batch_size * run.num_ranks == global_batch
+        ],
     }
     runs = []
     for run in report.measured:

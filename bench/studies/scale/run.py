@@ -55,11 +55,13 @@ def scale(
     html: bool = True,
     **changes: Any,  # fields of ScaleOptions
 ) -> ScaleReport:
-    """Measure weak and strong scaling on this host with emulated accelerators, and simulate more ranks.
+    """Measure weak and strong scaling on this host with emulated accelerators, and simulate more
+    ranks.
 
-    ``fuelrail.scale("DATASET", ranks=(1, 2))`` takes the fields of :class:`ScaleOptions` as keywords. ``out`` is a
-    folder for the report; None: nothing is written. Runs that end early make the report partial (``cut_off``), also
-    after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where no step was made.
+    ``fuelrail.scale("DATASET", ranks=(1, 2))`` takes the fields of :class:`ScaleOptions` as
+    keywords. ``out`` is a folder for the report; None: nothing is written. Runs that end early make
+    the report partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and
+    FuelrailError where no step was made.
     """
     html = html and out is not None
     options = make_options(ScaleOptions, options, changes)
@@ -75,10 +77,12 @@ def scale(
 def _runs(
     dataset: str | os.PathLike[str], options: ScaleOptions, records: Path
 ) -> list[list[Asked]]:
-    """Return the checked runs of each number of ranks, which it makes one after another in the same processes.
+    """Return the checked runs of each number of ranks, which it makes one after another in the same
+    processes.
 
-    They are those of the fixed batch per rank (weak scaling), and of its part of the largest number's global batch
-    (strong scaling), which for the largest is the same run. Raises ConfigError and DatasetErrors.
+    They are those of the fixed batch per rank (weak scaling), and of its part of the largest
+    number's global batch (strong scaling), which for the largest is the same run. Raises
+    ConfigError and DatasetErrors.
     """
     counts = sorted(set(options.ranks))
     if not counts or counts[0] != 1:
@@ -89,8 +93,8 @@ def _runs(
     uneven = [count for count in counts if global_batch % count]
     if uneven:
         raise ConfigError(
-            f"ranks {counts}: strong scaling divides {global_batch} samples among the ranks, which is not "
-            f"even for {uneven[0]} ranks; use powers of two"
+            f"ranks {counts}: strong scaling divides {global_batch} samples among the "
+            f"ranks, which is not even for {uneven[0]} ranks; use powers of two"
         )
 
     def run(count: int, size: int) -> Asked:
@@ -125,18 +129,20 @@ def _global_batch(options: ScaleOptions) -> int:
 def _measured(
     dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[Asked]]
 ) -> ScaleReport:
-    """Make all runs and what the simulation needs; after an interruption of those that were whole, with ``cut_off``."""
+    """Make all runs and what the simulation needs; after an interruption of those that were
+    whole, with ``cut_off``.
+    """
     reports: list[Report] = []
     cut_off = None
     interrupted = False
     fit = None
     try:
         for alike in runs:
-            made = measure_all(alike)
-            reports += made.reports
-            interrupted = made.reports[0].interrupted
-            if made.cut_off is not None:
-                cut_off = f"{counted(alike[0].settings.ranks, 'rank')}: {made.cut_off}"
+            outcome = measure_all(alike)
+            reports += outcome.reports
+            interrupted = outcome.reports[0].interrupted
+            if outcome.cut_off is not None:
+                cut_off = f"{counted(alike[0].settings.ranks, 'rank')}: {outcome.cut_off}"
                 break
         if cut_off is None:
             with Progress("the loader alone"):
@@ -262,7 +268,9 @@ def _fit(
 
 
 def _overhead_ms(report: Report, profile: AcceleratorProfile, num_cameras: int) -> list[float]:
-    """Return the rest of each step after data wait, device time and exposed all-reduce; all ranks."""
+    """Return the rest of each step after data wait, device time and exposed all-reduce; all
+    ranks.
+    """
     size = report.options["batch_size"]
     device_ms = profile.step_ms(size, size * num_cameras)
     rest = (

@@ -51,7 +51,9 @@ def make_loader(
     mesh: DeviceMesh | None = None,
     transform: Callable[[Any], Any] | None = None,
 ) -> DataLoader:
-    """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist.
+    """Make the loader of a run.
+
+    Raises what DataLoader raises, and ConfigError for a transform that does not exist.
 
     On a ``mesh`` the ranks of one model-parallel group get the same batches. ``transform`` takes
     the place of that of the settings, such as one that measures itself.
@@ -148,89 +150,103 @@ class TimedTransform:
 def token_channel(place: str, model_name: str) -> list[str]:
     """Return the channel `tokens` for a decoder, where the dataset has it.
 
-    Raises ConfigError where it has a fixed number of tokens, fewer than the model reads, or of more words.
+    Raises ConfigError where it has a fixed number of tokens, fewer than the model reads, or of more
+    words.
     """
     size = MODELS.get(model_name)
     if not isinstance(size, GptSettings):
         return []
     dataset = open_dataset(place)
-    channel = next((one for one in dataset.manifest.extra_channels if one.name == "tokens"), None)
+    channel = next(
+        (entry for entry in dataset.manifest.extra_channels if entry.name == "tokens"), None
+    )
     if channel is None:
         return []
     length = channel.shape[0] if channel.shape else 0
     words = channel.vocabulary
     if channel.kind != "tokens" or (length is not None and length <= size.context) or words is None:
         raise ConfigError(
-            f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape {list(channel.shape)}; model "
-            f"'{model_name}' reads kind 'tokens' of any length, or of {size.context + 1} or more, with a vocabulary; "
-            "use another model"
+            f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape "
+            f"{list(channel.shape)}; model '{model_name}' reads kind 'tokens' of any "
+            f"length, or of {size.context + 1} or more, with a vocabulary; use another model"
         )
     if words.size > size.vocabulary:
         raise ConfigError(
-            f"channel 'tokens' of '{dataset.location}' has {words.size} words, model '{model_name}' knows "
-            f"{size.vocabulary}; use another model"
+            f"channel 'tokens' of '{dataset.location}' has {words.size} words, model "
+            f"'{model_name}' knows {size.vocabulary}; use another model"
         )
     return [channel.name]
 
 
 def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
-    """Raise ConfigError for packs that one of our models cannot read, and for a teacher of documents in rows."""
+    """Raise ConfigError for packs that one of our models cannot read, and for a teacher of
+    documents in rows.
+    """
     pack = None if settings.order is None else settings.order.pack
     size = MODELS.get(settings.model)
     table = open_dataset(settings.dataset).manifest.extra_channels
-    in_rows = any(one.name in channels and one.shape == (None,) for one in table)
+    in_rows = any(channel.name in channels and channel.shape == (None,) for channel in table)
     if in_rows and (settings.teacher or settings.teacher_layer):
         raise ConfigError(
-            "a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out"
+            "a teacher needs tokens of a fixed number, and channel 'tokens' has any number: "
+            "leave it out"
         )
     room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
     if pack is not None and size is not None and pack.budget > room:
         raise ConfigError(
-            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, and the order's have "
-            f"{pack.budget}: decoders read packs, of a channel 'tokens' of any length; take a smaller budget, or none"
+            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, "
+            f"and the order's have {pack.budget}: decoders read packs, of a channel "
+            "'tokens' of any length; take a smaller budget, or none"
         )
 
 
 def transforms_of(settings: TrainSettings) -> Transforms:
-    """Return size and augmentation of a run's samples, and its decoder. Raise ConfigError for a file without them."""
-    given = (
+    """Return size and augmentation of a run's samples, and its decoder.
+
+    Raise ConfigError for a file without them.
+    """
+    transforms = (
         Transforms()
         if settings.transforms is None
         else as_settings(settings.transforms, Transforms, "transforms")
     )
-    if settings.model in MODELS and given.image is None and given.camera_groups is None:
-        given = msgspec.structs.replace(given, image=MODEL_IMAGE)
+    if settings.model in MODELS and transforms.image is None and transforms.camera_groups is None:
+        transforms = msgspec.structs.replace(transforms, image=MODEL_IMAGE)
     return (
-        msgspec.structs.replace(given, decoder=settings.decoder)
+        msgspec.structs.replace(transforms, decoder=settings.decoder)
         if settings.decoder != "auto"
-        else given
+        else transforms
     )
 
 
 def from_memory(
     source: Iterator[Mapping[str, Any]], num_batches: int | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
-    kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
-    return itertools.islice(itertools.cycle(kept), num_batches)
+    """Return ``num_batches`` of the first batches in turns, taken now, without end if that is
+    None.
+    """
+    batches = list(itertools.islice(source, _NUM_BATCHES_KEPT))
+    return itertools.islice(itertools.cycle(batches), num_batches)
 
 
 def summing(
     batches: Iterable[Mapping[str, Any]], settings: TrainSettings
 ) -> tuple[Iterator[Mapping[str, Any]], Callable[[], dict[str, tuple[int, float, float]]]]:
-    """Return the batches, and what gives the ``sums`` of a `StepRecord` over those taken since it was last called."""
+    """Return the batches, and what gives the ``sums`` of a `StepRecord` over those taken since
+    it was last called.
+    """
     model = cost_model(settings.order)
     names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
     if not names:
         return iter(batches), dict
     dataset = open_dataset(settings.dataset)
-    taken = list[torch.Tensor]()
+    rows_taken = list[torch.Tensor]()
     table = Attributes(dataset, settings.split).read(names)
     first = dataset.split(settings.split).first_sample
 
     def sums() -> dict[str, tuple[int, float, float]]:
-        rows = table.take(torch.cat(taken).cpu().numpy() - first)
-        taken.clear()
+        rows = table.take(torch.cat(rows_taken).cpu().numpy() - first)
+        rows_taken.clear()
         columns = {name: compute_costs(name, rows).astype(np.float64) for name in names}
         return {
             name: (len(rows), float(values.sum()), float(values @ values))
@@ -239,7 +255,7 @@ def summing(
 
     def noted() -> Iterator[Mapping[str, Any]]:
         for batch in batches:
-            taken.append(batch["global_index"].clone())
+            rows_taken.append(batch["global_index"].clone())
             yield batch
             del batch
 
@@ -249,7 +265,9 @@ def summing(
 def noting_input(
     batches: Iterable[Mapping[str, Any]], writer: RankWriter, count_for: ModelSettings | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the batches; write the facts of the first one, with the FLOP of a sample in that model."""
+    """Yield the batches; write the facts of the first one, with the FLOP of a sample in that
+    model.
+    """
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape

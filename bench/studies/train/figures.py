@@ -34,8 +34,9 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of the whole world in the measured window.
 
-    ``gpu_hours_per_million_samples`` = world size x wall time / samples. ``demand_samples_per_s`` is what the
-    accelerators would take if nothing kept them waiting: samples / busy time, summed over ranks; 0 where none computed.
+    ``gpu_hours_per_million_samples`` = world size x wall time / samples. ``demand_samples_per_s``
+    is what the accelerators would take if nothing kept them waiting: samples / busy time, summed
+    over ranks; 0 where none computed.
     """
 
     samples_per_s: float
@@ -114,7 +115,8 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     occupancy = occupancy_of([log.steps for log in logs], window)
     fit = None
     if settings.cost:
-        # The emulated phases are the profile's: what depends on the samples is the stand-in's real work.
+        # The emulated phases are the profile's: what depends on the samples is the stand-in's real
+        # work.
         real = settings.accelerator != "emulated"
         times = [
             step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside
@@ -168,7 +170,9 @@ def _transform_figures(logs: Sequence[RankLog]) -> TransformFigures | None:
 def _mfu(
     settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]
 ) -> float | None:
-    """Return the use of all ranks' steps together; padding rows, which the device computes too, do not count."""
+    """Return the use of all ranks' steps together; padding rows, which the device computes too,
+    do not count.
+    """
     profile = settings.profile
     facts = next((log.input for log in logs if log.input), None)
     header = next((log.header for log in logs if log.header), None)
@@ -226,7 +230,9 @@ def _throughput(
 def _stage_figures(
     snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float
 ) -> list[StageFigures]:
-    """Return the differences of the stage clocks over the window; none if a rank ended before its second snapshot."""
+    """Return the differences of the stage clocks over the window; none if a rank ended before
+    its second snapshot.
+    """
     if not all(len(rank) == 2 for rank in snapshots):
         return []
     figures = []

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.figures import Figures
     from fuelrail.bench.studies.train.report import Report
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
+# Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens,
+# waiting in orange.
 PHASE_COLOURS = {
     "data_wait": "#d55e00",
     "host_to_device": "#e69f00",
@@ -49,26 +50,30 @@ _NOTABLE = 0.02
 MIB = 2**20
 
 _OCCUPANCY = marked(
-    "**Occupancy** is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
-    "time, over all steps after warm-up, mean over ranks: MLPerf Storage’s accelerator utilisation. Exposed all-reduce "
-    "doesn’t count as busy, because a rank that waits in it for a starved neighbour does no work; the column “with "
+    "**Occupancy** is the time in which the accelerator computes forward, backward and "
+    "optimiser, divided by wall time, over all steps after warm-up, mean over ranks: MLPerf "
+    "Storage’s accelerator utilisation. Exposed all-reduce doesn’t count as busy, because a "
+    "rank that waits in it for a starved neighbour does no work; the column “with "
     "all-reduce” includes it."
 )
 _PHASES = marked(
-    "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then until "
-    "the model’s inputs are on the device, **backward** until the last local gradient is computed, and **exposed "
-    "all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest of the wall "
-    "time. A step begins where the one before ended, so nothing is left out."
+    "**Data wait** runs from asking the loader for the next batch to getting it, **host to "
+    "device** from then until the model’s inputs are on the device, **backward** until the "
+    "last local gradient is computed, and **exposed all-reduce** from then until the last "
+    "gradient is averaged over the ranks. **Other** is the rest of the wall time. A step "
+    "begins where the one before ended, so nothing is left out."
 )
 _LOSSES = marked(
-    "**Padding**: the share of the model’s predictions that count for nothing, and that share of forward and backward. "
-    "**Imbalance**: what the dearest rank’s samples cost beyond the mean rank’s, by the order’s cost model or the one "
-    "fitted, and the time that the mean rank waits for it: (1 - mean / dearest) of the dearest rank’s forward and "
+    "**Padding**: the share of the model’s predictions that count for nothing, and that "
+    "share of forward and backward. **Imbalance**: what the dearest rank’s samples cost "
+    "beyond the mean rank’s, by the order’s cost model or the one fitted, and the time that "
+    "the mean rank waits for it: (1 - mean / dearest) of the dearest rank’s forward and "
     "backward. Both are parts of the phases above."
 )
 _ON_A_GPU = (
-    "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "
-    "ahead of the trainer; host to device is only what the step still had to wait for."
+    "On a GPU the phases are from CUDA events on the compute stream. The loader copies "
+    "images on a stream of its own, ahead of the trainer; host to device is only what the "
+    "step still had to wait for."
 )
 
 
@@ -85,9 +90,9 @@ _COMPUTING = ("forward", "backward", "optimiser")
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    about = marked(
-        "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {device}, {batch} a rank and "
-        "batch",
+    subtitle = marked(
+        "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one "
+        "{device}, {batch} a rank and batch",
         name=report.dataset.name,
         samples=report.dataset.num_samples,
         split=report.dataset.split,
@@ -110,7 +115,9 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     title = "How busy were the accelerators?"
     if _on_cpu(report):
         title = "Where does a step’s time go on this CPU?"
-    return document(report, brand="Fuelrail training report", title=title, about=about, parts=parts)
+    return document(
+        report, brand="Fuelrail training report", title=title, subtitle=subtitle, parts=parts
+    )
 
 
 def verdict(report: Report) -> str:
@@ -143,10 +150,13 @@ def verdict(report: Report) -> str:
             f"would take {demand} samples/s; it got {got}."
         )
     if size < _NOTABLE:
-        return f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
+        return (
+            f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound "
+            "by compute."
+        )
     return (
-        f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators would take "
-        f"{demand} samples/s; they got {got}."
+        f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators "
+        f"would take {demand} samples/s; they got {got}."
     )
 
 
@@ -206,7 +216,10 @@ def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 
 def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    caption = "Wall time of each step, mean over ranks; blue and green is work on the device, orange and pink waiting."
+    caption = (
+        "Wall time of each step, mean over ranks; blue and green is work on the device, orange "
+        "and pink waiting."
+    )
     blocks: list[Block] = [Figure(plots.get("breakdown", ""), caption, _PHASE_LEGEND)]
     figures = report.figures
     if figures is not None:
@@ -225,9 +238,9 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
                 colours=[PHASE_COLOURS[row.phase] for row in figures.phases],
             ),
             Text(
-                f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, hidden behind backward or "
-                f"not: mean {format_number(hidden.mean_ms)} ms, p99 {format_number(hidden.p99_ms)} "
-                "ms.",
+                f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, "
+                f"hidden behind backward or not: mean {format_number(hidden.mean_ms)} ms, "
+                f"p99 {format_number(hidden.p99_ms)} ms.",
                 small=True,
             ),
         ]
@@ -265,13 +278,15 @@ def _checkpoints(report: Report) -> list[Section]:
         return []
     if figures.restored is not None:
         lines.append(
-            f"The run continued after step {figures.restored.step} from checkpoint {figures.restored.folder}, which "
+            f"The run continued after step {figures.restored.step} from checkpoint "
+            f"{figures.restored.folder}, which "
             f"{counted(figures.restored.world_size, 'rank')} saved."
         )
     if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
         lines.append(
-            f"{counted(figures.num_saves, 'checkpoint')} of {figures.num_bytes / 1e6:,.1f} MB: each stalled the "
-            f"training for {figures.stall.mean_ms:.1f} ms and was visible after {figures.save.mean_ms:,.0f} ms."
+            f"{counted(figures.num_saves, 'checkpoint')} of {figures.num_bytes / 1e6:,.1f} "
+            f"MB: each stalled the training for {figures.stall.mean_ms:.1f} ms and was "
+            f"visible after {figures.save.mean_ms:,.0f} ms."
         )
     return [Section("Checkpoints", [Items(lines)])] if lines else []
 
@@ -291,8 +306,9 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         for stage in report.figures.stages
     ]
     caption = marked(
-        "In the order in which data flows. **Starved**: waiting for the stage before. **Blocked**: the next stage has "
-        "no room. If the accelerators wait for data, the stage that is always busy is the cause."
+        "In the order in which data flows. **Starved**: waiting for the stage before. "
+        "**Blocked**: the next stage has no room. If the accelerators wait for data, the "
+        "stage that is always busy is the cause."
     )
     header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
     return [
@@ -312,8 +328,8 @@ def _ranks(report: Report) -> list[Section]:
                 f"{format_number(figures.own_ms)} ({figures.slower:+.1%})",
                 f"{figures.last_in:.0%}",
             )
-            others = against if report.num_ranks > 1 else ("", "")
-            cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *others]
+            comparison = against if report.num_ranks > 1 else ("", "")
+            cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *comparison]
         rows.append(
             [
                 f"{rank.rank}",
@@ -341,8 +357,9 @@ def _ranks(report: Report) -> list[Section]:
     else:
         header.append("GPU memory [GiB]")
     legend = marked(
-        "Memory: the peak. **Compute time**: step time without all-reduce, compared with the other ranks’. "
-        "**Slowest**: share of steps in which the other ranks waited for this one."
+        "Memory: the peak. **Compute time**: step time without all-reduce, compared with "
+        "the other ranks’. **Slowest**: share of steps in which the other ranks waited for "
+        "this one."
     )
     return [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
 
@@ -402,14 +419,16 @@ def _definitions(report: Report) -> Section:
         return Section("How these figures are made", [*blocks, Text(device)])
     backend = next((rank.backend for rank in report.ranks if rank.backend), None)
     emulated = (
-        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
-        "not how fast it trains. Forward, backward and optimiser last as published or derived for "
-        f"{accelerator['network']} on one {accelerator['device']}: {accelerator['forward_ms']:g} ms and "
-        f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and {accelerator['optimiser_ms']:g} ms a "
-        "step. Only that counts as busy. Loading and every wait are real, and so is the model "
-        f"{report.model['name']}, which stands in with its {report.model['num_parameters'] or 0:,} "
-        f"parameters and its {f'all-reduce by {backend}' if backend else 'gradients'}. What its "
-        "work takes beyond the emulated time, and late wake-ups, are “other”: a slow host lowers "
+        "This run used an emulated GPU: the figures say whether this host and dataset keep "
+        "such an accelerator fed, not how fast it trains. Forward, backward and optimiser "
+        f"last as published or derived for {accelerator['network']} on one "
+        f"{accelerator['device']}: {accelerator['forward_ms']:g} ms and "
+        f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and "
+        f"{accelerator['optimiser_ms']:g} ms a step. Only that counts as busy. Loading and "
+        f"every wait are real, and so is the model {report.model['name']}, which stands in "
+        f"with its {report.model['num_parameters'] or 0:,} parameters and its "
+        f"{f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes "
+        "beyond the emulated time, and late wake-ups, are “other”: a slow host lowers "
         "occupancy and never raises it."
     )
     source = (

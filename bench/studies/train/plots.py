@@ -73,7 +73,9 @@ def _occupancy(report: Report) -> str:
 
 
 def _breakdown(report: Report) -> str:
-    """Draw stacked bars over steps, the mean over ranks; neighbouring steps are averaged when there are many."""
+    """Draw stacked bars over steps, the mean over ranks; neighbouring steps are averaged when
+    there are many.
+    """
     count = min(len(series.wall_ms) for series in report.series)
     figure, axes = new_figure(2.9)
     width = max(1, -(-count // _MAX_BARS))
@@ -87,7 +89,8 @@ def _breakdown(report: Report) -> str:
         base = base + heights
     _shade_warmup(axes, report, "step")
     axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
-    # The first steps fill queues and caches; they may tower over the rest, which is what the plot is for.
+    # The first steps fill queues and caches; they may tower over the rest, which is what the plot
+    # is for.
     usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
     if base.max() > 2 * usual:
         axes.set_ylim(0, 1.6 * usual)
@@ -118,9 +121,9 @@ def _loss(report: Report) -> str:
 
 
 def _ranks(report: Report) -> list[tuple[Any, str]]:
-    shown = report.series[:_MAX_RANK_LINES]
+    lines = report.series[:_MAX_RANK_LINES]
     return [
-        (series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(shown)
+        (series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(lines)
     ]
 
 

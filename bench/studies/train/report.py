@@ -61,7 +61,9 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start.
+    """One rank's steps, warm-up included, column by column.
+
+    ``end_s`` counts from the first rank's start.
 
     ``first_step`` is not 0 in a run that continues from a checkpoint.
     """
@@ -78,8 +80,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints of a run.
 
-    ``stall``: what each save took from the training, of the rank that lost most. ``save``: how long it took in the
-    background, until it was visible. The last three are None where none was saved.
+    ``stall``: what each save took from the training, of the rank that lost most. ``save``: how long
+    it took in the background, until it was visible. The last three are None where none was saved.
     """
 
     restored: CheckpointRestore | None
@@ -92,11 +94,12 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Report(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``global_batch``: samples of an optimiser step. ``cpu`` is the use of the host's CPUs by the ranks and by others,
-    from the ranks' start to their end.
-    ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
-    ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
-    ranks' start to their end, where there is a GPU and `pynvml`.
+    ``global_batch``: samples of an optimiser step. ``cpu`` is the use of the host's CPUs by the
+    ranks and by others, from the ranks' start to their end.
+    ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early;
+    ``ranks_disagree``: they ended with different weights, so the gradients were not the same on all
+    of them. ``gpus`` is what NVML saw from the ranks' start to their end, where there is a GPU and
+    `pynvml`.
     """
 
     num_ranks: int

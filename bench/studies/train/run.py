@@ -39,12 +39,14 @@ def bench_train(
 ) -> Report | None:
     """Train a model on a dataset and report how busy the accelerators were.
 
-    ``fuelrail.bench_train("DATASET", ranks=2, steps=100)`` takes the fields of :class:`TrainOptions` as keywords.
-    ``out`` is a folder for report.json, report.md and (with ``html``) report.html; None: nothing is written. A run that
-    ends early is reported as partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and
-    FuelrailError where no step was made.
+    ``fuelrail.bench_train("DATASET", ranks=2, steps=100)`` takes the fields of
+    :class:`TrainOptions` as keywords. ``out`` is a folder for report.json, report.md and (with
+    ``html``) report.html; None: nothing is written. A run that ends early is reported as partial
+    (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where no
+    step was made.
 
-    Under torchrun, on several hosts too, the processes are the ranks; all but the first return None.
+    Under torchrun, on several hosts too, the processes are the ranks; all but the first return
+    None.
     """
     options = make_options(TrainOptions, options, changes)
     in_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -53,8 +55,8 @@ def bench_train(
         world = int(os.environ["WORLD_SIZE"])
         if options.ranks not in (1, world) or options.trace:
             raise ConfigError(
-                f"this is one of WORLD_SIZE={world} processes of torchrun, which are the ranks of the run: leave out "
-                "--ranks and --trace"
+                f"this is one of WORLD_SIZE={world} processes of torchrun, which are the "
+                "ranks of the run: leave out --ranks and --trace"
             )
         options = msgspec.structs.replace(options, ranks=world)
     if options.trace and out is None:
@@ -85,9 +87,9 @@ class Made(NamedTuple):
 def measure_all(runs: Sequence[Asked]) -> Made:
     """Make several runs one after the other in the same processes, and return a report of each.
 
-    The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; later runs are left out. Raises KeyboardInterrupt or FuelrailError where none made one. The use of
-    the CPUs is reported for all runs together.
+    The folder of the first one's records holds the ranks' log. A run that is cut off is reported
+    too, as partial, if it made a step; later runs are left out. Raises KeyboardInterrupt or
+    FuelrailError where none made one. The use of the CPUs is reported for all runs together.
     """
     for run in runs:
         _prepare(run)
@@ -145,7 +147,9 @@ def _report(
     cpu: CpuUse | None,
     gpus: list[GpuUse] | None,
 ) -> Report:
-    """Return the report of the ranks' records; raise FuelrailError, or KeyboardInterrupt, without any step."""
+    """Return the report of the ranks' records; raise FuelrailError, or KeyboardInterrupt,
+    without any step.
+    """
     records = Path(run.settings.records)
     logs = [read_rank(rank_path(records, rank)) for rank in range(run.settings.ranks)]
     # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
@@ -168,7 +172,9 @@ def _report(
 
 
 def _prepare(run: Asked) -> None:
-    """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
+    """Make the folder of the ranks' records; those of an earlier run must not be taken for this
+    run's.
+    """
     records = Path(run.settings.records)
     try:
         if records.exists():
@@ -182,8 +188,8 @@ def _prepare(run: Asked) -> None:
 
 def _launch(num_ranks: int, runs: Sequence[Asked], settings_file: Path) -> Outcome:
     program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
-    what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    with Progress(f"starting {what}") as progress:
+    ranks_text = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    with Progress(f"starting {ranks_text}") as progress:
 
         def show_progress() -> None:
             if not progress.due():
@@ -196,15 +202,17 @@ def _launch(num_ranks: int, runs: Sequence[Asked], settings_file: Path) -> Outco
             done = len(read_rank(files[-1]).steps) if files else 0
             target = f" of {settings.steps}" if settings.steps else ""
             without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-            which = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
+            run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
             share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-            progress.update(f"{which}{what}{without}: step {done}{target}", share)
+            progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
 
         return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
-    """Return one sentence on why a run ended early, or None: the first cause, not the later faults of other ranks."""
+    """Return one sentence on why a run ended early, or None: the first cause, not the later
+    faults of other ranks.
+    """
     if outcome.interrupted:
         return WAS_INTERRUPTED
     if outcome.exit_code == 0:
@@ -215,8 +223,8 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
         if silent:
             done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
             return (
-                f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
-                f"{done} steps; {log_hint}"
+                f"rank {', '.join(map(str, silent))} did not answer within the time limit "
+                f"(timeout_s), after {done} steps; {log_hint}"
             )
     # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
     for exit_ in outcome.failed:

@@ -52,10 +52,12 @@ LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform",
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.bench_train`. What has a description is a flag of ``fuelrail bench train`` too.
+    """Options of `fuelrail.bench_train`.
 
-    ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``look_ahead_bytes`` is the
-    DataLoader's.
+    What has a description is a flag of ``fuelrail bench train`` too.
+
+    ``profile`` is an emulated accelerator of your own, in place of ``accelerator``.
+    ``look_ahead_bytes`` is the DataLoader's.
     """
 
     split: Annotated[str, flag("split to train on")] = "train"
@@ -80,8 +82,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
         flag(
-            f"model to train: {', '.join(MODELS)}, or MODULE:FUNCTION that makes one of your own (default: base on "
-            "cuda, bev-tiny on cpu; emulated stand-in, bev-tiny in a pipeline)"
+            f"model to train: {', '.join(MODELS)}, or MODULE:FUNCTION that makes one of "
+            "your own (default: base on cuda, bev-tiny on cpu; emulated stand-in, bev-tiny "
+            "in a pipeline)"
         ),
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
@@ -150,15 +153,15 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     trace: Annotated[
         bool,
         flag(
-            "write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, for a "
-            "few steps, the events of torch's profiler, on one clock"
+            "write trace.json for ui.perfetto.dev: the loader's stages, the trainer's "
+            "phases and, for a few steps, the events of torch's profiler, on one clock"
         ),
     ] = False
     leave_out: Annotated[
         tuple[LeaveOut, ...],
         flag(
-            "disable one part to measure its cost; may be repeated: loading (train on batches in memory), "
-            "all-reduce (each rank trains alone), or the work of a loader stage",
+            "disable one part to measure its cost; may be repeated: loading (train on "
+            "batches in memory), all-reduce (each rank trains alone), or the work of a loader stage",
             repeat=True,
         ),
     ] = ()
@@ -192,7 +195,9 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
 
 
 class Asked(NamedTuple):
-    """One run that options ask for: its settings, with nothing left open, and the facts of its split."""
+    """One run that options ask for: its settings, with nothing left open, and the facts of its
+    split.
+    """
 
     settings: TrainSettings
     dataset: DatasetFacts
@@ -201,12 +206,13 @@ class Asked(NamedTuple):
 def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> Asked:
     """Answer everything that options leave open, before a rank is started.
 
-    ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what the ranks would
-    refuse: in one sentence, without torch where possible.
+    ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what
+    the ranks would refuse: in one sentence, without torch where possible.
     """
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(
-            f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them"
+            f"steps={options.steps} and epochs={options.epochs} exclude each other: give "
+            "one of them"
         )
     if options.ledger is not None and options.leave_out:
         raise ConfigError(
@@ -256,7 +262,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         )
     elif any(getattr(options, name) is not None for name in _TEACHERS):
         raise ConfigError(
-            f"model '{settings.model}' has a loss of its own: make it a fuelrail.Distilling, without teacher"
+            f"model '{settings.model}' has a loss of its own: make it a "
+            "fuelrail.Distilling, without teacher"
         )
     facts = dataset_facts(open_dataset(dataset), options.split)
     _check_world(settings, degrees, facts)
@@ -281,25 +288,30 @@ def _check_teacher(options: TrainOptions) -> None:
         )
     if len(places) == 2:
         raise ConfigError(
-            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
+            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude "
+            "each other: give one of them"
         )
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:
-    """Return the place of checkpoints as all ranks see it. Raise ConfigError where it cannot be one."""
+    """Return the place of checkpoints as all ranks see it.
+
+    Raise ConfigError where it cannot be one.
+    """
     place = options.checkpoint
     if place is None:
         return None
     if options.leave_out:
         raise ConfigError(
-            f"checkpoint={place!r} and leave_out={options.leave_out} exclude each other: a run without a part measures "
-            "what that costs, it does not train"
+            f"checkpoint={place!r} and leave_out={options.leave_out} exclude each other: a "
+            "run without a part measures what that costs, it does not train"
         )
     if is_url(place):
         filesystem(place)
         if place.startswith("memory:"):
             raise ConfigError(
-                f"checkpoint={place!r} would end with each rank's process; use a folder or another URL"
+                f"checkpoint={place!r} would end with each rank's process; use a folder or "
+                "another URL"
             )
         return place
     folder = Path(place.removeprefix("file://")).absolute()
@@ -349,13 +361,14 @@ def is_own(model: str | None) -> bool:
 def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
     if degrees.composed and "all-reduce" in settings.leave_out:
         raise ConfigError(
-            f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp"
+            "leave_out all-reduce needs whole models on each rank, and the mesh is "
+            f"{degrees}; use ddp"
         )
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{counted(degrees.data, 'data-parallel rank')} x "
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes "
+            f"{global_batch} = {counted(degrees.data, 'data-parallel rank')} x "
             f"{counted(settings.batch_size, 'sample')} x {settings.accumulation} "
             f"{'batch' if settings.accumulation == 1 else 'batches'}: use fewer ranks or smaller "
             "batches"

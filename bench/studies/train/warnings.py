@@ -34,13 +34,13 @@ def find_warnings(
     cpu: CpuUse | None,
 ) -> list[str]:
     """Return all warnings; ``figures`` is None if the window is too short."""
-    warnings = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
+    warnings = [*_run_warnings(settings, logs), *_input_warnings(settings, logs)]
     if figures is not None:
         warnings += [
-            *_of_the_source(settings, logs, dataset),
-            *_of_the_emulation(settings, figures, cpu),
+            *_source_warnings(settings, logs, dataset),
+            *_emulation_warnings(settings, figures, cpu),
             *_of_the_waits(figures),
-            *_of_the_window(settings, logs, window),
+            *_window_warnings(settings, logs, window),
         ]
     return warnings
 
@@ -50,18 +50,27 @@ def ranks_disagree(logs: Sequence[RankLog]) -> bool:
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
 
 
-def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
+def _run_warnings(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
     if settings.leave_out:
-        yield f"This run left out {' and '.join(settings.leave_out)}: it measures what that costs, not training."
+        yield (
+            f"This run left out {' and '.join(settings.leave_out)}: it measures what that "
+            "costs, not training."
+        )
     elif ranks_disagree(logs):
-        yield "The ranks ended with different weights: their gradients differed. Do not trust this run."
+        yield (
+            "The ranks ended with different weights: their gradients differed. Do not trust "
+            "this run."
+        )
     for name in (logs[0].restored.skipped if logs[0].restored else []) if logs else []:
-        yield f"A newer checkpoint was damaged and is set aside; the run continued from the one before. {name}."
+        yield (
+            "A newer checkpoint was damaged and is set aside; the run continued from the one "
+            f"before. {name}."
+        )
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
 
 
-def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
+def _input_warnings(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
     facts = next((log.input for log in logs if log.input), None)
     if facts is None:
         return
@@ -71,12 +80,13 @@ def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
         got = (facts.num_cameras, facts.width, facts.height)
         if want != got:
             yield (
-                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the batches had "
-                f"{got[0]} x {got[1]}x{got[2]}: the emulated step times do not fit this input."
+                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the "
+                f"batches had {got[0]} x {got[1]}x{got[2]}: the emulated step times do not "
+                "fit this input."
             )
 
 
-def _of_the_source(
+def _source_warnings(
     settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts
 ) -> Iterator[str]:
     """Yield why a run says little about a large dataset; nothing for a run that loads nothing."""
@@ -89,21 +99,23 @@ def _of_the_source(
         return
     passes = count / dataset.num_samples
     read = [log.end.read_bytes if log.end else None for log in logs]
-    taken = f"{count:,} samples, {passes:.1f} times through the split"
-    # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does not count.
+    samples_text = f"{count:,} samples, {passes:.1f} times through the split"
+    # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does
+    # not count.
     if "://" in settings.dataset or None in read:
         if passes >= 2:
-            yield f"The run took {taken}: later epochs may have been read from a cache."
+            yield f"The run took {samples_text}: later epochs may have been read from a cache."
         return
     share = sum(filter(None, read)) / (count * dataset.mean_sample_bytes)
     if share < _FROM_CACHE:
         yield (
-            f"Storage read {share:.0%} of the bytes of {taken}; the page cache had the rest. A dataset larger than "
-            "memory is read from storage in every epoch: measure with one to learn about storage."
+            f"Storage read {share:.0%} of the bytes of {samples_text}; the page cache had "
+            "the rest. A dataset larger than memory is read from storage in every epoch: "
+            "measure with one to learn about storage."
         )
 
 
-def _of_the_emulation(
+def _emulation_warnings(
     settings: TrainSettings, figures: Figures, cpu: CpuUse | None
 ) -> Iterator[str]:
     if settings.profile is None:
@@ -151,19 +163,22 @@ def _are_used_up(cpu: CpuUse) -> bool:
     return cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable
 
 
-def _of_the_window(
+def _window_warnings(
     settings: TrainSettings, logs: Sequence[RankLog], window: Window
 ) -> Iterator[str]:
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:
         yield (
-            f"{stock:.0%} of the measured steps used batches that were prefetched before measuring began. In a long "
-            f"run occupancy may be up to {100 * stock:.0f} points lower: measure more steps."
+            f"{stock:.0%} of the measured steps used batches that were prefetched before "
+            f"measuring began. In a long run occupancy may be up to {100 * stock:.0f} "
+            "points lower: measure more steps."
         )
 
 
 def _share_from_stock(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
-    """Return the largest share of a rank's steps fed from stock: results that waited before and not after."""
+    """Return the largest share of a rank's steps fed from stock: results that waited before and
+    not after.
+    """
     shares = [
         (first.stages[-1].waiting - last.stages[-1].waiting)
         / accumulation

@@ -1,7 +1,9 @@
-"""One rank: process group, loader, model, loop, and its file of records. Run by torchrun with the settings' file.
+"""One rank: process group, loader, model, loop, and its file of records.
 
-The file holds a list of runs. They are run one after the other by the same processes, each with a loader and a model
-of its own, so that runs that are to be compared share the machine's state.
+Run by torchrun with the settings' file.
+
+The file holds a list of runs. They are run one after the other by the same processes, each with a
+loader and a model of its own, so that runs that are to be compared share the machine's state.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def run_rank(
     mesh: DeviceMesh | None = None,
     transform: TimedTransform | None = None,
 ) -> None:
-    """Train this rank on a loader's batches and write its records; with several ranks the process group is initialised.
+    """Train this rank on a loader's batches and write its records; with several ranks the process
+    group is initialised.
 
     ``mesh`` is that of a composed strategy, None otherwise; ``transform`` the loader's, where it
     has one.
@@ -164,14 +167,17 @@ def run_rank(
 
 
 def parameters_digest(parallel: Parallel) -> str:
-    """Return xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call
-    this.
+    """Return xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree.
+
+    All ranks must call this.
     """
     digest = xxhash.xxh3_64()
     for model in parallel.models:
         for parameter in model.parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+            full_parameter = (
+                parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            )
+            digest.update(full_parameter.detach().cpu().contiguous().numpy().tobytes())
     if parallel.pipeline is None:
         return digest.hexdigest()
     group = parallel.pipeline.group
@@ -181,14 +187,18 @@ def parameters_digest(parallel: Parallel) -> str:
 
 
 def state_bytes(parallel: Parallel) -> dict[str, int]:
-    """Return the bytes of this rank's part of the model, the gradients and the optimiser's state."""
-    found = dict.fromkeys(("model", "gradients", "optimiser"), 0)
+    """Return the bytes of this rank's part of the model, the gradients and the optimiser's
+    state.
+    """
+    sizes = dict.fromkeys(("model", "gradients", "optimiser"), 0)
     for name, value in tensors_of(parallel, 0).items():
         kind = name.partition(".")[0]
-        if kind in found:
-            found[kind] += local(value).nbytes
-    learnt = (one for _, one in named_parameters(parallel.models) if one.requires_grad)
-    return found | {"gradients": sum(local(one.detach()).nbytes for one in learnt)}
+        if kind in sizes:
+            sizes[kind] += local(value).nbytes
+    learnt = (
+        parameter for _, parameter in named_parameters(parallel.models) if parameter.requires_grad
+    )
+    return sizes | {"gradients": sum(local(parameter.detach()).nbytes for parameter in learnt)}
 
 
 def _divided(
@@ -226,10 +236,12 @@ def _divided(
 
 
 class _RunCheckpoints:
-    """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
+    """The checkpoints that a run's settings ask for: restores the newest when made, then saves
+    every N steps.
 
-    Without a place for checkpoints it does nothing. ``first_step`` is the number of steps that were done
-    before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
+    Without a place for checkpoints it does nothing. ``first_step`` is the number of steps that were
+    done before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is
+    left to do.
     """
 
     def __init__(
@@ -256,29 +268,31 @@ class _RunCheckpoints:
         if settings.epochs is None:
             unit = "step"
             done = restored.step
-            wanted = settings.steps or 0
+            target = settings.steps or 0
         else:
             unit = "epoch"
             done = int(loader.state_dict()["epoch"])
-            wanted = settings.epochs
-        if done >= wanted:
+            target = settings.epochs
+        if done >= target:
             saver.close()
             raise ConfigError(
-                f"the run is complete: checkpoint {restored.folder} is at {unit} {done} of {wanted}; use more "
-                f"{unit}s, or another --checkpoint to start again"
+                f"the run is complete: checkpoint {restored.folder} is at {unit} {done} of "
+                f"{target}; use more {unit}s, or another --checkpoint to start again"
             )
 
     def after(self, num_steps: int, *, last: bool = False) -> None:
-        """Note that this number of steps is done, those before the run included; wait for the ``last`` save."""
+        """Note that this number of steps is done, those before the run included; wait for the
+        ``last`` save.
+        """
         if self._saver is None:
             return
-        found = []
+        events = []
         if num_steps - self._saved_step >= (1 if last else self._every):
-            found.append(self._saver.save(num_steps, self._parallel, self._loader.state_dict()))
+            events.append(self._saver.save(num_steps, self._parallel, self._loader.state_dict()))
             self._saved_step = num_steps
         if last:
-            found.append(self._saver.close())
-        for done in filter(None, found):
+            events.append(self._saver.close())
+        for done in filter(None, events):
             self._writer.write(done)
 
 
@@ -292,7 +306,9 @@ def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
+    """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS
+    LAUNCHER_PID``.
+    """
     path, launcher = arguments
     end_with(int(launcher), signal.SIGKILL)
     try:
@@ -304,15 +320,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_in_world(settings: TrainSettings) -> None:
-    """Run this rank of a world that torchrun started, and bring all records into the folder of the first rank."""
+    """Run this rank of a world that torchrun started, and bring all records into the folder of
+    the first rank.
+    """
     run_all([settings])
-    own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
+    rank_lines = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
     dist.barrier()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (time.monotonic_ns(), own))
-    for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (time.monotonic_ns(), rank_lines))
+    for rank, (now_ns, lines) in enumerate(gathered) if dist.get_rank() == 0 else ():
         # Clocks of other hosts count from another moment.
-        late_ns = 0 if rank == 0 else found[0][0] - now_ns
+        late_ns = 0 if rank == 0 else gathered[0][0] - now_ns
 
         def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
             return b"%s%d" % (match[1], int(match[2]) + late_ns)
@@ -323,13 +341,16 @@ def run_in_world(settings: TrainSettings) -> None:
 
 
 def _leave() -> None:
-    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank that others left.
+    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank
+    # that others left.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run_all(runs: Sequence[TrainSettings]) -> None:
-    """Run this rank of some runs, one after the other, and write its records; raise what one raises."""
+    """Run this rank of some runs, one after the other, and write its records; raise what one
+    raises.
+    """
     kind = runs[0].accelerator
     if kind != "cuda":
         # Emulated: the host's cores belong to the loader, and the stand-in is small.
@@ -357,8 +378,8 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                     )
                 )
                 if waited:
-                    # The others that wait must leave their record too, before the first end ends them all: who leaves
-                    # none is the one that did not answer.
+                    # The others that wait must leave their record too, before the first end ends
+                    # them all: who leaves none is the one that did not answer.
                     time.sleep(_SAY_SO_S)
                 raise
 
@@ -399,7 +420,8 @@ def _join_world(device: str | None, timeout_s: float) -> None:
 
 
 def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:
-    dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
+    # a rank that is still at the run before must not have its neighbours' loaders run beside it
+    dist.barrier()
     trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
     mesh = _mesh(settings)
     if settings.deterministic:

@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """The checkpoints of a run at a folder or URL; made by all ranks together, after :func:`fuelrail.parallelise`.
+    """The checkpoints of a run at a folder or URL; made by all ranks together, after
+    :func:`fuelrail.parallelise`.
 
-    One holds the model, the optimiser, averages, random generators, schedule, loss scale and the loader's position, and
-    is visible once it is whole. It restores under any other strategy, mesh and number of ranks. The newest ``keep``
-    stay. ``identity`` is what a checkpoint must share with this run to be restored, by name. A rank that does not
-    answer for ``timeout_s`` seconds, dead or at slow storage, is an error of the others. All methods are called by all
-    ranks alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
+    One holds the model, the optimiser, averages, random generators, schedule, loss scale and the
+    loader's position, and is visible once it is whole. It restores under any other strategy, mesh
+    and number of ranks. The newest ``keep`` stay. ``identity`` is what a checkpoint must share with
+    this run to be restored, by name. A rank that does not answer for ``timeout_s`` seconds, dead or
+    at slow storage, is an error of the others. All methods are called by all ranks alike. Load
+    checkpoints that you trust only: torch's metadata in them is a pickle.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Checkpoints:
     def save(
         self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]
     ) -> CheckpointSave | None:
-        """Start to save the state after ``step`` steps, and return the save before, if it was not returned yet.
+        """Start to save the state after ``step`` steps, and return the save before, if it was not
+        returned yet.
 
-        The state is copied before this returns; the training may change it. Waits for the save before. Raises
-        FuelrailError where that failed.
+        The state is copied before this returns; the training may change it. Waits for the save
+        before. Raises FuelrailError where that failed.
         """
         start_ns = time.monotonic_ns()
         done = self.wait()
@@ -106,7 +109,9 @@ class Checkpoints:
         return done
 
     def wait(self) -> CheckpointSave | None:
-        """Wait until no save is under way, and return the last one; None if it was returned already."""
+        """Wait until no save is under way, and return the last one; None if it was returned
+        already.
+        """
         pending = self._pending
         self._pending = None
         return None if pending is None else pending.result()
@@ -126,10 +131,12 @@ class Checkpoints:
             self.close()
 
     def restore(self, parallel: Parallel, loader: Stateful) -> CheckpointRestore | None:
-        """Continue from the newest complete checkpoint; None where there is none, also of a killed first save.
+        """Continue from the newest complete checkpoint; None where there is none, also of a killed
+        first save.
 
-        One whose bytes changed is set aside, and the one before is taken. Raises StateMismatchError, with both sides,
-        for a checkpoint of another model, dataset or version, and FuelrailError where all are damaged.
+        One whose bytes changed is set aside, and the one before is taken. Raises
+        StateMismatchError, with both sides, for a checkpoint of another model, dataset or version,
+        and FuelrailError where all are damaged.
         """
         skipped: list[str] = []
         self._on_first(self._store.clean)
@@ -146,8 +153,8 @@ class Checkpoints:
             )
         if skipped:
             raise FuelrailError(
-                f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): restore the files, or use "
-                "another --checkpoint to start again"
+                f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): "
+                "restore the files, or use another --checkpoint to start again"
             )
         return None
 
@@ -159,7 +166,9 @@ class Checkpoints:
         start_ns: int,
         stall_ns: int,
     ) -> CheckpointSave:
-        """Wait for all ranks' files in the background, make them visible, remove old checkpoints."""
+        """Wait for all ranks' files in the background, make them visible, remove old
+        checkpoints.
+        """
         try:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))
@@ -174,8 +183,9 @@ class Checkpoints:
                 else error
             )
             raise FuelrailError(
-                f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
-                f"checkpoints of earlier steps are whole{self._advice(reason)}"
+                f"the checkpoint of step {manifest.step} could not be written to "
+                f"'{self._store.shown}': {reason}; checkpoints of earlier steps are "
+                f"whole{self._advice(reason)}"
             ) from error
         size = sum(size for size, _ in files.values())
         total_ns = time.monotonic_ns() - start_ns
@@ -189,16 +199,19 @@ class Checkpoints:
         if (
             isinstance(reason, RuntimeError) and "timed out" in str(reason).lower()
         ):  # torch has no class for it
-            return f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or its storage slow"
+            return (
+                f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or "
+                "its storage slow"
+            )
         return ""
 
     def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: Stateful) -> None:
         reader = self._store.reader(folder)
         saved = reader.read_metadata().state_dict_metadata
         shapes = {
-            name: list(one.size)
-            for name, one in saved.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: list(entry.size)
+            for name, entry in saved.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
         theirs = manifest.identity | {
             name: shape for name, shape in shapes.items() if name.startswith("model.")
@@ -209,8 +222,9 @@ class Checkpoints:
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 raise StateMismatchError(
-                    f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: checkpoint has "
-                    f"{theirs.get(name)}, this run has {ours.get(name)}; use another --checkpoint"
+                    f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: "
+                    f"checkpoint has {theirs.get(name)}, this run has {ours.get(name)}; use "
+                    "another --checkpoint"
                 )
         # Checks dataset, split, order and settings, and says both sides itself.
         loader.load_state_dict(manifest.progress.loader)
@@ -222,10 +236,10 @@ class Checkpoints:
         """Call a function on all ranks; return all results, or raise the first error, on all."""
         outcomes: list[Any] = [None] * self._world_size
         try:
-            own = function()
+            result = function()
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            own = error
-        dist.all_gather_object(outcomes, own, group=self._group)
+            result = error
+        dist.all_gather_object(outcomes, result, group=self._group)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -241,7 +255,9 @@ class Checkpoints:
 
 
 class _KeptStager(BlockingAsyncStager):
-    """Copies the state into memory that stays from save to save: new memory takes longer to get than to fill."""
+    """Copies the state into memory that stays from save to save: new memory takes longer to get
+    than to fill.
+    """
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self.state_dict_cache is not None and self.state_dict_cache.keys() != state_dict.keys():

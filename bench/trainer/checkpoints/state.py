@@ -1,7 +1,8 @@
 """What a checkpoint holds: tensors by name, whole over all ranks, and plain values.
 
-Names are those of the whole model on one process: no wrapper, stage or rank is in them. So a checkpoint of one mesh
-restores on any other; each rank loads the tensors, or the parts of DTensors, that it has.
+Names are those of the whole model on one process: no wrapper, stage or rank is in them. So a
+checkpoint of one mesh restores on any other; each rank loads the tensors, or the parts of DTensors,
+that it has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _OF_DDP = "module."  # its prefix of names
 
 
 def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
-    """Return the tensors of this rank by name, as they are: model, optimiser, and this rank's random generators."""
+    """Return the tensors of this rank by name, as they are: model, optimiser, and this rank's
+    random generators.
+    """
     state = _inner(parallel.optimiser).state
     moments = {
         f"optimiser.{name}.{key}": value
@@ -40,10 +43,12 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
 
 
 def _generators() -> dict[str, Tensor]:
-    """Return the states of this process's random generators, those of Python and NumPy as float64."""
+    """Return the states of this process's random generators, those of Python and NumPy as
+    float64.
+    """
     python: Any = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
-    found = {
+    states = {
         "cpu": torch.get_rng_state(),
         "python": torch.tensor(
             [*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64
@@ -51,8 +56,8 @@ def _generators() -> dict[str, Tensor]:
         "numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _set_generator(name: str, state: Tensor) -> None:
@@ -83,9 +88,11 @@ def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
 def targets_of(
     parallel: Parallel, saved: Collection[str], rank: int, world_size: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of this rank that were saved, to load into; those of the optimiser are made first.
+    """Return the tensors of this rank that were saved, to load into; those of the optimiser are
+    made first.
 
-    A rank that was not there when the state was saved takes the generators of rank ``rank % world_size``.
+    A rank that was not there when the state was saved takes the generators of rank ``rank %
+    world_size``.
     """
     optimiser = _inner(parallel.optimiser)
     get_optimizer_state_dict(
@@ -110,7 +117,8 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState
 
 
 def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunState) -> None:
-    """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were loaded in place.
+    """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were
+    loaded in place.
 
     The learning rate is that of this run's settings after as many steps.
     """
@@ -125,7 +133,9 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunSta
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimiser with the state: the one in ZeroRedundancyOptimizer, for this rank's share."""
+    """Return the optimiser with the state: the one in ZeroRedundancyOptimizer, for this rank's
+    share.
+    """
     # Not by its class: the import of torch.distributed.optim takes long, and warns.
     inner: torch.optim.Optimizer = getattr(optimiser, "optim", optimiser)
     return inner

@@ -1,8 +1,8 @@
 """The place of a run's checkpoints: a local folder, or any URL that fsspec serves.
 
-A checkpoint is visible when its manifest is: that is written last, in a local folder by a rename, and removed first.
-Every attempt has a folder of its own, so what a killed run left behind can neither be taken for a checkpoint nor be
-mixed with the files of another run.
+A checkpoint is visible when its manifest is: that is written last, in a local folder by a rename,
+and removed first. Every attempt has a folder of its own, so what a killed run left behind can
+neither be taken for a checkpoint nor be mixed with the files of another run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.settings import NotNegative, Positive
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What is not a tensor.
 
-    ``step`` steps were done. ``identity`` says what was trained. ``files`` holds the number of bytes and the digest
-    (xxh3) of each file.
+    ``step`` steps were done. ``identity`` says what was trained. ``files`` holds the number of
+    bytes and the digest (xxh3) of each file.
     """
 
     step: NotNegative
@@ -64,7 +64,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sealed(msgspec.Struct, frozen=True):
-    """The file ``checkpoint.json``: ``xxh3`` is the digest of the version and the manifest's bytes."""
+    """The file ``checkpoint.json``: ``xxh3`` is the digest of the version and the manifest's
+    bytes.
+    """
 
     version: int
     xxh3: str
@@ -82,12 +84,16 @@ class Store:
         self.shown = shown_url(self._root.removeprefix("file://"))
 
     def folder(self, step: int, token: str) -> str:
-        """Name the folder of an attempt to save the step. ``token``: 8 hexadecimal digits of this run alone."""
+        """Name the folder of an attempt to save the step.
+
+        ``token``: 8 hexadecimal digits of this run alone.
+        """
         return f"step-{step:08d}.{token}"
 
     def writer(self, folder: str) -> FsspecWriter:
         """Make torch's writer for an attempt."""
-        # An object has no file number to synchronise: torch would synchronise every file system instead.
+        # An object has no file number to synchronise: torch would synchronise every file system
+        # instead.
         return FsspecWriter(f"{self._root}/{folder}", sync_files=not self._is_url)
 
     def reader(self, folder: str) -> FsspecReader:
@@ -95,7 +101,9 @@ class Store:
         return FsspecReader(f"{self._root}/{folder}")
 
     def digests(self, folder: str, share: slice) -> dict[str, tuple[int, str]]:
-        """Read a share of the files of an attempt, in order; return bytes and digest of each by name."""
+        """Read a share of the files of an attempt, in order; return bytes and digest of each by
+        name.
+        """
         self._fs.invalidate_cache()
         names = sorted(
             PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False)
@@ -108,7 +116,10 @@ class Store:
             return num_bytes, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
     def _regular(self, folder: str, name: str) -> tuple[str, int]:
-        """Return a file's path and bytes; raises DamagedError where none is. To open a FIFO would wait for ever."""
+        """Return a file's path and bytes; raises DamagedError where none is.
+
+        To open a FIFO would wait for ever.
+        """
         path = f"{self._path}/{folder}/{name}"
         try:
             info = self._fs.info(path)
@@ -118,7 +129,8 @@ class Store:
             raise
         if info["type"] != "file":
             raise DamagedError(
-                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'not a regular file'}"
+                f"{name} is "
+                f"{'a folder, not a file' if info['type'] == 'directory' else 'not a regular file'}"
             )
         return path, info["size"]
 
@@ -137,13 +149,13 @@ class Store:
     def complete(self) -> list[str]:
         """Return the folders of visible checkpoints, newest first."""
         self._fs.invalidate_cache()
-        found = [
+        folders = [
             PurePosixPath(path).parent.name
             for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")
         ]
         # A step of more digits is a longer name.
         return sorted(
-            filter(_NAME.fullmatch, found), key=lambda name: (len(name), name), reverse=True
+            filter(_NAME.fullmatch, folders), key=lambda name: (len(name), name), reverse=True
         )
 
     def read(self, folder: str, share: slice = slice(None)) -> Manifest:
@@ -160,13 +172,14 @@ class Store:
             raise DamagedError(f"{_MANIFEST} does not match its digest")
         if sealed.version != VERSION:
             raise StateMismatchError(
-                f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this Fuelrail reads version "
-                f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
+                f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this "
+                f"Fuelrail reads version {VERSION}: use the Fuelrail that wrote it, or "
+                "another --checkpoint"
             )
         manifest = _decode(body, Manifest)
         for name in manifest.files:
             if _FILE_NAME.fullmatch(name) is None or not name.strip("."):
-                raise DamagedError(f"{_MANIFEST} names '{shown(name)}', which is no plain name")
+                raise DamagedError(f"{_MANIFEST} names '{shortened(name)}', which is no plain name")
         if _TENSORS not in manifest.files:
             raise DamagedError(
                 f"{_MANIFEST} does not name {_TENSORS}, torch's table of the tensors"
@@ -175,10 +188,10 @@ class Store:
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
             num_bytes, digest = manifest.files[name]
-            _, found = self._regular(folder, name)
-            if found != num_bytes or self._digest_of(folder, name)[1] != digest:
+            _, stored_bytes = self._regular(folder, name)
+            if stored_bytes != num_bytes or self._digest_of(folder, name)[1] != digest:
                 raise DamagedError(
-                    f"{name} does not match its digest; of {num_bytes} bytes it has {found}"
+                    f"{name} does not match its digest; of {num_bytes} bytes it has {stored_bytes}"
                 )
         return manifest
 
@@ -193,7 +206,9 @@ class Store:
             self._fs.rm(f"{self._path}/{folder}", recursive=True)
 
     def clean(self) -> None:
-        """Remove what killed runs left, with a warning: folders that are neither checkpoints nor damaged ones."""
+        """Remove what killed runs left, with a warning: folders that are neither checkpoints nor
+        damaged ones.
+        """
         self._fs.makedirs(self._path, exist_ok=True)
         self._fs.invalidate_cache()
         for path in self._fs.ls(self._path, detail=False):

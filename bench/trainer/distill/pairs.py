@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 
 class Pair(NamedTuple):
-    """A part of a student that learns from a part of a teacher, each by its name in its model; "" is the whole.
+    """A part of a student that learns from a part of a teacher, each by its name in its model; ""
+    is the whole.
 
-    The mean of ``loss(student's output, teacher's output)`` times ``weight`` is trained: `fuelrail.divergence` of
-    logits, torch's ``mse_loss`` of features. ``projection`` is a module that is trained with the student, such as a
-    linear map of its features to the teacher's width.
+    The mean of ``loss(student's output, teacher's output)`` times ``weight`` is trained:
+    `fuelrail.divergence` of logits, torch's ``mse_loss`` of features. ``projection`` is a module
+    that is trained with the student, such as a linear map of its features to the teacher's width.
     """
 
     student: str
@@ -27,12 +28,13 @@ class Pair(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """A student with a teacher beside it, as a model for `fuelrail.parallelise`; evaluated it is the student.
+    """A student with a teacher beside it, as a model for `fuelrail.parallelise`; evaluated it is
+    the student.
 
-    Both have ``forward(batch)``. The student returns its losses, or what ``loss(outputs, batch)`` makes them of; those
-    of the pairs are added, by the names of the student's parts. The teacher predicts in evaluation mode and does not
-    learn; its parameters, named ``teacher.*``, are divided as the student's. Raises AttributeError for a part that a
-    model has not.
+    Both have ``forward(batch)``. The student returns its losses, or what ``loss(outputs, batch)``
+    makes them of; those of the pairs are added, by the names of the student's parts. The teacher
+    predicts in evaluation mode and does not learn; its parameters, named ``teacher.*``, are divided
+    as the student's. Raises AttributeError for a part that a model has not.
     """
 
     def __init__(
@@ -61,12 +63,17 @@ class Distilling(nn.Module):
             outputs_of(self.teacher.eval(), [pair.teacher for pair in self._pairs]) as said,
         ):
             self.teacher(batch)
-        with outputs_of(self.student, [pair.student for pair in self._pairs]) as own:
+        with outputs_of(self.student, [pair.student for pair in self._pairs]) as student_outputs:
             outputs = self.student(batch)
-        found = outputs if self._loss is None else self._loss(outputs, batch)
-        losses = dict(found) if isinstance(found, Mapping) else {"student": found}
+        student_loss = outputs if self._loss is None else self._loss(outputs, batch)
+        losses = (
+            dict(student_loss) if isinstance(student_loss, Mapping) else {"student": student_loss}
+        )
         for number, (pair, project) in enumerate(zip(self._pairs, self.projections, strict=True)):
-            value = pair.loss(project(own[pair.student]), said[pair.teacher]).mean() * pair.weight
+            value = (
+                pair.loss(project(student_outputs[pair.student]), said[pair.teacher]).mean()
+                * pair.weight
+            )
             losses[f"distilled/{number}/{pair.student}"] = value
         return losses
 
@@ -74,17 +81,17 @@ class Distilling(nn.Module):
 @contextmanager
 def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the outputs of parts of a model by name, of their last call inside."""
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def keep(_: nn.Module, __: object, output: Any, name: str) -> None:
-        found[name] = output
+        outputs[name] = output
 
     hooks = [
         model.get_submodule(name).register_forward_hook(partial(keep, name=name))
         for name in {*names}
     ]
     try:
-        yield found
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()

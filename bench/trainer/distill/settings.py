@@ -21,6 +21,7 @@ def weights_of(text: str) -> dict[str, float]:
     )
     if weights.keys() <= {"labels"}:
         raise ConfigError(
-            f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or targets=1"
+            f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or "
+            "targets=1"
         )
     return weights

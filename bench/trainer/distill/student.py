@@ -1,12 +1,13 @@
 """Distillation: a student learns from a teacher's predictions besides the labels.
 
-The teacher is a trained model out of its checkpoints, which predicts beside the student (online), or a layer of its
-predictions (offline). The loss is the weighted sum of up to four parts:
+The teacher is a trained model out of its checkpoints, which predicts beside the student (online),
+or a layer of its predictions (offline). The loss is the weighted sum of up to four parts:
 
 =========  =============================================================================================================
 labels     the student's own loss
 logits     divergence (Kullback and Leibler) of the student's distribution from the teacher's, both softened by a
-           temperature T, times T^2 (arXiv 1503.02531); a cell of a grid has the two classes free and occupied
+           temperature T, times T^2 (arXiv 1503.02531); a cell of a grid has the two classes free
+           and occupied
 features   mean squared difference of the maps in front of the heads, the student's through a learnt linear map (arXiv
            1412.6550); the teacher's is averaged to the student's size
 targets    the student's own loss, with the teacher's detections in place of the labels
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE, weights_of
-from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_layer
+from fuelrail.bench.trainer.distill.teacher import Source, Teacher, make_layer_teacher
 from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     GridSettings,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 class Distilled(StagedModel):
     """A student with the loss of distillation; its inputs end with the teacher's tensors.
 
-    It takes over the student's parts, so parameters keep their names. With the part ``features`` the head has one more,
-    ``projection``.
+    It takes over the student's parts, so parameters keep their names. With the part ``features``
+    the head has one more, ``projection``.
     """
 
     def __init__(
@@ -92,37 +93,41 @@ class Distilled(StagedModel):
         names = self._source.names
         student = self.student
         parts = dict[str, Tensor]()
-        own = inputs[: -len(names)]
+        student_inputs = inputs[: -len(names)]
         said = dict(zip(names, inputs[-len(names) :], strict=True))
         if "features" in self._weights:
             logits, features = logits
-            wanted = F.adaptive_avg_pool2d(
+            teacher_features = F.adaptive_avg_pool2d(
                 said["features"].flatten(0, 1).float(), features.shape[-2:]
             )
-            difference = (features.flatten(0, 1).float() - wanted).square().mean(dim=(1, 2, 3))
+            difference = (
+                (features.flatten(0, 1).float() - teacher_features).square().mean(dim=(1, 2, 3))
+            )
             parts["features"] = difference.view(features.shape[:2])
         if "labels" in self._weights:
-            parts["labels"] = student.losses(logits, *own)
+            parts["labels"] = student.losses(logits, *student_inputs)
         if "targets" in self._weights:
             detected = (
                 said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
             )
-            parts["targets"] = student.losses(logits, *own[:-2], detected, own[-1])
+            parts["targets"] = student.losses(
+                logits, *student_inputs[:-2], detected, student_inputs[-1]
+            )
         if "logits" in self._weights:
             binary = isinstance(self.settings, GridSettings)
             teacher: Any = said.get("logits")
             if teacher is None:
                 teacher = Logits(
-                    **{name.partition(".")[2]: one for name, one in said.items() if "." in name}
+                    **{name.partition(".")[2]: value for name, value in said.items() if "." in name}
                 )
             parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
             if isinstance(teacher, Logits):  # the mean is over the positions that are stored
                 share = teacher.known.float().mean(-1, keepdim=True)
                 parts["logits"] = parts["logits"] / (share + (share == 0))
-        total = torch.zeros((), device=own[-1].device)
+        total = torch.zeros((), device=student_inputs[-1].device)
         for name, part in parts.items():
             total = total + self._weights[name] * mean_over_samples(
-                student.by_sample(part, *own), own[-1]
+                student.by_sample(part, *student_inputs), student_inputs[-1]
             )
         return total
 
@@ -135,16 +140,18 @@ def divergence(
     binary: bool = False,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the student's divergence from the teacher's distribution, at a temperature, times its square, in nats.
+    """Return the student's divergence from the teacher's distribution, at a temperature, times its
+    square, in nats.
 
-    ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many; else classes are along
-    the last axis, which the result has not. The temperature is 2 by default; of stored `Logits` [..., T] it is 1, and
-    must be that at which they were stored. Positions that are not ``known`` have 0. Of top-k all other tokens count as
-    one. Of draws the result is the cross-entropy: its expectation is the divergence plus the teacher's entropy, with
-    the gradient of the divergence (arXiv 2503.16870).
+    ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many;
+    else classes are along the last axis, which the result has not. The temperature is 2 by default;
+    of stored `Logits` [..., T] it is 1, and must be that at which they were stored. Positions that
+    are not ``known`` have 0. Of top-k all other tokens count as one. Of draws the result is the
+    cross-entropy: its expectation is the divergence plus the teacher's entropy, with the gradient
+    of the divergence (arXiv 2503.16870).
 
-    With ``weights``, of the result's shape, such as a mask of real tokens, returns the weighted mean over known
-    positions; 0 where all weights are 0.
+    With ``weights``, of the result's shape, such as a mask of real tokens, returns the weighted
+    mean over known positions; 0 where all weights are 0.
     """
     if isinstance(teacher, Logits):
         temperature = 1.0 if temperature is None else temperature
@@ -152,15 +159,15 @@ def divergence(
         weights = None if weights is None else weights * teacher.known
     else:
         temperature = TEMPERATURE if temperature is None else temperature
-        own = logits.float() / temperature
-        wanted = teacher.reshape(logits.shape).float() / temperature
+        student = logits.float() / temperature
+        target = teacher.reshape(logits.shape).float() / temperature
         if binary:
-            yes = wanted.sigmoid() * (F.logsigmoid(wanted) - F.logsigmoid(own))
-            values = yes + (-wanted).sigmoid() * (F.logsigmoid(-wanted) - F.logsigmoid(-own))
+            yes = target.sigmoid() * (F.logsigmoid(target) - F.logsigmoid(student))
+            values = yes + (-target).sigmoid() * (F.logsigmoid(-target) - F.logsigmoid(-student))
         else:
-            own = own.log_softmax(-1)
-            wanted = wanted.log_softmax(-1)
-            values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
+            student = student.log_softmax(-1)
+            target = target.log_softmax(-1)
+            values = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
     values = values * temperature**2
     return (
         values
@@ -169,19 +176,22 @@ def divergence(
     )
 
 
-def _sparse_divergence(own: Tensor, teacher: Logits) -> Tensor:
-    """Return what :func:`divergence` says of stored logits; ``own`` [..., T, V] are logits of the student."""
+def _sparse_divergence(student: Tensor, teacher: Logits) -> Tensor:
+    """Return what :func:`divergence` says of stored logits; ``own`` [..., T, V] are logits of
+    the student.
+    """
     indices = teacher.indices.long()
-    total = own.logsumexp(-1)
-    listed = own.gather(-1, indices) - total[..., None]
+    total = student.logsumexp(-1)
+    listed = student.gather(-1, indices) - total[..., None]
     values: Tensor = -(teacher.weights * listed).sum(-1)
     if teacher.tail is None:
         return values
     values = values + torch.xlogy(teacher.weights, teacher.weights).sum(-1)
-    if indices.shape[-1] < own.shape[-1]:
-        # Not 1 - sum of the listed probabilities: where the student is sure of them, nothing is left of its digits.
-        others = own.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
-        values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * others
+    if indices.shape[-1] < student.shape[-1]:
+        # Not 1 - sum of the listed probabilities: where the student is sure of them, nothing is
+        # left of its digits.
+        rest = student.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
+        values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * rest
     return values
 
 
@@ -196,27 +206,29 @@ def distilled(
     temperature: float | None = None,
     tp: int = 1,
 ) -> tuple[Callable[[StagedModel], StagedModel], Callable[..., tuple[Tensor, ...]] | None]:
-    """Return what gives a student of a size the loss of distillation, and the teacher to call with a batch's inputs.
+    """Return what gives a student of a size the loss of distillation, and the teacher to call with
+    a batch's inputs.
 
-    The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its values are in the
-    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits (default: 2, or
-    that of a layer of top-k or draws); ``tp`` is the student's degree of tensor parallel. All ranks must call this.
-    Raises ConfigError for a teacher that predicts other things than the student or was stored at another temperature,
-    and what :class:`Teacher` and `open_layer` raise.
+    The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its
+    values are in the batches. ``weights`` is the text that :func:`weights_of` reads;
+    ``temperature`` softens the logits (default: 2, or that of a layer of top-k or draws); ``tp`` is
+    the student's degree of tensor parallel. All ranks must call this. Raises ConfigError for a
+    teacher that predicts other things than the student or was stored at another temperature, and
+    what :class:`Teacher` and `open_layer` raise.
     """
     parts = weights_of(weights)
     if "targets" in parts and not isinstance(size, GridSettings):
         raise ConfigError(
-            f"distill '{weights}': 'targets' are detections, which this model does not learn; use a model of "
-            "occupancy, or 'logits'"
+            f"distill '{weights}': 'targets' are detections, which this model does not "
+            "learn; use a model of occupancy, or 'logits'"
         )
     if "features" in parts and tp > 1 and isinstance(size, VitSettings | GptSettings):
         raise ConfigError(
-            f"distill '{weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
-            "convolutions"
+            f"distill '{weights}': 'features' lie in parts on the ranks of tp={tp}; use "
+            "tp=1, or a model of convolutions"
         )
     if teacher is None:
-        source = of_layer(
+        source = make_layer_teacher(
             str(layer),
             student=size,
             dataset=loader.dataset,
@@ -226,18 +238,21 @@ def distilled(
         stored = source.temperature
         if stored is not None and temperature not in (None, stored):
             raise ConfigError(
-                f"temperature={temperature}: layer '{layer}' has logits that were stored at {stored}; leave it out, or "
-                f"make the layer again by annotate --temperature {temperature}"
+                f"temperature={temperature}: layer '{layer}' has logits that were stored at "
+                f"{stored}; leave it out, or make the layer again by annotate --temperature "
+                f"{temperature}"
             )
         temperature = temperature or stored or TEMPERATURE
         return partial(Distilled, source=source, weights=parts, temperature=temperature), None
     model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
     cameras = len(loader.cameras)
-    (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, model.settings))
-    if (own, ours) != (its, theirs):
+    (student_shape, ours), (its, theirs) = (
+        predictions(settings_of_side, cameras) for settings_of_side in (size, model.settings)
+    )
+    if (student_shape, ours) != (its, theirs):
         raise ConfigError(
-            f"teacher '{model.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
-            "teacher of the same predictions"
+            f"teacher '{model.name}' predicts {list(its)} ({theirs}), the student "
+            f"{list(student_shape)} ({ours}); use a teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
     return partial(

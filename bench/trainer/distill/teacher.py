@@ -1,10 +1,11 @@
 """The teacher of a distillation: a trained model, or a layer of its predictions.
 
-A layer's channels are moved by their laws with the sample's augmentation: ``logits`` [B, g, g] of an occupancy grid
-(law ``ego_grid``; axes x, y), [B, T, V] of tokens, [B, N, classes] of images; ``features_{camera}`` [B, H, W, C] of
-each camera (law ``image``), or ``features`` [B, N, C, h, w] of one view; ``detections`` (law ``ego_boxes``), boxes.
-An int8 channel is multiplied by the channel ``{name}_scale``. Logits of tokens may be of kind ``logits_topk`` or
-``logits_sampled``: the teacher's tensors are then the parts of `Logits`, named ``logits.{part}``.
+A layer's channels are moved by their laws with the sample's augmentation: ``logits`` [B, g, g] of
+an occupancy grid (law ``ego_grid``; axes x, y), [B, T, V] of tokens, [B, N, classes] of images;
+``features_{camera}`` [B, H, W, C] of each camera (law ``image``), or ``features`` [B, N, C, h, w]
+of one view; ``detections`` (law ``ego_boxes``), boxes. An int8 channel is multiplied by the channel
+``{name}_scale``. Logits of tokens may be of kind ``logits_topk`` or ``logits_sampled``: the
+teacher's tensors are then the parts of `Logits`, named ``logits.{part}``.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ LAYER = "teacher"
 class Teacher(nn.Module):
     """A trained model out of the newest whole checkpoint of a run; it predicts, and does not learn.
 
-    With ``shard`` its parameters are divided over all ranks from the start, and gathered block by block; all ranks must
-    call it. Load checkpoints that you trust only. Raises ConfigError where there is none, and StateMismatchError for
-    another version.
+    With ``shard`` its parameters are divided over all ranks from the start, and gathered block by
+    block; all ranks must call it. Load checkpoints that you trust only. Raises ConfigError where
+    there is none, and StateMismatchError for another version.
     """
 
     def __init__(self, place: str, device: str = "cpu", *, shard: bool = False) -> None:
@@ -61,8 +62,8 @@ class Teacher(nn.Module):
         else:
             why = f" ({'; '.join(skipped)})" if skipped else ""
             raise ConfigError(
-                f"teacher '{store.shown}' has no whole checkpoint{why}; give the folder that `fuelrail bench train "
-                "--checkpoint` wrote"
+                f"teacher '{store.shown}' has no whole checkpoint{why}; give the folder "
+                "that `fuelrail bench train --checkpoint` wrote"
             )
         self.name = manifest.identity["model"]
         if self.name not in MODELS:
@@ -97,7 +98,9 @@ class Teacher(nn.Module):
         return logits, self.model.feature_map(hidden, *inputs)
 
     def outputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return ``logits`` and ``features`` of a loader's batch, in the shape of a layer's channels."""
+        """Return ``logits`` and ``features`` of a loader's batch, in the shape of a layer's
+        channels.
+        """
         device = next(self.parameters()).device
         logits, features = self(*(tensor.to(device) for tensor in self.model.inputs(batch)))
         shape, _ = predictions(self.settings, features.shape[1])
@@ -105,7 +108,8 @@ class Teacher(nn.Module):
 
 
 class Source(NamedTuple):
-    """The teacher's tensors: their names, the channels of its features, and how a loader's batch gives them.
+    """The teacher's tensors: their names, the channels of its features, and how a loader's batch
+    gives them.
 
     ``temperature`` is that at which logits were stored, where they are top-k or draws.
     """
@@ -116,48 +120,55 @@ class Source(NamedTuple):
     temperature: float | None = None
 
 
-def of_layer(
+def make_layer_teacher(
     place: str,
     student: ModelSettings,
     dataset: Dataset,
     weights: Collection[str],
     transforms: Transforms,
 ) -> Source:
-    """Make the teacher of a layer of a dataset. Raise ConfigError where its channels are not what the student needs.
+    """Make the teacher of a layer of a dataset.
+
+    Raise ConfigError where its channels are not what the student needs.
 
     ``transforms`` are the loader's: what they move, a channel of a fixed view must follow.
     """
     layer = open_layer(LAYER, place, dataset)
     table = {channel.name: channel for channel in layer.channels}
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    shape, what = predictions(student, len(cameras))
+    shape, meaning = predictions(student, len(cameras))
 
     def find(
         name: str, wanted: tuple[int | None, ...], law: str, *, moves: bool = False
     ) -> Channel:
-        """Find the channel of a shape (None: any size; no axes: boxes). ``moves``: the samples are augmented."""
+        """Find the channel of a shape (None: any size; no axes: boxes).
+
+        ``moves``: the samples are augmented.
+        """
         channel = table.get(f"{LAYER}.{name}")
         sides = (
-            f"[{', '.join('any' if one is None else str(one) for one in wanted)}]"
+            f"[{', '.join('any' if side is None else str(side) for side in wanted)}]"
             if wanted
             else "boxes"
         )
         has_shape = () if channel is None else _shape(channel)
         if channel is None or not (_fits(wanted, has_shape) if wanted else channel.law.name == law):
-            known = ", ".join(sorted(table))
+            names = ", ".join(sorted(table))
             has = (
                 f"it has {list(has_shape) or channel.kind}"
                 if channel
-                else f"its channels are {known}"
+                else f"its channels are {names}"
             )
             raise ConfigError(
-                f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; "
-                "make the layer with a teacher of the same predictions"
+                f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a "
+                f"student of {meaning}; {has}; make the layer with a teacher of the same "
+                "predictions"
             )
         if moves and layer.manifest.view.kind == channel.law.name == "fixed":
             raise ConfigError(
-                f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are augmented; "
-                f"give it the law '{law}', or make the layer with --view per_view"
+                f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the "
+                f"samples are augmented; give it the law '{law}', or make the layer with "
+                "--view per_view"
             )
         return channel
 
@@ -174,8 +185,8 @@ def of_layer(
             moves=isinstance(student, GridSettings) and bool(transforms.ego.train),
         )
         if logits.kind in (TOPK, SAMPLED):
-            found = layer.manifest.recipe.get("temperature")
-            temperature = found if isinstance(found, float) else 1.0
+            stated = layer.manifest.recipe.get("temperature")
+            temperature = stated if isinstance(stated, float) else 1.0
             parts = ("indices", "weights", "known", *(("tail",) if logits.kind == TOPK else ()))
             makers = {
                 f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts
@@ -190,9 +201,9 @@ def of_layer(
             batch[f"{LAYER}.detections"][group[0]], grid, range_m
         )
     if "features" in weights and f"{LAYER}.features" in table:
-        whole = find("features", (len(cameras), None, None, None), "image", moves=moved)
-        width = whole.shape[1] or 0
-        makers["features"] = lambda batch: _values(batch, whole)
+        features = find("features", (len(cameras), None, None, None), "image", moves=moved)
+        width = features.shape[1] or 0
+        makers["features"] = lambda batch: _values(batch, features)
     elif "features" in weights:
         maps = [
             find(f"features_{camera}", (None, None, None), "image", moves=moved)
@@ -200,7 +211,7 @@ def of_layer(
         ]
         width = maps[0].shape[2] or 0
         makers["features"] = lambda batch: torch.stack(
-            [_values(batch, one).movedim(-1, 1) for one in maps], dim=1
+            [_values(batch, side).movedim(-1, 1) for side in maps], dim=1
         )
     return Source(
         tuple(makers),
@@ -211,20 +222,22 @@ def of_layer(
 
 
 def _shape(channel: Channel) -> tuple[int | None, ...]:
-    """Return the shape of a channel's values; of stored logits, that of those that they stand for."""
+    """Return the shape of a channel's values; of stored logits, that of those that they stand
+    for.
+    """
     if channel.kind not in (TOPK, SAMPLED) or channel.vocabulary is None:
         return channel.shape
     return channel.shape[0], channel.vocabulary.size
 
 
 def _part(batch: Mapping[str, Any], name: str, part: str) -> Tensor:
-    found: Tensor = getattr(batch[name], part)
-    return found
+    tensor: Tensor = getattr(batch[name], part)
+    return tensor
 
 
-def _fits(wanted: Sequence[int | None], shape: Sequence[int | None]) -> bool:
-    return len(wanted) == len(shape) and all(
-        one in (None, size) for one, size in zip(wanted, shape, strict=True)
+def _fits(sides: Sequence[int | None], shape: Sequence[int | None]) -> bool:
+    return len(sides) == len(shape) and all(
+        side in (None, size) for side, size in zip(sides, shape, strict=True)
     )
 
 

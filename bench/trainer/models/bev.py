@@ -1,11 +1,13 @@
-"""The bird's-eye model, and what all camera models share: inputs, pixels, rays, and the head of an occupancy grid.
+"""The bird's-eye model, and what all camera models share: inputs, pixels, rays, and the head of an
+occupancy grid.
 
-Each token of a feature map carries the ray of its pixel in the ego frame (from the batch's intrinsics and extrinsics,
-as PETR embeds positions, arXiv 2203.05625); the cells of a grid around the vehicle attend to all tokens of all cameras;
-a linear layer says whether a box has its centre in the cell. The loss (binary cross-entropy) falls when images,
-geometry and boxes belong together.
+Each token of a feature map carries the ray of its pixel in the ego frame (from the batch's
+intrinsics and extrinsics, as PETR embeds positions, arXiv 2203.05625); the cells of a grid around
+the vehicle attend to all tokens of all cameras; a linear layer says whether a box has its centre in
+the cell. The loss (binary cross-entropy) falls when images, geometry and boxes belong together.
 
-Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w feature cells, T tokens, G grid cells.
+Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w feature cells, T
+tokens, G grid cells.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ HEAD_PLAN: dict[str, ParallelStyle] = {
 
 
 class ImageStem(nn.Module):
-    """uint8 images [B, N, 3, H, W] to features [B * N, C, h, w]: every n-th pixel, normalised, through the layers."""
+    """uint8 images [B, N, 3, H, W] to features [B * N, C, h, w]: every n-th pixel, normalised,
+    through the layers.
+    """
 
     mean: Tensor
     std: Tensor
@@ -66,21 +70,25 @@ class ImageStem(nn.Module):
             if "Kernel size" not in str(error):
                 raise
             raise ConfigError(
-                f"images of {img.shape[-2]} x {img.shape[-1]} pixels are smaller than what the model's first layers "
-                f"look at, of every {step}. pixel in both directions; use larger ones"
+                f"images of {img.shape[-2]} x {img.shape[-1]} pixels are smaller than what "
+                f"the model's first layers look at, of every {step}. pixel in both "
+                "directions; use larger ones"
             ) from error
         return features
 
 
 class CameraModel(StagedModel):
-    """A model of images, their geometry, and the grid of boxes around the vehicle; its head says what is occupied."""
+    """A model of images, their geometry, and the grid of boxes around the vehicle; its head says
+    what is occupied.
+    """
 
     settings: BevSettings | VitSettings | ResNetSettings
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
         img = batch["img"]
-        # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
+        # A dataset without boxes trains towards an empty grid: its run measures time, its loss
+        # means nothing.
         boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=img.device)] * len(img)
         target = occupied_cells(boxes, self.settings.grid, self.settings.range_m)
         # One without calibration, likewise, has cameras of unit matrices.
@@ -99,7 +107,9 @@ class CameraModel(StagedModel):
 
 
 class OccupancyHead(nn.Module):
-    """Features of all cameras and their geometry to the logits of an occupancy grid; see the module's docstring."""
+    """Features of all cameras and their geometry to the logits of an occupancy grid; see the
+    module's docstring.
+    """
 
     def __init__(self, width: int, stride: int, grid: int) -> None:
         super().__init__()
@@ -121,8 +131,8 @@ class OccupancyHead(nn.Module):
     ) -> Tensor:
         """Return logits of the cells, float [B, G].
 
-        features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
-        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
+        features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid
+        [B, N]; intrinsics [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
         """
         num_samples, num_cameras = img.shape[:2]
         rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
@@ -138,9 +148,12 @@ class OccupancyHead(nn.Module):
         return logits
 
     def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
-        """Return unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
+        """Return unit directions and origins (tens of metres) in the ego frame of the feature
+        cells: [B*N, h*w, 6].
+        """
         height, width = size
-        # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0, 0).
+        # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0,
+        # 0).
         rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
         columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
         v, u = torch.meshgrid(rows, columns, indexing="ij")
@@ -150,7 +163,8 @@ class OccupancyHead(nn.Module):
         )  # an absent camera's zeros are masked
         inverse = inverse.nan_to_num(0, 0, 0)
         extrinsics = cam2ego.flatten(0, 1).float()
-        # Products written out: autocast would compute matrix products in low precision, too little for geometry.
+        # Products written out: autocast would compute matrix products in low precision, too little
+        # for geometry.
         rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
         rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
         origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
@@ -158,11 +172,12 @@ class OccupancyHead(nn.Module):
 
 
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
-    """Return which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
+    """Return which cells of a square grid around the ego origin hold a box centre: float [B, grid *
+    grid], 0 or 1.
 
-    ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y (left), in metres, are
-    read. The grid covers -range_m to range_m in both; centres outside are left out. The result lies on the boxes'
-    device; nothing waits for it.
+    ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y
+    (left), in metres, are read. The grid covers -range_m to range_m in both; centres outside are
+    left out. The result lies on the boxes' device; nothing waits for it.
     """
     device = boxes[0].device
     centres = torch.cat([sample[:, :2].float() for sample in boxes])
@@ -171,7 +186,8 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     )
     cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
     inside = ((cells >= 0) & (cells < grid)).all(dim=1)
-    # One cell more than there are takes the centres outside: picking the others would mean waiting for the device.
+    # One cell more than there are takes the centres outside: picking the others would mean waiting
+    # for the device.
     flat = torch.where(inside, cells[:, 0] * grid + cells[:, 1], grid * grid)
     target = torch.zeros(len(boxes), grid * grid + 1, device=device)
     target[rows.to(device, non_blocking=True), flat] = 1

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Fill = Callable[[Collection[nn.Module], bool], None]
-"""Gives parts of a model that was made without memory their values; True: in host memory, for an offload."""
+"""Gives parts of a model that was made without memory their values; True: in host memory, for an
+offload.
+"""
 
 
 def build_model(settings: ModelSettings) -> StagedModel:
@@ -49,17 +51,18 @@ def maker(name: str) -> Callable[[], nn.Module]:
     """Return what makes a model: one of ours by its name, or what ``MODULE:FUNCTION`` names."""
     if name in MODELS:
         return partial(build_model, MODELS[name])
-    found: Callable[[], nn.Module] = find(name)
-    return found
+    function: Callable[[], nn.Module] = find(name)
+    return function
 
 
 def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, Fill]:
-    """Make a model without memory, on the meta device; the function beside it gives parts of it what ``make`` gives it.
+    """Make a model without memory, on the meta device; the function beside it gives parts of it
+    what ``make`` gives it.
 
-    Filling makes the model once more and keeps of each module this rank's share as soon as another one has it as a
-    part: so a rank never has the whole of more than one, and any division starts from the weights that the seed gives
-    the undivided model. A model that changes parameters later, or that ties some, is made whole once on each rank's
-    host, with a warning.
+    Filling makes the model once more and keeps of each module this rank's share as soon as another
+    one has it as a part: so a rank never has the whole of more than one, and any division starts
+    from the weights that the seed gives the undivided model. A model that changes parameters later,
+    or that ties some, is made whole once on each rank's host, with a warning.
     """
     modules: list[nn.Module] = []  # in the order in which they are made, which is always the same
     with torch.device("meta"), _seeing(modules.append):
@@ -81,59 +84,64 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
     def fill(parts: Collection[nn.Module], offload: bool) -> None:
         for part in parts:
             part.to_empty(device="cpu" if offload else device)
-        kept = {module for part in parts for module in part.modules()}
-        missing = {place for place in owners.values() if place[0] in kept}
+        modules_kept = {module for part in parts for module in part.modules()}
+        missing = {place for place in owners.values() if place[0] in modules_kept}
         released: list[tuple[nn.Parameter, int]] = []
         following = iter(places)
 
-        def keep_share(made: nn.Module) -> None:
+        def keep_share(new_module: nn.Module) -> None:
             place = next(following)
-            for name, value in list(made.named_parameters(recurse=False)):
+            for name, value in list(new_module.named_parameters(recurse=False)):
                 target = place.get(name)
                 if value.is_meta or target is None:
                     continue
                 if target in missing:
                     copy_share(value, target[0].get_parameter(target[1]))
                     missing.remove(target)
-                left = nn.Parameter(value.to("meta"), value.requires_grad)
-                setattr(made, name, left)
-                released.append((left, left._version))  # noqa: SLF001 - how torch counts changes in place
+                placeholder = nn.Parameter(value.to("meta"), value.requires_grad)
+                setattr(new_module, name, placeholder)
+                released.append((placeholder, placeholder._version))  # noqa: SLF001 - how torch counts changes in place
 
         torch.manual_seed(seed)
         with nullcontext() if tied else _seeing(keep_share):
-            whole = make()
+            full_model = make()
         if not tied:
-            keep_share(whole)
-        if missing or any(left._version != version for left, version in released):  # noqa: SLF001
+            keep_share(full_model)
+        if missing or any(placeholder._version != version for placeholder, version in released):  # noqa: SLF001
             _LOG.warning(
-                "%s ties parameters or changes them after a module has them as its parts: each rank makes it whole on "
-                "its host once; to avoid that, let each module set its own parameters in its constructor",
+                "%s ties parameters or changes them after a module has them as its parts: "
+                "each rank makes it whole on its host once; to avoid that, let each module "
+                "set its own parameters in its constructor",
                 name_of_model,
             )
             if not tied:
                 torch.manual_seed(seed)
-                whole = make()
-            for target, made in zip(parts_of_model, whole.modules(), strict=True):
-                for name, value in made.named_parameters(recurse=False) if target in kept else ():
+                full_model = make()
+            for target, new_module in zip(parts_of_model, full_model.modules(), strict=True):
+                for name, value in (
+                    new_module.named_parameters(recurse=False) if target in modules_kept else ()
+                ):
                     copy_share(value, target.get_parameter(name))
-        for target, made in zip(parts_of_model, whole.modules(), strict=True):
-            for name, buffer in made.named_buffers(recurse=False) if target in kept else ():
+        for target, new_module in zip(parts_of_model, full_model.modules(), strict=True):
+            for name, buffer in (
+                new_module.named_buffers(recurse=False) if target in modules_kept else ()
+            ):
                 setattr(target, name, buffer.to(device))
 
     return model, fill
 
 
 @torch.no_grad()
-def copy_share(whole: Tensor, share: Tensor) -> None:
+def copy_share(tensor: Tensor, share: Tensor) -> None:
     """Copy this rank's share of a tensor."""
     if isinstance(share, DTensor):
         sizes, starts = compute_local_shape_and_global_offset(
             share.shape, share.device_mesh, share.placements
         )
         for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            whole = whole.narrow(axis, min(start, whole.shape[axis]), size)
+            tensor = tensor.narrow(axis, min(start, tensor.shape[axis]), size)
         share = share.to_local()
-    share.copy_(whole)
+    share.copy_(tensor)
 
 
 @contextmanager

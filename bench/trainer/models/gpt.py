@@ -1,4 +1,6 @@
-"""A GPT-2-style decoder: token and position embeddings, causal blocks, the next token's cross-entropy."""
+"""A GPT-2-style decoder: token and position embeddings, causal blocks, the next token's
+cross-entropy.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ VOCABULARY_PART = PrepareModuleInput(
 class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it.
 
-    Documents of any length lie in rows of ``context + 1`` tokens, several in a row where the batch has packs. Each is
-    read alone: attention and positions begin with it.
+    Documents of any length lie in rows of ``context + 1`` tokens, several in a row where the batch
+    has packs. Each is read alone: attention and positions begin with it.
     """
 
     settings: GptSettings
@@ -61,13 +63,17 @@ class Gpt(StagedModel):
         self.head = _NextToken(settings)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return tokens int64 [B, context + 1] and weight float [B]; for documents of any length `packed_rows`."""
+        """Return tokens int64 [B, context + 1] and weight float [B]; for documents of any length
+        `packed_rows`.
+        """
         if isinstance(batch.get("tokens"), Packed):
             return packed_rows(batch, self.settings.context)
         return tokens_of(batch, self.settings), batch["valid"].float()
 
     def beside(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the mask of attention within documents, bool [B, 1, T, T], where these lie in rows."""
+        """Return the mask of attention within documents, bool [B, 1, T, T], where these lie in
+        rows.
+        """
         if not _in_rows(inputs):
             return {}
         document = inputs[2]
@@ -151,12 +157,13 @@ class _NextToken(nn.Module):
 def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
     """Return tokens int64 [B, context + 1] of a batch: the first ones of its channel `tokens`.
 
-    A dataset without that channel gets tokens made of the samples' keys: equal steps through the vocabulary from a
-    start, both of which the key decides. They can be learnt, and are the same in every run.
+    A dataset without that channel gets tokens made of the samples' keys: equal steps through the
+    vocabulary from a start, both of which the key decides. They can be learnt, and are the same in
+    every run.
     """
     if "tokens" in batch:
-        found: Tensor = batch["tokens"][:, : settings.context + 1].long()
-        return found
+        tokens_stored: Tensor = batch["tokens"][:, : settings.context + 1].long()
+        return tokens_stored
     digests = [xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]]
     starts = torch.tensor([(digest >> 8) % settings.vocabulary for digest in digests])
     strides = torch.tensor([digest % _MAX_STRIDE + 1 for digest in digests])
@@ -167,25 +174,28 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
 
 
 def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the documents of a batch in rows: a row a pack, or a document, cut to the row, where there are no packs.
+    """Return the documents of a batch in rows: a row a pack, or a document, cut to the row, where
+    there are no packs.
 
-    They are tokens int64 [B, context + 1], and of each that is read, [B, context]: its place in its document, the
-    document's number (-1: padding), and the weight of its prediction, float: 1 where the next token is of the same real
-    document, else 0. Raises ConfigError for a pack of more tokens.
+    They are tokens int64 [B, context + 1], and of each that is read, [B, context]: its place in its
+    document, the document's number (-1: padding), and the weight of its prediction, float: 1 where
+    the next token is of the same real document, else 0. Raises ConfigError for a pack of more
+    tokens.
     """
     values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
-    number, at = (
+    number, place = (
         torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values))
     )
     pack = batch.get("pack", number)
     num_rows = len(batch.get("pack_offsets", offsets)) - 1
     document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
     # A row begins with the first document of its pack.
-    column = at - offsets[torch.searchsorted(pack, pack)][document]
+    column = place - offsets[torch.searchsorted(pack, pack)][document]
     if "pack" in batch and bool((column > context).any()):
         raise ConfigError(
-            f"a pack has {int(column.max()) + 1} tokens, and a row of the model {context + 1}: let the packs' cost be "
-            "the number of tokens and their budget at most that, or use another model"
+            f"a pack has {int(column.max()) + 1} tokens, and a row of the model "
+            f"{context + 1}: let the packs' cost be the number of tokens and their budget "
+            "at most that, or use another model"
         )
 
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
@@ -196,7 +206,7 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
             :, :-1
         ]
 
-    places = in_rows(at - offsets[document], 0)
+    places = in_rows(place - offsets[document], 0)
     documents = in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
     weight = (

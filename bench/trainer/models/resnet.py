@@ -1,7 +1,9 @@
-"""ResNet-50 as published (arXiv 1512.03385, with the stride in the 3x3 convolution as torchvision has it), by images.
+"""ResNet-50 as published (arXiv 1512.03385, with the stride in the 3x3 convolution as torchvision
+has it), by images.
 
-Every image of every camera is one input; the class is how many cells of the grid around the vehicle hold a box. It
-measures time: the network is the one that storage benchmarks and accelerators' figures speak of.
+Every image of every camera is one input; the class is how many cells of the grid around the vehicle
+hold a box. It measures time: the network is the one that storage benchmarks and accelerators'
+figures speak of.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _EXPANSION = 4
 
 
 class ResNet(CameraModel):
-    """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
+    """A classifier of images; takes the inputs of all camera models, and uses images and
+    targets.
+    """
 
     settings: ResNetSettings
     plan: Mapping[str, ParallelStyle] = {
@@ -81,7 +85,8 @@ class _Bottleneck(nn.Module):
         outputs = width * _EXPANSION
         relu = nn.ReLU(inplace=True)
         last, norm = _convolution(width, outputs, 1, 1)
-        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
+        # A block starts as the identity, which keeps deep networks well conditioned (arXiv
+        # 1706.02677, section 5.1).
         nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
             *_convolution(inputs, width, 1, 1),

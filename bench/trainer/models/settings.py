@@ -13,15 +13,18 @@ from fuelrail.pipeline.settings import Above0, NotNegative, Positive, Settings
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 MODEL_IMAGE = ImageAugment(height=256, width=704)
-"""What our camera models read where a run names no image: the size that BEVDet-R50's figures are of."""
+"""What our camera models read where a run names no image: the size that BEVDet-R50's figures are
+of.
+"""
 
 
 class CameraSettings(Settings, frozen=True, kw_only=True):
     """What all camera models have.
 
-    ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated accelerator's stand-in
-    looks at little of the image, so that the host's time is left to the loader. The grid has ``grid`` cells a side and
-    covers -``range_m`` to ``range_m`` metres around the vehicle.
+    ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated
+    accelerator's stand-in looks at little of the image, so that the host's time is left to the
+    loader. The grid has ``grid`` cells a side and covers -``range_m`` to ``range_m`` metres around
+    the vehicle.
     """
 
     subsample: Positive = 1
@@ -38,7 +41,9 @@ class BevSettings(CameraSettings, frozen=True, kw_only=True):
 
 
 class ResNetSettings(CameraSettings, frozen=True, kw_only=True):
-    """Size of a bottleneck ResNet: ``width`` channels and ``blocks`` per stage; 64 and (3, 4, 6, 3) is ResNet-50."""
+    """Size of a bottleneck ResNet: ``width`` channels and ``blocks`` per stage; 64 and (3, 4, 6,
+    3) is ResNet-50.
+    """
 
     width: Positive = 64
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)
@@ -46,7 +51,9 @@ class ResNetSettings(CameraSettings, frozen=True, kw_only=True):
 
 
 class VitSettings(CameraSettings, frozen=True, kw_only=True):
-    """Size of the multi-camera ViT: ``depth`` blocks of ``width`` channels over patches of ``patch`` pixels a side."""
+    """Size of the multi-camera ViT: ``depth`` blocks of ``width`` channels over patches of
+    ``patch`` pixels a side.
+    """
 
     width: Positive
     depth: Positive
@@ -59,12 +66,13 @@ class VitSettings(CameraSettings, frozen=True, kw_only=True):
 
 
 class GptSettings(Settings, frozen=True):
-    """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a ``vocabulary``.
+    """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a
+    ``vocabulary``.
 
-    ``kv_heads`` (default: ``heads``) are shared by groups of queries. A perceptron has ``ffn`` channels inside
-    (default: four times the width), and with ``gated`` a third matrix. ``experts`` is the number of perceptrons of a
-    block, of which a token passes ``active_experts`` on average. A head has ``head_width`` channels (default: ``width``
-    over ``heads``).
+    ``kv_heads`` (default: ``heads``) are shared by groups of queries. A perceptron has ``ffn``
+    channels inside (default: four times the width), and with ``gated`` a third matrix. ``experts``
+    is the number of perceptrons of a block, of which a token passes ``active_experts`` on average.
+    A head has ``head_width`` channels (default: ``width`` over ``heads``).
     """
 
     width: Positive
@@ -87,10 +95,10 @@ class GptSettings(Settings, frozen=True):
 
 GridSettings = BevSettings | VitSettings  # of models that say which cells are occupied
 ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
-# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
-# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of 2.03
-# billion parameters, has about the shape of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv
-# 2005.14165 (small, XL).
+# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a
+# sample; `base` is a ResNet-like backbone at full resolution. vit-base and vit-large have the sizes
+# of arXiv 2010.11929; vit-2b, of 2.03 billion parameters, has about the shape of arXiv 2106.04560's
+# ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv 2005.14165 (small, XL).
 MODELS: dict[str, ModelSettings] = {
     "light": BevSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": BevSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
@@ -124,7 +132,9 @@ def num_blocks(settings: ModelSettings) -> int:
 
 
 def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, int]:
-    """Return sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
+    """Return sizes that tensor parallel divides, by name; ``image`` is the height and width of a
+    delivered image.
+    """
     if isinstance(settings, GptSettings):
         return {
             "heads": settings.heads,
@@ -142,7 +152,9 @@ def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, i
 
 
 def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, ...], str]:
-    """Return the shape of a sample's logits, and what they say; models of which both are equal can teach each other."""
+    """Return the shape of a sample's logits, and what they say; models of which both are equal
+    can teach each other.
+    """
     if isinstance(settings, GptSettings):
         return (settings.context, settings.vocabulary), "the next token"
     if isinstance(settings, ResNetSettings):
@@ -162,29 +174,30 @@ def feature_width(settings: ModelSettings) -> int:
     return settings.width
 
 
-def find(name: str, what: str = "model") -> Any:
+def find(name: str, noun: str = "model") -> Any:
     """Import the function that ``MODULE:NAME`` names, from the working folder too.
 
     Raises ConfigError, and StageError of its own; ``what`` is what they call it.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"{what} {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+        raise ConfigError(f"{noun} {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
     if "/" in module or module.startswith(".") or module.endswith(".py"):
         raise ConfigError(
-            f"{what} {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'"
+            f"{noun} {name!r} has the path '{module}'; name a module as `import` does: "
+            "'folder.teacher'"
         )
     folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
+        raise ConfigError(f"{noun} {name!r} cannot be imported: {error}") from error
     except FuelrailError:
         raise
     except (Exception, SystemExit) as error:  # a script may end the process when it is imported
-        raise stage_error(f"{what} {name!r} cannot be made", error) from error
-    if not callable(found):
-        raise ConfigError(f"{what} {name!r} is {type(found).__name__}, not a function")
-    return found
+        raise stage_error(f"{noun} {name!r} cannot be made", error) from error
+    if not callable(function):
+        raise ConfigError(f"{noun} {name!r} is {type(function).__name__}, not a function")
+    return function

@@ -1,4 +1,6 @@
-"""What the models have in common, so that every strategy can be applied to each; the block of both transformers."""
+"""What the models have in common, so that every strategy can be applied to each; the block of
+both transformers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
-# Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not.
+# Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels
+# are not.
 _GATHER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
     "stem": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
@@ -41,7 +44,8 @@ TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
 
 
 class StagedModel(nn.Module, ABC):
-    """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden, *inputs)`` the logits.
+    """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden,
+    *inputs)`` the logits.
 
     Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All
     inputs have the batch's samples along their first axis; the last one is their weight, 0 of
@@ -50,14 +54,15 @@ class StagedModel(nn.Module, ABC):
     pipeline) by `real_share`, so that its loss and gradients are the mean over all real samples,
     however few a part has.
 
-    A module has its first values before another one takes it as a part: then a rank may keep its share alone (`draft`).
+    A module has its first values before another one takes it as a part: then a rank may keep its
+    share alone (`draft`).
     """
 
     stem: nn.Module
     blocks: nn.ModuleList
     head: nn.Module
-    # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is not named is computed
-    # by every rank of the tensor-parallel group alike.
+    # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is
+    # not named is computed by every rank of the tensor-parallel group alike.
     plan: Mapping[str, ParallelStyle] = {}
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -86,7 +91,9 @@ class StagedModel(nn.Module, ABC):
 
     @abstractmethod
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the loss of each prediction [B, ...]; the shape is that of the logits, without classes."""
+        """Return the loss of each prediction [B, ...]; the shape is that of the logits, without
+        classes.
+        """
 
     def real_share(self, *inputs: Tensor) -> Tensor:
         """Return the share of the batch's samples that are real: the loss is the mean over them."""
@@ -102,11 +109,15 @@ class StagedModel(nn.Module, ABC):
 
     @abstractmethod
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the arguments of :meth:`forward` out of a loader's batch, on the batch's device."""
+        """Return the arguments of :meth:`forward` out of a loader's batch, on the batch's
+        device.
+        """
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of losses, weighed by weights of their shape, 0 for padding; 0 without any."""
+    """Return the mean of losses, weighed by weights of their shape, 0 for padding; 0 without
+    any.
+    """
     total = weight.sum()
     return (losses * weight).sum() / (total + (total == 0))
 
@@ -120,10 +131,11 @@ GATED_PLAN: dict[str, ParallelStyle] = {
 
 
 class Block(nn.Module):
-    """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width unless ``mlp`` is given.
+    """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width
+    unless ``mlp`` is given.
 
-    ``kv_heads`` are the heads of keys and values, each of which a group of queries shares; ``head_width`` is the number
-    of channels of a head (default: ``width`` over ``heads``).
+    ``kv_heads`` are the heads of keys and values, each of which a group of queries shares;
+    ``head_width`` is the number of channels of a head (default: ``width`` over ``heads``).
     """
 
     def __init__(
@@ -145,14 +157,18 @@ class Block(nn.Module):
         self.mlp = mlp or perceptron(width, 4 * width)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute hidden states [B, T, C] of the same shape; ``mask`` bool [B, 1, T, T]: what a token attends to."""
+        """Compute hidden states [B, T, C] of the same shape; ``mask`` bool [B, 1, T, T]: what a
+        token attends to.
+        """
         hidden = hidden + self.attention(self.attention_norm(hidden), mask=mask)
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result
 
 
 def perceptron(width: int, inner: int, *, gated: bool = False) -> nn.Sequential:
-    """Return two matrices with GELU between them, or three, of which one gates another (arXiv 2002.05202, SwiGLU)."""
+    """Return two matrices with GELU between them, or three, of which one gates another (arXiv
+    2002.05202, SwiGLU).
+    """
     if gated:
         return nn.Sequential(_Gate(width, inner), nn.Identity(), nn.Linear(inner, width))
     return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
@@ -170,10 +186,12 @@ class _Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Perceptrons of which each takes the tokens of a sequence that it weighs most (arXiv 2202.09368, expert choice).
+    """Perceptrons of which each takes the tokens of a sequence that it weighs most (arXiv
+    2202.09368, expert choice).
 
-    An expert takes ``active / number`` of the tokens, so all compute equally much, and a token passes ``active`` of
-    them on average. Which tokens an expert takes depends on the later ones too.
+    An expert takes ``active / number`` of the tokens, so all compute equally much, and a token
+    passes ``active`` of them on average. Which tokens an expert takes depends on the later ones
+    too.
     """
 
     def __init__(self, width: int, inner: int, number: int, active: float, *, gated: bool) -> None:
@@ -185,13 +203,13 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape."""
         weights = self.router(hidden).softmax(-1).transpose(1, 2)  # [B, E, T]
-        taken = max(1, int(hidden.shape[1] * self.active // len(self.experts)))
-        weight, place = weights.topk(min(taken, hidden.shape[1]))
+        num_tokens = max(1, int(hidden.shape[1] * self.active // len(self.experts)))
+        weight, place = weights.topk(min(num_tokens, hidden.shape[1]))
         result = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
-            at = place[:, number, :, None].expand(-1, -1, hidden.shape[2])
-            made = expert(hidden.gather(1, at)) * weight[:, number, :, None]
-            result = result.scatter_add(1, at, made.to(result.dtype))
+            indices = place[:, number, :, None].expand(-1, -1, hidden.shape[2])
+            output = expert(hidden.gather(1, indices)) * weight[:, number, :, None]
+            result = result.scatter_add(1, indices, output.to(result.dtype))
         return result
 
 

@@ -1,4 +1,6 @@
-"""A multi-camera vision transformer: patches of each image as tokens (arXiv 2010.11929), the occupancy head."""
+"""A multi-camera vision transformer: patches of each image as tokens (arXiv 2010.11929), the
+occupancy head.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class MultiCameraVit(CameraModel):
-    """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer over each image."""
+    """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer
+    over each image.
+    """
 
     settings: VitSettings
     plan: Mapping[str, ParallelStyle] = {
@@ -45,7 +49,9 @@ class MultiCameraVit(CameraModel):
 
 
 class _Patches(ImageStem):
-    """Images to tokens [B * N, T, C]; where a token is in the world is the head's to say, within its image here."""
+    """Images to tokens [B * N, T, C]; where a token is in the world is the head's to say, within
+    its image here.
+    """
 
     def __init__(self, settings: VitSettings) -> None:
         width = settings.width

@@ -1,6 +1,9 @@
-"""Data parallel: copies by DDP, whose all-reduce is timed and may be compressed, or shards by FSDP2."""
+"""Data parallel: copies by DDP, whose all-reduce is timed and may be compressed, or shards by
+FSDP2.
+"""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with its own types and refuses text.
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with its own
+# types and refuses text.
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -35,12 +38,15 @@ if TYPE_CHECKING:
 def data_parallel(
     model: nn.Module, accelerator: "Accelerator | None", settings: "ParallelSettings"
 ) -> DistributedDataParallel:
-    """Wrap a model that already lies on the accelerator's device; needs an initialised process group."""
+    """Wrap a model that already lies on the accelerator's device; needs an initialised process
+    group.
+    """
     bucket_mib = settings.bucket_mib
     reduce: Any = fp16_compress_hook if settings.compression == "fp16" else allreduce_hook
     state: Any = dist.group.WORLD
     if settings.compression == "powersgd":
-        # It queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
+        # It queues several collectives a bucket, and gloo mixes up those of two buckets: it gets
+        # one bucket.
         bucket_mib = 1e6
         reduce = powerSGD_hook
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
@@ -50,8 +56,9 @@ def data_parallel(
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused,
     )
-    # Buffers are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
-    # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
+    # Buffers are constants, or statistics of each rank's own. Sent around they would make every
+    # rank wait for the slowest one's batch at the beginning of its forward pass, in which nothing
+    # depends on the others.
     wrapped.broadcast_buffers = False
     wrapped.register_comm_hook(
         state, reduce if accelerator is None else _timed(reduce, accelerator, model)
@@ -65,7 +72,9 @@ def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:
     num_ready_bytes = 0
 
     def timed(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket, all of whose gradients are computed; called in the order of the buckets."""
+        """Reduce a bucket, all of whose gradients are computed; called in the order of the
+        buckets.
+        """
         nonlocal num_ready_bytes
         num_ready_bytes += bucket.buffer().nbytes
         accelerator.gradients_ready(1.0 if bucket.is_last() else num_ready_bytes / num_bytes)
@@ -89,7 +98,9 @@ def shard(
     settings: "ParallelSettings",
     precision: "Precision",
 ) -> None:
-    """Shard parameters, gradients and optimiser state of each unit, and the rest, over the data-parallel axes."""
+    """Shard parameters, gradients and optimiser state of each unit, and the rest, over the
+    data-parallel axes.
+    """
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis.startswith("dp_"))
     if not axes:
         return
@@ -101,8 +112,9 @@ def shard(
         else OffloadPolicy(),
     }
     for block in units:
-        # Blocks of transformers keep their residual path in low precision too, as is usual; other parts have norms
-        # with statistics, and geometry: they are gathered in full, and autocast decides.
+        # Blocks of transformers keep their residual path in low precision too, as is usual; other
+        # parts have norms with statistics, and geometry: they are gathered in full, and autocast
+        # decides.
         low = isinstance(block, Block) and precision != "fp32"
         policy = (
             MixedPrecisionPolicy(DTYPES[precision], torch.float32)

@@ -44,7 +44,9 @@ def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
 
 
 def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded: bool) -> Optimizer:
-    """Make an optimiser of named parameters; with ``sharded`` each rank has the state of some of them."""
+    """Make an optimiser of named parameters; with ``sharded`` each rank has the state of some of
+    them.
+    """
     optimiser = make(named)
     groups = [
         {**{name: value for name, value in group.items() if name != "param_names"}, "params": part}
@@ -58,13 +60,15 @@ def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded:
         # Torch's own module compiles with what torch has deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    known = inspect.signature(type(optimiser)).parameters
-    options = {name: value for name, value in optimiser.defaults.items() if name in known}
+    parameters = inspect.signature(type(optimiser)).parameters
+    options = {name: value for name, value in optimiser.defaults.items() if name in parameters}
     return ZeroRedundancyOptimizer(groups, type(optimiser), **options)
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each mesh, and those of none: torch computes on lists of one kind only."""
+    """Return the parameters of each mesh, and those of none: torch computes on lists of one kind
+    only.
+    """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(
@@ -76,11 +80,14 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def clip_gradients(
     parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None
 ) -> None:
-    """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
-    found = [p for p in parameters if p.grad is not None]
-    # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two axes divide it.
+    """Scale all gradients so that their norm, over all ranks' parts and stages, is at most
+    ``largest``.
+    """
+    with_gradients = [p for p in parameters if p.grad is not None]
+    # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two
+    # axes divide it.
     divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for parameter, gradient in zip(found, _local_gradients(found), strict=True):
+    for parameter, gradient in zip(with_gradients, _local_gradients(with_gradients), strict=True):
         groups = list[dist.ProcessGroup]()
         if isinstance(parameter, DTensor):
             axes = (
@@ -98,33 +105,38 @@ def clip_gradients(
     square = torch.stack(list(squares.values())).sum()
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
-    for same_mesh in _by_mesh(found):
+    for same_mesh in _by_mesh(with_gradients):
         clip_grads_with_norm_(same_mesh, largest, square.sqrt())
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of all gradients, summed over the ranks where that is still to be done."""
-    found = []
+    """Return this rank's parts of all gradients, summed over the ranks where that is still to be
+    done.
+    """
+    gradients = []
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-            found.append(gradient.to_local())
+            gradients.append(gradient.to_local())
         elif gradient is not None:
-            found.append(gradient)
-    return found
+            gradients.append(gradient)
+    return gradients
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """Torch's GradScaler for gradients that are divided over ranks, as tensors and DTensors of several meshes.
+    """Torch's GradScaler for gradients that are divided over ranks, as tensors and DTensors of
+    several meshes.
 
-    A step is skipped on all ranks if one of them has a gradient that is not finite. ``num_skipped`` counts those in a
-    row; at ``max_skipped`` :meth:`unscale_` raises FuelrailError, which shows the scaler's state.
+    A step is skipped on all ranks if one of them has a gradient that is not finite. ``num_skipped``
+    counts those in a row; at ``max_skipped`` :meth:`unscale_` raises FuelrailError, which shows the
+    scaler's state.
     """
 
     def __init__(self, device: str, max_skipped: int, *, enabled: bool = True) -> None:
-        # A sixteenth of torch's scale: most models then skip none of their first steps, and it grows.
+        # A sixteenth of torch's scale: most models then skip none of their first steps, and it
+        # grows.
         super().__init__(device, init_scale=2.0**12, enabled=enabled)
         self.num_skipped = 0
         self._max_skipped = max_skipped
@@ -141,7 +153,8 @@ class SharedGradScaler(torch.amp.GradScaler):
         self.num_skipped = self.num_skipped + 1 if bool(found_inf) else 0
         if self.num_skipped >= self._max_skipped:
             raise FuelrailError(
-                f"{self.num_skipped} steps in a row had gradients that are not finite, and were skipped; the loss "
-                f"scale is {self.get_scale():g} by now; lower the learning rate, clip gradients, or use bf16"
+                f"{self.num_skipped} steps in a row had gradients that are not finite, and "
+                f"were skipped; the loss scale is {self.get_scale():g} by now; lower the "
+                "learning rate, clip gradients, or use bf16"
             )
         return {found_inf.device: found_inf}

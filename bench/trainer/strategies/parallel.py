@@ -1,7 +1,8 @@
 """A model, divided over the ranks as the settings say.
 
-:func:`parallelise` applies everything in one order: stages, tensor parallel, recomputation, compilation, sharding or
-copies, optimiser. :class:`Parallel` is the result, the same to the loop for all of them.
+:func:`parallelise` applies everything in one order: stages, tensor parallel, recomputation,
+compilation, sharding or copies, optimiser. :class:`Parallel` is the result, the same to the loop
+for all of them.
 """
 
 from __future__ import annotations
@@ -53,11 +54,19 @@ if TYPE_CHECKING:
 
 
 # Costly to compute again, for their size: matrix products, convolutions and attention.
-_KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
+_SAVED_OPERATIONS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten._scaled_dot_product",
+)
 
 
 def join_world() -> torch.device:
-    """Join torchrun's world, if this process is of one and has not yet, and return this rank's device."""
+    """Join torchrun's world, if this process is of one and has not yet, and return this rank's
+    device.
+    """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -73,13 +82,16 @@ def degrees_of_mesh(mesh: DeviceMesh) -> Degrees:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.keys() - {*Degrees._fields} or not sizes:
         raise ConfigError(
-            f"the mesh has the axes {list(sizes)}; name them {', '.join(Degrees._fields)}, each once"
+            f"the mesh has the axes {list(sizes)}; name them {', '.join(Degrees._fields)}, "
+            "each once"
         )
     return Degrees(**sizes)
 
 
 def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
-    """Make the mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
+    """Make the mesh of a composed strategy, without axes of one rank; None where whole models
+    are copied.
+    """
     if not degrees.composed:
         return None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
@@ -105,19 +117,21 @@ def parallelise(
 ) -> Parallel:
     """Divide a model over the ranks and return what trains it; all ranks must call this.
 
-    ``fr.parallelise(build, strategy="fsdp2", wrap=[Block])`` takes the fields of :class:`ParallelSettings` as keywords.
-    Under torchrun it joins that world, on several hosts too.
+    ``fr.parallelise(build, strategy="fsdp2", wrap=[Block])`` takes the fields of
+    :class:`ParallelSettings` as keywords. Under torchrun it joins that world, on several hosts too.
 
-    ``model`` is a function that makes the model, which is made without memory and divided before it gets the values
-    that the seed says; or a module, which takes those of rank 0. A plain module has ``forward(batch)``, of any inputs.
-    It returns what ``loss(outputs, batch)`` makes a loss of, or without that the loss: a tensor without axes, or a dict
-    of them, whose sum is trained. A model that pads may have ``real_share(batch)``, see :class:`Parallel`. Of a
-    pipeline and of tensor parallel the model is a :class:`~fuelrail.bench.trainer.models.staged.StagedModel`.
+    ``model`` is a function that makes the model, which is made without memory and divided before it
+    gets the values that the seed says; or a module, which takes those of rank 0. A plain module has
+    ``forward(batch)``, of any inputs. It returns what ``loss(outputs, batch)`` makes a loss of, or
+    without that the loss: a tensor without axes, or a dict of them, whose sum is trained. A model
+    that pads may have ``real_share(batch)``, see :class:`Parallel`. Of a pipeline and of tensor
+    parallel the model is a :class:`~fuelrail.bench.trainer.models.staged.StagedModel`.
 
-    ``mesh`` has the axes pp, dp_replicate, dp_shard and tp, or some of them; a text makes one. ``wrap`` are the classes
-    of modules that are sharded, recomputed and compiled one by one (default: the model's ``blocks``). ``optimiser``
-    gets the parameters to train as pairs of name and parameter, as torch's optimisers take them; ``schedule`` gets the
-    optimiser, and steps with it. Raises ConfigError for what does not fit.
+    ``mesh`` has the axes pp, dp_replicate, dp_shard and tp, or some of them; a text makes one.
+    ``wrap`` are the classes of modules that are sharded, recomputed and compiled one by one
+    (default: the model's ``blocks``). ``optimiser`` gets the parameters to train as pairs of name
+    and parameter, as torch's optimisers take them; ``schedule`` gets the optimiser, and steps with
+    it. Raises ConfigError for what does not fit.
     """
     if isinstance(mesh, str):
         changes["mesh"] = mesh
@@ -136,13 +150,13 @@ def parallelise(
     else:
         degrees = degrees_of(settings, world)
         mesh = make_mesh(degrees, device.type)
-    made, fill = _made(model, settings, str(device), divided=mesh is not None)
-    inputs: Any = getattr(made, "inputs", _the_batch)
-    _check_parts(made, degrees)
-    stages = _stages(made, settings, degrees, mesh)
+    module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
+    inputs: Any = getattr(module, "inputs", _the_batch)
+    _check_parts(module, degrees)
+    stages = _stages(module, settings, degrees, mesh)
     _divide(
         stages,
-        model=made,
+        model=module,
         degrees=degrees,
         mesh=mesh,
         settings=settings,
@@ -153,7 +167,7 @@ def parallelise(
     if fill is not None:
         fill(parts, settings.offload)
     if mesh is None and degrees.data > 1:
-        parts = [data_parallel(made, accelerator, settings)]
+        parts = [data_parallel(module, accelerator, settings)]
     pipeline = None
     if mesh is not None and degrees.pp > 1:
         if settings.micro_batches is None:
@@ -169,7 +183,9 @@ def parallelise(
             micro_batches=settings.micro_batches,
             accelerator=accelerator,
         )
-    named = [(name, one) for name, one in named_parameters(parts) if one.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in named_parameters(parts) if parameter.requires_grad
+    ]
     sharded = settings.shards_optimiser and dist.is_initialized()
     return Parallel(
         parts,
@@ -184,8 +200,8 @@ def parallelise(
         loss=loss,
         make_schedule=schedule,
         device=device,
-        real_share=getattr(made, "real_share", lambda *_: None),
-        mean_of_real=isinstance(made, StagedModel),
+        real_share=getattr(module, "real_share", lambda *_: None),
+        mean_of_real=isinstance(module, StagedModel),
     )
 
 
@@ -285,21 +301,23 @@ def _the_batch(batch: Any) -> tuple[Any]:
     return (batch,)
 
 
-def _made(
+def _materialise(
     model: nn.Module | Callable[[], nn.Module],
     settings: ParallelSettings,
     device: str,
     *,
     divided: bool,
 ) -> tuple[Any, Fill | None]:
-    """Return the model on the device; one that is to be divided without memory, with what gives it values."""
+    """Return the model on the device; one that is to be divided without memory, with what gives
+    it values.
+    """
     if isinstance(model, nn.Module):
-        made = set_batch_norm(model, settings.batch_norm)
-        if not next(made.parameters()).is_meta:
-            made.to(device)
-            for tensor in (*made.parameters(), *made.buffers()) if divided else ():
+        module = set_batch_norm(model, settings.batch_norm)
+        if not next(module.parameters()).is_meta:
+            module.to(device)
+            for tensor in (*module.parameters(), *module.buffers()) if divided else ():
                 dist.broadcast(tensor.detach(), 0)
-        return made, None
+        return module, None
 
     def make() -> nn.Module:
         return set_batch_norm(model(), settings.batch_norm)
@@ -311,7 +329,9 @@ def _made(
 
 
 def set_batch_norm(model: nn.Module, kind: str) -> nn.Module:
-    """Return the model with batch norm of statistics over all ranks (sync), or that keeps what it has (frozen)."""
+    """Return the model with batch norm of statistics over all ranks (sync), or that keeps what
+    it has (frozen).
+    """
     if kind == "sync":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     for part in model.modules() if kind == "frozen" else ():
@@ -327,16 +347,20 @@ def _to_evaluation(norm: nn.Module, _: object) -> None:
 
 
 def _check_parts(model: nn.Module, degrees: Degrees) -> None:
-    """Check that a model has what a pipeline and tensor parallel ask of it. Raise ConfigError, which names it."""
+    """Check that a model has what a pipeline and tensor parallel ask of it.
+
+    Raise ConfigError, which names it.
+    """
     of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
-    wanted = {"pp": of_stages, "tp": ("plan",)}
-    for axis, names in wanted.items():
+    attributes = {"pp": of_stages, "tp": ("plan",)}
+    for axis, names in attributes.items():
         missing = [name for name in names if not hasattr(model, name)]
         if getattr(degrees, axis) > 1 and missing:
             raise ConfigError(
-                f"the mesh has {axis}={getattr(degrees, axis)}, and model {type(model).__name__} has no "
-                f"{', '.join(missing)}: make it a StagedModel (fuelrail.bench.trainer.models.staged), or use ddp, "
-                "zero1, zero2, fsdp2 or hsdp, which take any module"
+                f"the mesh has {axis}={getattr(degrees, axis)}, and model "
+                f"{type(model).__name__} has no {', '.join(missing)}: make it a StagedModel "
+                "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
+                "hsdp, which take any module"
             )
 
 
@@ -363,21 +387,32 @@ def units_of(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module
     wrap = wrap or getattr(part, "wrap", ())
     if not wrap:
         return list(part.get_submodule("blocks").children()) if hasattr(part, "blocks") else []
-    found = [one for one in part.modules() if isinstance(one, tuple(wrap)) and one is not part]
-    if not found:
-        names = ", ".join(one.__name__ for one in wrap)
+    units = [
+        module
+        for module in part.modules()
+        if isinstance(module, tuple(wrap)) and module is not part
+    ]
+    if not units:
+        names = ", ".join(module.__name__ for module in wrap)
         raise ConfigError(
-            f"wrap names {names}, and model {type(part).__name__} has no part of it; name classes it has"
+            f"wrap names {names}, and model {type(part).__name__} has no part of it; name "
+            "classes it has"
         )
-    return found[::-1]
+    return units[::-1]
 
 
 def _recompute(block: nn.Module, *, selective: bool) -> None:
-    """Compute a block again in the backward pass instead of keeping its activations: all of it, or what is cheap."""
+    """Compute a block again in the backward pass instead of keeping its activations: all of it,
+    or what is cheap.
+    """
 
     def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
         policies = checkpoint.CheckpointPolicy
-        return policies.MUST_SAVE if str(operation).startswith(_KEPT) else policies.PREFER_RECOMPUTE
+        return (
+            policies.MUST_SAVE
+            if str(operation).startswith(_SAVED_OPERATIONS)
+            else policies.PREFER_RECOMPUTE
+        )
 
     selected = partial(checkpoint.create_selective_checkpoint_contexts, policy)
     block.forward = partial(

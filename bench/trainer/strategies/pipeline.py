@@ -1,4 +1,6 @@
-"""Pipeline parallel: stages cut from a model between its blocks, and torch's schedules that run them."""
+"""Pipeline parallel: stages cut from a model between its blocks, and torch's schedules that run
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.settings import Schedule
 
-# Schedules whose way through the stages turns at the last rank: rank r has the stages r and 2 p - 1 - r.
+# Schedules whose way through the stages turns at the last rank: rank r has the stages r and 2 p - 1
+# - r.
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Stage(nn.Module):
-    """Some successive blocks of a model, with its stem and head at the ends; parameters keep the model's names.
+    """Some successive blocks of a model, with its stem and head at the ends; parameters keep the
+    model's names.
 
-    Inputs of the model are named ``input_0``, ``input_1``, ...: every rank of a pipeline gets the same batch, so that
-    only the hidden tensor travels.
+    Inputs of the model are named ``input_0``, ``input_1``, ...: every rank of a pipeline gets the
+    same batch, so that only the hidden tensor travels.
     """
 
     def __init__(self, model: StagedModel, number: int, num_stages: int) -> None:
@@ -64,7 +68,9 @@ class Stage(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A stage that reports to the accelerator when it computes; what it waits for others is in no phase."""
+    """A stage that reports to the accelerator when it computes; what it waits for others is in
+    no phase.
+    """
 
     accelerator: Accelerator | None = None
     share = (
@@ -85,7 +91,9 @@ class _TimedStage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of one rank, by their numbers, and the schedule that runs them with those of the others."""
+    """The stages of one rank, by their numbers, and the schedule that runs them with those of
+    the others.
+    """
 
     def __init__(
         self,
@@ -117,7 +125,8 @@ class Pipeline:
     def run(
         self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: float
     ) -> Tensor:
-        """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
+        """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without
+        the last stage.
 
         The share is one of ``accumulation`` parts. Gradients are those of the loss times ``scale``.
         Raises ConfigError for a batch that the number of parts does not divide.
@@ -132,7 +141,8 @@ class Pipeline:
         self._scale = scale
         self._parts = self._micro_batches * accumulation
         for stage in self._stages:
-            # Torch finds the shapes by a pass over memory of any content: it must leave no trace in statistics.
+            # Torch finds the shapes by a pass over memory of any content: it must leave no trace in
+            # statistics.
             stage.submod.train(stage.has_shapes)
             stage.share = rows[0] * share, rows[1] * share
         losses: list[Tensor] = []

@@ -1,4 +1,6 @@
-"""How a model is divided and trained, as plain values, and whether that is possible; nothing here imports torch."""
+"""How a model is divided and trained, as plain values, and whether that is possible; nothing
+here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,15 @@ _AXES = {
 }
 # Of which a rank has one stage; of the others two.
 _ONE_STAGE = ("GPipe", "1F1B")
-# They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see nothing: it loses them.
+# They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see
+# nothing: it loses them.
 _APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ParallelSettings(Settings, frozen=True, kw_only=True):
-    """How the ranks share a model and how a step is computed. What has a description is a flag of ``bench train``.
+    """How the ranks share a model and how a step is computed.
+
+    What has a description is a flag of ``bench train``.
 
     ``alone``: this rank trains by itself in any world.
     """
@@ -58,8 +63,9 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     strategy: Annotated[
         Strategy,
         flag(
-            "how ranks share the model: ddp, zero1 (optimiser state sharded), zero2 (and gradients), fsdp2 "
-            "(and parameters), hsdp (fsdp2 within pairs, copies across), tensor, pipeline; --mesh composes them"
+            "how ranks share the model: ddp, zero1 (optimiser state sharded), zero2 (and "
+            "gradients), fsdp2 (and parameters), hsdp (fsdp2 within pairs, copies across), "
+            "tensor, pipeline; --mesh composes them"
         ),
     ] = "ddp"
     mesh: Annotated[
@@ -102,7 +108,8 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     precision: Annotated[
         Precision | None,
         flag(
-            "fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"
+            "fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, "
+            "else fp32)"
         ),
     ] = None
     learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
@@ -110,7 +117,8 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     batch_norm: Annotated[
         Literal["local", "sync", "frozen"],
         flag(
-            "batch norm: statistics of each rank (local), of all data-parallel ranks (sync, GPUs only), or as loaded"
+            "batch norm: statistics of each rank (local), of all data-parallel ranks (sync, "
+            "GPUs only), or as loaded"
         ),
     ] = "local"
     find_unused: Annotated[bool, flag("DDP looks for parameters that a step does not use")] = False
@@ -155,7 +163,10 @@ class Degrees(NamedTuple):
 
 
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
-    """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
+    """Return the mesh's axes for this number of ranks.
+
+    Raises ConfigError, which says what would fit.
+    """
     strategy = settings.strategy
     mesh = settings.mesh
     if settings.alone:
@@ -166,7 +177,10 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
             **read_pairs("mesh", text=mesh, names=Degrees._fields, number=int, rule=rule)
         )
     elif strategy == "hsdp":
-        odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
+        odd = (
+            f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use "
+            f"ranks={world + 1}"
+        )
         _refuse(world % 2, odd)
         degrees = Degrees(dp_replicate=world // 2, dp_shard=2)
     else:
@@ -175,9 +189,9 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
     _refuse(size != world, f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}")
-    whole = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
-    _refuse(degrees.composed and strategy == "zero1", f"zero1 {whole}")
-    _refuse(degrees.composed and settings.compression != "none", f"compression {whole}")
+    requirement = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
+    _refuse(degrees.composed and strategy == "zero1", f"zero1 {requirement}")
+    _refuse(degrees.composed and settings.compression != "none", f"compression {requirement}")
     small = settings.compile != "none" and (settings.bucket_mib or 1) < 1
     _refuse(
         small,
@@ -208,7 +222,9 @@ def check_fits(
     batch_size: int,
     image: tuple[int, int] = (0, 0),
 ) -> None:
-    """Check that the degrees divide model and batch. ``image``: height and width of images; (0, 0): not checked.
+    """Check that the degrees divide model and batch.
+
+    ``image``: height and width of images; (0, 0): not checked.
 
     Raises ConfigError, which says what would fit.
     """
@@ -233,7 +249,10 @@ def check_fits(
         )
         _refuse(
             tp > 1 and model.experts > 1,
-            f"tp={tp} divides no experts, and the model has {model.experts}; use tp=1, and dp_shard to divide them",
+            (
+                f"tp={tp} divides no experts, and the model has {model.experts}; use tp=1, and "
+                "dp_shard to divide them"
+            ),
         )
     if pp == 1:
         return
@@ -251,18 +270,20 @@ def check_fits(
     )
     _refuse(
         schedule in _APART and degrees.data > 1,
-        f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
-        f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone",
+        f"{schedule} loses gradients where data-parallel ranks share a pipeline "
+        f"(dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}); use "
+        "Interleaved1F1B, or pp and tp alone",
     )
     would = divisors("micro_batches", batch_size)
     of_batch = f"the batch of {batch_size} samples per rank"
     _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
-    least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
+    fewest = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
     multiple = "Interleaved" in schedule
     _refuse(
-        parts < least or (multiple and parts % pp),
-        f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, "
-        f"{of_batch} gives {parts}; use a batch_size of {least}",
+        parts < fewest or (multiple and parts % pp),
+        f"{schedule} with pp={pp} needs {fewest} "
+        f"micro-batches{' or a multiple' if multiple else ' or more'}, {of_batch} gives "
+        f"{parts}; use a batch_size of {fewest}",
     )
 
 

@@ -87,7 +87,9 @@ class Parallel:
         self.start_average()
 
     def start_schedule(self, num_steps: int) -> None:
-        """Set the learning rate to that of the settings, or of the caller's schedule, after a number of steps."""
+        """Set the learning rate to that of the settings, or of the caller's schedule, after a
+        number of steps.
+        """
         warmup = max(1, self.settings.rate_warmup)
         for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
             group["lr"] = rate
@@ -113,7 +115,9 @@ class Parallel:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its samples: others of its model-parallel group have the same."""
+        """Whether this rank counts its samples: others of its model-parallel group have the
+        same.
+        """
         axes = (
             () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
         )
@@ -127,10 +131,12 @@ class Parallel:
         accumulation: int = 1,
         last: bool = True,
     ) -> Tensor:
-        """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of its loss.
+        """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of
+        its loss.
 
-        ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
-        images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
+        ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers
+        of samples and images, for the accelerator. Gradients are reduced over the ranks with the
+        ``last`` micro-batch of a step.
         """
         precise = autocast(self.device, self.precision)
         timer = self.accelerator
@@ -228,10 +234,11 @@ class Parallel:
             self._sharing = dist.all_reduce(self._mean_share, async_op=True)
 
     def step(self, batches: Iterable[Any]) -> Tensor:
-        """Train on the micro-batches of a step, at least one; return this rank's loss, the mean over them.
+        """Train on the micro-batches of a step, at least one; return this rank's loss, the mean
+        over them.
 
-        Batches are moved to the device. The gradients of all are added up, reduced over the ranks, clipped and, in
-        fp16, scaled, as the settings say; then the optimiser steps.
+        Batches are moved to the device. The gradients of all are added up, reduced over the ranks,
+        clipped and, in fp16, scaled, as the settings say; then the optimiser steps.
         """
         parts = list(batches)
         losses = []
@@ -245,7 +252,9 @@ class Parallel:
         return self.own_loss(torch.stack(losses).sum())
 
     def update(self) -> None:
-        """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
+        """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the
+        gradients.
+        """
         self.scaler.unscale_(self.optimiser)
         self._weigh()
         if self.settings.clip_norm is not None:
@@ -284,32 +293,36 @@ class Parallel:
         """Start the average, if there is one, at the parameters."""
         if self.decay is not None:
             learnt = (
-                (name, one) for name, one in named_parameters(self.models) if one.requires_grad
+                (name, parameter)
+                for name, parameter in named_parameters(self.models)
+                if parameter.requires_grad
             )
-            self.average = {name: one.detach().clone() for name, one in learnt}
+            self.average = {name: parameter.detach().clone() for name, parameter in learnt}
 
     def over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the means of values over all ranks, which must give the same names."""
-        found = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        sums = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         if self.world > 1:
-            dist.all_reduce(found)
-            found /= self.world
-        return dict(zip(values, found.tolist(), strict=True))
+            dist.all_reduce(sums)
+            sums /= self.world
+        return dict(zip(values, sums.tolist(), strict=True))
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
-        """Yield the model to call with a batch on its device, in evaluation mode, without gradients, averaged.
+        """Yield the model to call with a batch on its device, in evaluation mode, without
+        gradients, averaged.
 
         Raises ConfigError for a pipeline, whose stages make no predictions by themselves.
         """
         if self.pipeline is not None:
             raise ConfigError(
-                "a pipeline's stages cannot be evaluated; save a checkpoint, and evaluate under fsdp2"
+                "a pipeline's stages cannot be evaluated; save a checkpoint, and evaluate "
+                "under fsdp2"
             )
         (model,) = self.models
         pairs = [
-            (local(one.detach()), local(self.average[name]))
-            for name, one in named_parameters(self.models)
+            (local(parameter.detach()), local(self.average[name]))
+            for name, parameter in named_parameters(self.models)
             if name in self.average
         ]
         inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -324,7 +337,8 @@ class Parallel:
             model.train(was_training)
 
     def own_loss(self, loss: Tensor) -> Tensor:
-        """Return this rank's loss of a step, of what `forward_backward` returned: its mean over ranks is the step's.
+        """Return this rank's loss of a step, of what `forward_backward` returned: its mean over
+        ranks is the step's.
 
         In a pipeline the rank of the last stage sends it to the others.
         """
@@ -360,10 +374,10 @@ def _swap(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    for one, other in pairs:
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
+    for first, second in pairs:
+        copy = first.clone()
+        first.copy_(second)
+        second.copy_(copy)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -377,7 +391,9 @@ def precision_of(settings: ParallelSettings, device: torch.device) -> Precision:
 
 
 def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of parts of a model by the names that they have in the undivided model."""
+    """Yield the parameters of parts of a model by the names that they have in the undivided
+    model.
+    """
     for model in models:
         prefix = "module." if isinstance(model, DistributedDataParallel) else ""
         for name, parameter in model.named_parameters():
@@ -385,13 +401,15 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return tensors, and those in mappings, lists and tuples, on a device; everything else as it is."""
+    """Return tensors, and those in mappings, lists and tuples, on a device; everything else as
+    it is.
+    """
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {name: to_device(one, device) for name, one in value.items()}
+        return {name: to_device(item, device) for name, item in value.items()}
     return (
-        type(value)(to_device(one, device) for one in value)
+        type(value)(to_device(item, device) for item in value)
         if type(value) in (list, tuple)
         else value
     )

@@ -1,7 +1,9 @@
-"""The adapter for rows that hold the bytes of images: Hugging Face `datasets` in Parquet or Arrow files, Lance.
+"""The adapter for rows that hold the bytes of images: Hugging Face `datasets` in Parquet or Arrow
+files, Lance.
 
-Each file's rows become rows of a manifest: a column of images becomes ``cam.NAME.path``, which names where the bytes
-are. In an Arrow file that is a range of the file; else they are made by row group, each read once for its rows.
+Each file's rows become rows of a manifest: a column of images becomes ``cam.NAME.path``, which
+names where the bytes are. In an Arrow file that is a range of the file; else they are made by row
+group, each read once for its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.classes import SOURCE
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image
 from fuelrail.sharding.sources.adapter.members import DAMAGED, LEFT_OUT
@@ -66,8 +68,9 @@ class ArrowSettings(ManifestSettings, frozen=True, kw_only=True):
     columns: Annotated[
         dict[str, str],
         Meta(
-            description="column to its name in a manifest, as {drive: clip_id, img: cam.front, source: source}: clips, "
-            "times, an image, a value (value.NAME), an attribute; sample_token: the sample's name; empty: leave out"
+            description="column to its name in a manifest, as {drive: clip_id, img: cam.front, source: "
+            "source}: clips, times, an image, a value (value.NAME), an attribute; "
+            "sample_token: the sample's name; empty: leave out"
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
 
@@ -88,7 +91,9 @@ class _Stated(msgspec.Struct, frozen=True):
 
 
 class _Part(NamedTuple):
-    """Rows as they are stored: their group, the number in it of the first, and the file where it is mapped."""
+    """Rows as they are stored: their group, the number in it of the first, and the file where it
+    is mapped.
+    """
 
     batch: pa.RecordBatch
     group: int
@@ -97,7 +102,9 @@ class _Part(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Columns of the manifest by those of the rows, types of attributes, and the names of labels."""
+    """Columns of the manifest by those of the rows, types of attributes, and the names of
+    labels.
+    """
 
     targets: dict[str, str]
     attributes: dict[str, type]
@@ -105,7 +112,9 @@ class _Columns(NamedTuple):
 
 
 class ArrowRows(Manifest):
-    """Rows with the bytes of images: Hugging Face datasets (Parquet, Arrow files), Lance datasets."""
+    """Rows with the bytes of images: Hugging Face datasets (Parquet, Arrow files), Lance
+    datasets.
+    """
 
     kind = "arrow"
     settings = ArrowSettings
@@ -174,7 +183,8 @@ class ArrowRows(Manifest):
                 targets[field.name] = target
         if unknown := self.given.columns.keys() - set(batch.schema.names):
             raise SourceError(
-                f"{where} has no column '{min(unknown)}'; it has {', '.join(batch.schema.names):.500}"
+                f"{where} has no column '{min(unknown)}'; it has "
+                f"{', '.join(batch.schema.names):.500}"
             )
         attributes = {
             target: attribute_type(where, pa.field(target, _plain_column(batch, key).type))
@@ -188,16 +198,22 @@ class ArrowRows(Manifest):
         ]
         for key in labels[1:]:
             self.noted[
-                f"names of the labels {shown(key)} left out, the classes are those of {shown(labels[0])}"
+                (
+                    f"names of the labels {shortened(key)} left out, the classes are those of "
+                    f"{shortened(labels[0])}"
+                )
             ] += 1
         if labels and self.given.classes != SOURCE:
             raise SourceError(
-                f"{where}: labels are numbers of the source's own classes: leave the option classes out"
+                f"{where}: labels are numbers of the source's own classes: leave the option "
+                "classes out"
             )
         return _Columns(targets, attributes, stated[labels[0]].names if labels else [])
 
     def _target(self, name: str, column: pa.Array, feature: str) -> str:
-        """Return the column of the manifest that a column becomes; "" for one that is left out, and note it."""
+        """Return the column of the manifest that a column becomes; "" for one that is left out,
+        and note it.
+        """
         kind = column.type
         plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
         asked = self.given.columns.get(name)
@@ -224,7 +240,7 @@ class ArrowRows(Manifest):
         )
         if is_value and "binary" not in str(kind):
             return f"{VALUE}{plain}"
-        self.noted[f"column {shown(name)} left out, {shown(kind)}"] += 1
+        self.noted[f"column {shortened(name)} left out, {shortened(kind)}"] += 1
         return ""
 
     @property
@@ -242,11 +258,15 @@ class ArrowRows(Manifest):
         return "random" if all(name.endswith(".arrow") for name in self._listed) else "clip"
 
     def category_names(self) -> Sequence[str]:
-        """Return the names of the first column of labels (``ClassLabel``) that Hugging Face states."""
+        """Return the names of the first column of labels (``ClassLabel``) that Hugging Face
+        states.
+        """
         return self._known.labels
 
     def scan(self, out: ScanWriter) -> ScanInfo:
-        """Write a row for each frame that is kept; all bytes of Parquet and Lance are read, for the heads of images."""
+        """Write a row for each frame that is kept; all bytes of Parquet and Lance are read, for
+        the heads of images.
+        """
         self.depth = out.depth(self.given.check_images, self.given.damaged_image)
         self._files_of = {}
         self._num_images = 0
@@ -257,7 +277,9 @@ class ArrowRows(Manifest):
         return super().scan(out)
 
     def _parts(self, name: str) -> Iterator[_Part]:
-        """Yield the rows of a file, some at a time: a group is a row group, a record batch, or 1,024 rows of Lance."""
+        """Yield the rows of a file, some at a time: a group is a row group, a record batch, or
+        1,024 rows of Lance.
+        """
         for part in self._read_parts(name):
             part.batch.validate(
                 full=True
@@ -295,7 +317,8 @@ class ArrowRows(Manifest):
         path = self.files.path(name)
         if path is None:
             raise SourceError(
-                f"'{self.files.shown}/{name}' is at a URL, where Parquet alone is read: copy it here"
+                f"'{self.files.shown}/{name}' is at a URL, where Parquet alone is read: "
+                "copy it here"
             )
         return path
 
@@ -376,7 +399,9 @@ class ArrowRows(Manifest):
         data: pa.Array,
         faults: list[dict[str, str]],
     ) -> dict[str, pa.Array]:
-        """Return the columns of a camera: where the bytes are, and what the heads of images say; note ``faults``."""
+        """Return the columns of a camera: where the bytes are, and what the heads of images say;
+        note ``faults``.
+        """
         values = _plain_column(part.batch, column)
         is_struct = pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0
         paths: list[str | None] = (
@@ -421,7 +446,9 @@ class ArrowRows(Manifest):
         }
 
     def clips(self) -> Iterator[Clip]:
-        """Yield the clips: of a column, else groups of rows; their split is that of the names of files."""
+        """Yield the clips: of a column, else groups of rows; their split is that of the names of
+        files.
+        """
         splits = {
             name: found[1].lower() if (found := _SPLIT.search(name)) else ""
             for name in self._listed
@@ -436,8 +463,8 @@ class ArrowRows(Manifest):
         is_left_out = self.given.damaged_image != "error"  # else each is a finding
         if is_left_out and self._num_damaged > self.given.max_damaged * self._num_images:
             raise SourceError(
-                f"{self._num_damaged} of {self._num_images} images are damaged, more than the share of max_damaged="
-                f"{self.given.max_damaged:g}"
+                f"{self._num_damaged} of {self._num_images} images are damaged, more than "
+                f"the share of max_damaged={self.given.max_damaged:g}"
             )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -468,7 +495,8 @@ class ArrowRows(Manifest):
             wanted.setdefault((name, int(group), column), []).append((int(row), ref))
         for (name, group, column), rows in wanted.items():
             with parsing(
-                f"table '{self.files.shown}/{name}'", f"has no images in column '{shown(column)}'"
+                f"table '{self.files.shown}/{name}'",
+                f"has no images in column '{shortened(column)}'",
             ):
                 if name.endswith(".parquet"):
                     images = self._of_group(name, group, column).take([row for row, _ in rows])
@@ -481,7 +509,9 @@ class ArrowRows(Manifest):
                 yield ref, plain_png(data.as_py() or b"")
 
     def _of_group(self, name: str, group: int, column: str) -> pa.Array:
-        """Return the bytes of a row group; those of the last one are kept, for clips may be parts of it."""
+        """Return the bytes of a row group; those of the last one are kept, for clips may be
+        parts of it.
+        """
         if self._last is None or self._last[:3] != (name, group, column):
             self._last = None
             with open_parquet(self.files, name) as file:
@@ -519,7 +549,9 @@ def _is_picture(data: pa.Array) -> bool:
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Return whether values are stored as JSON: structs, maps, and lists of them or of lists of texts."""
+    """Return whether values are stored as JSON: structs, maps, and lists of them or of lists of
+    texts.
+    """
     depth = 0
     while is_list(kind):
         kind = kind.value_type

@@ -1,4 +1,7 @@
-"""PandaSet (https://pandaset.org): six cameras at 10 Hz and poses. Lidar and boxes are pickles, which are not read."""
+"""PandaSet (https://pandaset.org): six cameras at 10 Hz and poses.
+
+Lidar and boxes are pickles, which are not read.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class PandaSet(FrameSource[FrameSettings]):
     ego_origin = "lidar"
 
     def sensors(self) -> Sensors:
-        return Sensors.of(CAMERAS)
+        return Sensors.from_names(CAMERAS)
 
     def clips(self) -> Iterator[Clip]:
         for name in self.files.listed():

@@ -1,10 +1,12 @@
-"""NVIDIA's PhysicalAI-Autonomous-Vehicles: seven f-theta cameras as video in zips of about 100 clips, lidar, egomotion.
+"""NVIDIA's PhysicalAI-Autonomous-Vehicles: seven f-theta cameras as video in zips of about 100
+clips, lidar, egomotion.
 
-The layout is that of https://huggingface.co/datasets/nvidia/PhysicalAI-Autonomous-Vehicles, as a download keeps it:
-``clip_index.parquet`` has the chunk of each clip, ``features.csv`` says which files a chunk has. Ego is the rig frame,
-global the clip's anchor frame; times count from one second before the clip's beginning, for the dataset's own may be
-negative. The lidar is a Parquet file a clip, with a row for each spin and its points as Draco has them; a radar is one
-with a row for each return, at azimuth, elevation [rad] and distance [m] in the sensor's axes (x forward, y left, z up).
+The layout is that of https://huggingface.co/datasets/nvidia/PhysicalAI-Autonomous-Vehicles, as a
+download keeps it: ``clip_index.parquet`` has the chunk of each clip, ``features.csv`` says which
+files a chunk has. Ego is the rig frame, global the clip's anchor frame; times count from one second
+before the clip's beginning, for the dataset's own may be negative. The lidar is a Parquet file a
+clip, with a row for each spin and its points as Draco has them; a radar is one with a row for each
+return, at azimuth, elevation [rad] and distance [m] in the sensor's axes (x forward, y left, z up).
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ class PhysicalAiSettings(VideoSettings, frozen=True, kw_only=True):
 
 
 class PhysicalAi(FrameSource[PhysicalAiSettings]):
-    """PhysicalAI-AV clips: frames at the front camera's times, nearest images, spins and scans, poses, egomotion."""
+    """PhysicalAI-AV clips: frames at the front camera's times, nearest images, spins and scans,
+    poses, egomotion.
+    """
 
     kind = "physical_ai"
     settings = PhysicalAiSettings
@@ -157,7 +161,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         return False
 
     def sensors(self) -> Sensors:
-        return Sensors.of(CAMERAS, {LIDAR: LIDAR_COLUMNS} if self._has_lidar else {})
+        return Sensors.from_names(CAMERAS, {LIDAR: LIDAR_COLUMNS} if self._has_lidar else {})
 
     @cached_property
     def _features(self) -> dict[str, dict[str, str]]:
@@ -207,7 +211,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                 )
 
     def _member(self, feature: str, clip: Clip, alias: str) -> tuple[Path, str]:
-        """Return the zip of a clip's feature, and the name of a file in it; without ``alias`` of its only table."""
+        """Return the zip of a clip's feature, and the name of a file in it; without ``alias`` of
+        its only table.
+        """
         path = self.files.path(self._chunk_file(feature, int(clip.token)))
         if path is None:
             raise SourceError(f"'{self.files.shown}' is a URL: copy the chunks to a folder")
@@ -277,7 +283,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             return Trajectory(motion["timestamp"], pose(rotation, place, clip.name), clip.name)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """Yield a frame for each time of the first camera that is there and lies within the egomotion."""
+        """Yield a frame for each time of the first camera that is there and lies within the
+        egomotion.
+        """
         with parsing(f"clip '{self.files.shown}/{clip.name}'"):
             yield from self._frames(clip)
 
@@ -359,7 +367,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             return np.where((times >= known[0]) & (times <= known[1]), times, -1)
 
     def _spin_file(self, clip: Clip) -> BoundedParquet:
-        """Return a clip's spins, taken from the zip into a temporary file; those of the last clip are kept."""
+        """Return a clip's spins, taken from the zip into a temporary file; those of the last
+        clip are kept.
+        """
         if self._spins is None or self._spins[0] != clip.name:
             path, name = self._member(LIDAR, clip, "")
             with tempfile.NamedTemporaryFile(suffix=".parquet") as made:
@@ -463,13 +473,16 @@ def radar_channel(name: str) -> Channel:
         allows_nan=True,
         optional=True,
         source_name=name,
-        description="one scan, in ego at the sample's time; vx, vy, vz: the radial velocity along its ray, away "
-        "from the sensor, not compensated for ego's motion; dt_s since measured",
+        description="one scan, in ego at the sample's time; vx, vy, vz: the radial velocity along its "
+        "ray, away from the sensor, not compensated for ego's motion; dt_s since measured",
     )
 
 
 def _nearest(times: np.ndarray, time: int) -> int | None:
-    """Return which time is nearest, None for one of over half a period away. Negative times are none."""
+    """Return which time is nearest, None for one of over half a period away.
+
+    Negative times are none.
+    """
     there = np.flatnonzero(times >= 0)
     if not len(there):
         return None
@@ -479,7 +492,9 @@ def _nearest(times: np.ndarray, time: int) -> int | None:
 
 
 def _decoded(spins: BoundedParquet, row: int) -> np.ndarray:
-    """Decode the points of a spin (P, 6), :data:`LIDAR_COLUMNS`; NaN for what a spin does not state."""
+    """Decode the points of a spin (P, 6), :data:`LIDAR_COLUMNS`; NaN for what a spin does not
+    state.
+    """
     import DracoPy
 
     first = 0
@@ -515,7 +530,9 @@ def _mount(row: dict[str, float], where: str) -> np.ndarray:
 
 
 def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) -> dict[str, Any]:
-    """Return what an image has of its camera: the forward polynomial, in units of its slope, is the lens."""
+    """Return what an image has of its camera: the forward polynomial, in units of its slope, is
+    the lens.
+    """
     with parsing(where, "has no f-theta calibration"):
         forward = [float(intrinsics[f"fw_poly_{power}"]) for power in range(5)]
         focal = forward[1]

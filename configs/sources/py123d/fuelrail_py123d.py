@@ -1,8 +1,10 @@
-"""Logs that py123d wrote: pinhole cameras, poses and boxes of nuPlan, KITTI-360, PandaSet and others in one form.
+"""Logs that py123d wrote: pinhole cameras, poses and boxes of nuPlan, KITTI-360, PandaSet and
+others in one form.
 
-``SPLIT/LOG/`` has an Arrow file for each modality, and ``sync.arrow``, whose row is a moment: for each modality the
-number of its row. The form is that of py123d 0.7 (https://github.com/autonomousvision/py123d). Ego is the log's IMU.
-Images are JPEG or PNG in the files, or paths. Other cameras than pinholes, videos, lidar, radar and maps are not read.
+``SPLIT/LOG/`` has an Arrow file for each modality, and ``sync.arrow``, whose row is a moment: for
+each modality the number of its row. The form is that of py123d 0.7
+(https://github.com/autonomousvision/py123d). Ego is the log's IMU. Images are JPEG or PNG in the
+files, or paths. Other cameras than pinholes, videos, lidar, radar and maps are not read.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Py123dSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class Py123d(FrameSource[Py123dSettings]):
-    """Logs of py123d (SPLIT/LOG/sync.arrow): pinhole cameras, poses, boxes with the numbers of their labels."""
+    """Logs of py123d (SPLIT/LOG/sync.arrow): pinhole cameras, poses, boxes with the numbers of
+    their labels.
+    """
 
     kind = "py123d"
     settings = Py123dSettings
@@ -95,7 +99,7 @@ class Py123d(FrameSource[Py123dSettings]):
 
     def sensors(self) -> Sensors:
         names = dict.fromkeys(name for log in self._names() for name in self._cameras(log))
-        return Sensors.of([name.removeprefix(CAMERA) for name in names])
+        return Sensors.from_names([name.removeprefix(CAMERA) for name in names])
 
     def clips(self) -> Iterator[Clip]:
         for log in self._names():
@@ -171,7 +175,9 @@ class Py123d(FrameSource[Py123dSettings]):
         return found
 
     def _boxes(self, log: str) -> list[BoxRows]:
-        """Return the boxes by row; a class is named by the number of its label, whose name the log does not have."""
+        """Return the boxes by row; a class is named by the number of its label, whose name the
+        log does not have.
+        """
         rows = self._read(log, BOXES)[0].to_pydict()
         found = []
         for box, label, track, velocity, count in zip(

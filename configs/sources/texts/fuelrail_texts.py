@@ -1,12 +1,14 @@
-"""Texts of other files as a layer: questions and answers, captions; joined by the names that the source gave samples.
+"""Texts of other files as a layer: questions and answers, captions; joined by the names that the
+source gave samples.
 
 ::
 
     fuelrail-texts DATASET LAYER v1_1_train_nus.json
     python -m fuelrail_texts DATASET LAYER captions.jsonl --by image_id --count tokens:count
 
-A file is DriveLM's JSON (scenes, their key frames, and of each the questions by task), or it has *records*: JSON lines,
-a JSON list, or a list under ``questions`` as NuScenes-QA has it. A record is an object that names its sample.
+A file is DriveLM's JSON (scenes, their key frames, and of each the questions by task), or it has
+*records*: JSON lines, a JSON list, or a list under ``questions`` as NuScenes-QA has it. A record is
+an object that names its sample.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 
 import fuelrail as fr
 from fuelrail.pipeline.runtime.workers import in_threads
-from fuelrail.pipeline.text import shown, text_of
+from fuelrail.pipeline.text import shortened, text_of
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
 
@@ -58,8 +60,8 @@ class TextsReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return the report for people; it lists 1,000 unknown names at most."""
         lines = [
             (
-                f"{self.layer}: {self.num_entries:,} entries of {self.num_samples:,} samples, fingerprint "
-                f"{self.fingerprint}; channels {', '.join(self.channels)}"
+                f"{self.layer}: {self.num_entries:,} entries of {self.num_samples:,} "
+                f"samples, fingerprint {self.fingerprint}; channels {', '.join(self.channels)}"
             ),
             f"{self.num_empty:,} samples without an entry, {len(self.unknown):,} names of no sample",
         ]
@@ -93,17 +95,20 @@ def import_texts(
     by: str | None = None,
     count: Callable[[str], Any] | str | None = None,
 ) -> TextsReport:
-    """Make a layer of the texts in ``files``; each field of the entries becomes a channel of kind ``texts``.
+    """Make a layer of the texts in ``files``; each field of the entries becomes a channel of kind
+    ``texts``.
 
-    All channels of a sample have as many texts as it has entries, in the order of the files, the empty text where an
-    entry lacks the field. Samples are found by key or by the source's name for them (``sample_token``), which the field
-    ``by`` of a record has. A list of texts is as many entries; what is neither text nor such a list is kept as JSON.
-    Of DriveLM the channels are question, answer, task and what else its entries have; and two of kind ``text``:
-    ``scene_description`` and ``key_objects``, as JSON. ``num_entries`` is a number for each sample, and so is
-    ``{name}_tokens`` where ``count`` is given: a function from text to its tokens or their number, or MODULE:FUNCTION.
+    All channels of a sample have as many texts as it has entries, in the order of the files, the
+    empty text where an entry lacks the field. Samples are found by key or by the source's name for
+    them (``sample_token``), which the field ``by`` of a record has. A list of texts is as many
+    entries; what is neither text nor such a list is kept as JSON. Of DriveLM the channels are
+    question, answer, task and what else its entries have; and two of kind ``text``:
+    ``scene_description`` and ``key_objects``, as JSON. ``num_entries`` is a number for each sample,
+    and so is ``{name}_tokens`` where ``count`` is given: a function from text to its tokens or
+    their number, or MODULE:FUNCTION.
 
-    Raises SourceError for a file that is of none of these forms, DatasetError where no sample has one of the names,
-    ConfigError for names that cannot be channels.
+    Raises SourceError for a file that is of none of these forms, DatasetError where no sample has
+    one of the names, ConfigError for names that cannot be channels.
     """
     dataset = fr.open(base)
     found = dict[str, _Entries]()
@@ -174,7 +179,7 @@ def _entries(
         facts = read_json(data, where, Record)
         if "questions" not in facts:
             for token, raw in facts.items():
-                scene = read_json(bytes(raw), f"{where}, scene '{shown(token)}'", _Scene)
+                scene = read_json(bytes(raw), f"{where}, scene '{shortened(token)}'", _Scene)
                 for name, frame in scene.key_frames.items():
                     texts = {
                         "scene_description": scene.scene_description,
@@ -192,7 +197,8 @@ def _entries(
         field = by or next((name for name in _NAMES if name in record), _NAMES[0])
         if not isinstance(name := _value(record.pop(field, None)), str) or not name:
             raise fr.SourceError(
-                f"{where}, record {number}: the field '{field}' must name the sample; it has: {', '.join(record):.200}"
+                f"{where}, record {number}: the field '{field}' must name the sample; it "
+                f"has: {', '.join(record):.200}"
             )
         fields = {
             _plain(key): value for key, raw in record.items() if (value := _value(raw)) is not None
@@ -245,7 +251,9 @@ def _plain(field: str) -> str:
 def _joined(
     dataset: fr.Dataset, found: dict[str, _Entries]
 ) -> tuple[dict[int, _Entries], list[str]]:
-    """Return the entries by position, and the names that no sample has; the source's names are read if keys fail."""
+    """Return the entries by position, and the names that no sample has; the source's names are
+    read if keys fail.
+    """
     places: dict[str, list[int]] = {}
     for position, key in enumerate(dataset.index.texts("key").to_pylist()):
         places.setdefault(key, []).append(position)
@@ -260,14 +268,17 @@ def _joined(
     if not of_row:
         first = next(iter(found), "")
         raise fr.DatasetError(
-            f"no sample of '{dataset.location}' has a name of the texts as its key or sample_token, such as "
-            f"'{shown(first)}': are they of another dataset, or is the name in another field (--by)?"
+            f"no sample of '{dataset.location}' has a name of the texts as its key or "
+            f"sample_token, such as '{shortened(first)}': are they of another dataset, or "
+            "is the name in another field (--by)?"
         )
     return of_row, [name for name in found if name not in places]
 
 
 def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
-    """Return a function from text to number of tokens; a name is imported, from the working folder too."""
+    """Return a function from text to number of tokens; a name is imported, from the working
+    folder too.
+    """
     if isinstance(count, str):
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as the interpreter itself does for `python -m`
         try:

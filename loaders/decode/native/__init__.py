@@ -1,8 +1,10 @@
-"""Camera JPEGs by compiled code of our own: what it takes, and how it is called. Optional: `load` says why not.
+"""Camera JPEGs by compiled code of our own: what it takes, and how it is called.
 
-It decodes baseline 4:2:0 JPEGs at 1/2 and 1/4, to the same pixels as libjpeg-turbo, and resamples while the rows are in
-cache (camera_jpeg.c). Every irregularity makes it decline, before it has written anything: libjpeg-turbo then has the
-last word on what is decoded and what is refused.
+Optional: `load` says why not.
+
+It decodes baseline 4:2:0 JPEGs at 1/2 and 1/4, to the same pixels as libjpeg-turbo, and resamples
+while the rows are in cache (camera_jpeg.c). Every irregularity makes it decline, before it has
+written anything: libjpeg-turbo then has the last word on what is decoded and what is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ REBUILD = "python -m fuelrail.loaders.decode.native"
 
 _MCU_PX = 16
 _MIN_SCALE = 0.5
-"""The least scale from decoded picture to output. Below, bilinear interpolation would alias, and the code's windows
-end."""
+"""The least scale from decoded picture to output.
+
+Below, bilinear interpolation would alias, and the code's windows end.
+"""
 
 
 class _Resize(ctypes.Structure):
@@ -56,7 +60,9 @@ class _Job(ctypes.Structure):
 
 
 class ScaledImage(NamedTuple):
-    """A file to decode at 1/``factor``, the map of the decoded picture (`ImageMap.of_scaled`), and its planes."""
+    """A file to decode at 1/``factor``, the map of the decoded picture (`ImageMap.of_scaled`),
+    and its planes.
+    """
 
     encoded: Buffer
     info: ImageInfo
@@ -93,9 +99,11 @@ class CameraJpeg:
         self._local = threading.local()
 
     def cut_rows(self, table: NDArray[np.int64]) -> None:
-        """Cut rows out of JPEGs with restart markers: one file a row of the table, as ``RestartRows`` lists them.
+        """Cut rows out of JPEGs with restart markers: one file a row of the table, as
+        ``RestartRows`` lists them.
 
-        The last column becomes the number of bytes written to the file's room, 0 where it cannot be cut.
+        The last column becomes the number of bytes written to the file's room, 0 where it cannot be
+        cut.
         """
         self._cut_rows(table.ctypes.data, len(table))
 
@@ -111,9 +119,11 @@ class CameraJpeg:
         )
 
     def resize(self, images: Sequence[ScaledImage], scratch: Scratch) -> list[bool]:
-        """Decode and sample bilinearly into planes; False, and nothing written, for each that it declines.
+        """Decode and sample bilinearly into planes; False, and nothing written, for each that it
+        declines.
 
-        One call for several images: a thread that comes back for the GIL after each of them may wait for it as often.
+        One call for several images: a thread that comes back for the GIL after each of them may
+        wait for it as often.
         """
         files = [np.frombuffer(image.encoded, np.uint8) for image in images]
         jobs = _jobs(len(images))(*map(_job, images, files))
@@ -129,7 +139,8 @@ class CameraJpeg:
     def picture(
         self, encoded: Buffer, info: ImageInfo, factor: int, rows: tuple[int, int], scratch: Scratch
     ) -> Picture | None:
-        """Return the picture at 1/factor, RGBX (h, w, 4) in scratch; only rows [first, last) have meaning.
+        """Return the picture at 1/factor, RGBX (h, w, 4) in scratch; only rows [first, last) have
+        meaning.
 
         None where it declines.
         """
@@ -149,7 +160,9 @@ class CameraJpeg:
         return None if declined else picture
 
     def _memory(self, room_bytes: int, scratch: Scratch) -> tuple[int, int, int]:
-        """Return context and scratch memory of the calling thread, which its next call takes too."""
+        """Return context and scratch memory of the calling thread, which its next call takes
+        too.
+        """
         context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
@@ -163,7 +176,9 @@ def _jobs(number: int) -> type[ctypes.Array[_Job]]:
 
 
 def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
-    """Return job of an image with the file ``data``; an empty one, which is declined, for what the code does not do."""
+    """Return job of an image with the file ``data``; an empty one, which is declined, for what
+    the code does not do.
+    """
     a, b, tx, c, d, ty = image.image_map.coefficients
     covered = image.image_map.covered_output()
     does = (
@@ -172,11 +187,11 @@ def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
     if not does or not CameraJpeg.takes(image.info, image.factor):
         return _Job()
     _, height, width = image.out.shape
-    wanted = _Resize(
+    resize = _Resize(
         a, tx, d, ty, width, height, *covered, *image.out.strides[:2], image.out.ctypes.data
     )
     return _Job(
-        data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, wanted
+        data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, resize
     )
 
 
@@ -190,7 +205,9 @@ def _function(
 
 
 def open_library(path: Path) -> CameraJpeg | str:
-    """Open a library that was built from the sources beside us; else say why it cannot be used, and what to do."""
+    """Open a library that was built from the sources beside us; else say why it cannot be used,
+    and what to do.
+    """
     if not path.is_file():
         return f"it was not built: install a C compiler (Debian package gcc), then run {REBUILD}"
     try:

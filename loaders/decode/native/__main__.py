@@ -1,4 +1,6 @@
-"""``python -m fuelrail.loaders.decode.native``: compile the native decoder into the installed package."""
+"""``python -m fuelrail.loaders.decode.native``: compile the native decoder into the installed
+package.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compiles the native library of this folder: ``python -m fuelrail.loaders.decode.native``.
 
-Installing does the same (.ci/hatch_build.py), where it can. Only the standard library is used, so that a
-build backend can load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
+Installing does the same (.ci/hatch_build.py), where it can. Only the standard library is used, so
+that a build backend can load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY_NAME = "libcamera_jpeg.so"
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-fPIC", "-shared", "-Wno-psabi")
 _LEVELS = {"x86_64": ("-march=x86-64-v3",), "aarch64": ()}
-"""Processors by name to the flags of their vector code: AVX2 and BMI2, of 2013; NEON, which every aarch64 has and which
-the compiler makes of the portable code. Others use libjpeg-turbo: without vector code, this is slower."""
+"""Processors by name to the flags of their vector code: AVX2 and BMI2, of 2013; NEON, which every
+aarch64 has and which the compiler makes of the portable code. Others use libjpeg-turbo: without
+vector code, this is slower.
+"""
 
 
 class BuildError(Exception):
@@ -35,7 +37,10 @@ def source_crc(folder: Path = FOLDER) -> int:
 
 
 def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
-    """Compile the sources of ``folder`` into a library beside them, and return its path. Raises BuildError."""
+    """Compile the sources of ``folder`` into a library beside them, and return its path.
+
+    Raises BuildError.
+    """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise BuildError("no C compiler: install one (Debian package gcc)")
@@ -47,7 +52,7 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             )
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
-        made = Path(scratch) / LIBRARY_NAME
+        new_library = Path(scratch) / LIBRARY_NAME
         command = [
             *compiler.split(),
             *_FLAGS,
@@ -57,7 +62,7 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             "restart_rows.c",
         ]
         done = subprocess.run(
-            [*command, "-o", str(made), "-lm"],
+            [*command, "-o", str(new_library), "-lm"],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -69,7 +74,8 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
             )
             raise BuildError(
-                f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: {first.strip()}"
+                f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: "
+                f"{first.strip()}"
             )
-        made.replace(library)
+        new_library.replace(library)
     return library

@@ -10,13 +10,15 @@
       data/5/14a2    one file a sample: its span, nothing else; names are row numbers in hexadecimal
       tmp/           files being written
 
-The folder and all in it belong to one user and are closed to all others: mode 0700, no links, other owners refused
-(:mod:`fuelrail.pipeline.storage.private`). What the loader did not make is never removed.
+The folder and all in it belong to one user and are closed to all others: mode 0700, no links, other
+owners refused (:mod:`fuelrail.pipeline.storage.private`). What the loader did not make is never
+removed.
 
-A file appears under its name by rename, when it is whole. Nothing is synced: after a power cut a file may be short or
-hold zeros, so every read is checked against the index's digest, and a damaged file is a miss. A damaged ``cache.json``
-is written again where the files beside it are a cache's. Killed processes leave at most files in ``tmp`` and a wrong
-count of bytes, until the next one that is alone.
+A file appears under its name by rename, when it is whole. Nothing is synced: after a power cut a
+file may be short or hold zeros, so every read is checked against the index's digest, and a damaged
+file is a miss. A damaged ``cache.json`` is written again where the files beside it are a cache's.
+Killed processes leave at most files in ``tmp`` and a wrong count of bytes, until the next one that
+is alone.
 """
 
 from __future__ import annotations
@@ -61,15 +63,17 @@ class _Marker(msgspec.Struct, frozen=True):
 
 
 class SampleFiles:
-    """The files of samples in ``data``, and new ones in ``tmp``: a file appears under its name by rename, whole."""
+    """The files of samples in ``data``, and new ones in ``tmp``: a file appears under its name
+    by rename, whole.
+    """
 
     def __init__(self, path: Path, folders: contextlib.ExitStack) -> None:
         """Open the folders below ``path``, or make them; ``folders`` closes them."""
         make_folder(path)
         self.path = path
-        self.fd = _kept(folders, open_folder(path))
-        self.data_fd = _kept(folders, open_folder(path / "data", self.fd))
-        self._tmp_fd = _kept(folders, open_folder(path / "tmp", self.fd))
+        self.fd = _close_with(folders, open_folder(path))
+        self.data_fd = _close_with(folders, open_folder(path / "data", self.fd))
+        self._tmp_fd = _close_with(folders, open_folder(path / "tmp", self.fd))
         self._numbers = itertools.count()
         self._token = secrets.token_hex(4)
 
@@ -83,7 +87,9 @@ class SampleFiles:
         return os.open(_name(index), flags, dir_fd=self.data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
-        """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the disk is full or fails."""
+        """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the
+        disk is full or fails.
+        """
         temporary = self._write_temporary(span)
         try:
             try:
@@ -137,7 +143,10 @@ class SampleFiles:
                 self._discard(name)
 
     def stored(self, num_samples: int) -> Iterator[tuple[int, int]]:
-        """Yield samples and the sizes of their files, whole or not. Links and files with other names are no samples."""
+        """Yield samples and the sizes of their files, whole or not.
+
+        Links and files with other names are no samples.
+        """
         for group, fd in self.groups():
             for entry in os.scandir(fd):
                 index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
@@ -146,7 +155,10 @@ class SampleFiles:
                     yield index, entry.stat(follow_symlinks=False).st_size
 
     def groups(self) -> Iterator[tuple[str, int]]:
-        """Yield the folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
+        """Yield the folders in ``data``, each with its descriptor.
+
+        Raises ConfigError for a link or another owner.
+        """
         for group in filter(_NUMBER.fullmatch, _names_in(self.data_fd)):
             fd = open_folder(self.path / "data" / group, self.data_fd)
             try:
@@ -156,7 +168,9 @@ class SampleFiles:
 
 
 class CacheFolder:
-    """An open cache folder; safe to use from many threads and processes. ``max_bytes`` is what it may hold.
+    """An open cache folder; safe to use from many threads and processes.
+
+    ``max_bytes`` is what it may hold.
 
     What changes the table or :attr:`used_bytes` is called under :meth:`locked`.
     """
@@ -169,7 +183,8 @@ class CacheFolder:
         length_of: Callable[[int], int],
         max_bytes: int,
     ) -> None:
-        """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of bytes.
+        """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of
+        bytes.
 
         Raises ConfigError where it is of another dataset or version.
         """
@@ -257,15 +272,15 @@ class CacheFolder:
         except FileNotFoundError:
             if not is_empty:
                 raise ConfigError(
-                    f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
-                    "choose another folder"
+                    f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so "
+                    "fuelrail did not make it; choose another folder"
                 ) from None
             self.files.replace(file.name, encoded)
             fd = open_file(file, os.O_RDONLY, self.files.fd)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(_MARKER_BYTES)
         try:
-            found = msgspec.json.decode(data, type=_Marker)
+            stored = msgspec.json.decode(data, type=_Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
             if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(
@@ -277,15 +292,16 @@ class CacheFolder:
             raise ConfigError(
                 f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'"
             ) from error
-        if found != marker:
+        if stored != marker:
             raise ConfigError(
-                f"cache_dir: '{self.path}' is the cache of dataset {found.fingerprint} (version {found.version}, "
-                f"{found.num_samples} samples), not of {marker.fingerprint} (version {marker.version}, "
-                f"{marker.num_samples} samples); remove the folder or choose another"
+                f"cache_dir: '{self.path}' is the cache of dataset {stored.fingerprint} "
+                f"(version {stored.version}, {stored.num_samples} samples), not of "
+                f"{marker.fingerprint} (version {marker.version}, {marker.num_samples} "
+                "samples); remove the folder or choose another"
             )
 
     def _open(self, name: str) -> int:
-        return _kept(
+        return _close_with(
             self._locks, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd)
         )
 
@@ -301,7 +317,9 @@ class CacheFolder:
         self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
 
     def _take_stock(self) -> None:
-        """Make the table say what is in the folder; remove our own damaged files and those of killed processes."""
+        """Make the table say what is in the folder; remove our own damaged files and those of
+        killed processes.
+        """
         self.files.remove_temporary()
         self._table[:] = 0
         used = 0
@@ -324,7 +342,7 @@ def _name(index: int) -> str:
     return f"{index >> _FOLDER_BITS:x}/{index:x}"
 
 
-def _kept(stack: contextlib.ExitStack, fd: int) -> int:
+def _close_with(stack: contextlib.ExitStack, fd: int) -> int:
     """Return a descriptor, closed with the stack."""
     stack.callback(os.close, fd)
     return fd

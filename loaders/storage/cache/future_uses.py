@@ -1,11 +1,12 @@
-"""Compute when each sample is used next, so that a full cache evicts the one whose next use is farthest away.
+"""Compute when each sample is used next, so that a full cache evicts the one whose next use is
+farthest away.
 
-Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. A loader can
-do so because it knows its order for all epochs. Time here counts uses: time t is the t-th sample that any rank
-of this host takes from the start of an iteration.
+Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any
+policy. A loader can do so because it knows its order for all epochs. Time here counts uses: time t
+is the t-th sample that any rank of this host takes from the start of an iteration.
 
-A sample that is needed later than everything in the cache is not admitted: that is the optimum, too, when storage may
-be read past the cache.
+A sample that is needed later than everything in the cache is not admitted: that is the optimum,
+too, when storage may be read past the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _NUMBERS_KEPT: Final = 1 << 16
 class RequestNumbers:
     """Map a dataset's k-th request to its number among the requests of all mixed datasets.
 
-    `build_future_uses` and the sessions of layers need it. k must ascend: numbers before are dropped.
+    `build_future_uses` and the sessions of layers need it. k must ascend: numbers before are
+    dropped.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,9 @@ class RequestNumbers:
 
 
 class Coming(Protocol):
-    """The coming samples: rows used at times ``first`` to ``first + count - 1``; fewer at the end of a sequence."""
+    """The coming samples: rows used at times ``first`` to ``first + count - 1``; fewer at the
+    end of a sequence.
+    """
 
     def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
         """Return rows, int64; FOREIGN for a use of another dataset."""
@@ -67,9 +71,10 @@ class Coming(Protocol):
 class FutureUses:
     """Next uses over a sliding horizon of the coming rows.
 
-    ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
-    is twice an epoch (and up to 4 million uses it is) every sample's next use is always known.
-    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the first time of the horizon.
+    ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are
+    looked up. Where it is twice an epoch (and up to 4 million uses it is) every sample's next use
+    is always known. ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the first time
+    of the horizon.
     """
 
     def __init__(
@@ -85,35 +90,40 @@ class FutureUses:
     def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
         """Time of each row's next use after time ``after``; NEVER where not within the horizon."""
         self._see(after)
-        # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
-        at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
-        found = (
-            self._keys[np.minimum(at, len(self._keys) - 1)]
+        # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is
+        # the answer.
+        places = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
+        keys = (
+            self._keys[np.minimum(places, len(self._keys) - 1)]
             if len(self._keys)
             else np.full(len(rows), -1)
         )
-        known = (at < len(self._keys)) & (found >> _TIME_BITS == rows)
+        is_known = (places < len(self._keys)) & (keys >> _TIME_BITS == rows)
         times: NDArray[np.int64] = np.where(
-            known, self.base + (found & ((1 << _TIME_BITS) - 1)), NEVER
+            is_known, self.base + (keys & ((1 << _TIME_BITS) - 1)), NEVER
         )
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the rows used at times ``first`` to ``end - 1``, without times before the horizon."""
+        """Return the rows used at times ``first`` to ``end - 1``, without times before the
+        horizon.
+        """
         self._see(first)
         assert self._rows is not None
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
-        own: NDArray[np.int64] = rows[rows != FOREIGN]
-        return own
+        rank_rows: NDArray[np.int64] = rows[rows != FOREIGN]
+        return rank_rows
 
     def of_other_rows(
         self,
         rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         number_of: Callable[[int], int] | None,
     ) -> FutureUses:
-        """Return the uses of the rows that go with these, at the same times; ``rows_of`` gives FOREIGN for none.
+        """Return the uses of the rows that go with these, at the same times; ``rows_of`` gives
+        FOREIGN for none.
 
-        ``number_of(k)`` is the number, among the requests for these rows, of the k-th one for the others; None: k.
+        ``number_of(k)`` is the number, among the requests for these rows, of the k-th one for the
+        others; None: k.
         """
 
         def coming(first: int, count: int, /) -> NDArray[np.int64]:
@@ -139,10 +149,11 @@ def coming_rows(
     ranks: range,
     per_position: int = 1,
 ) -> tuple[Coming, int]:
-    """Return the rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
+    """Return the rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the
+    number in each step.
 
-    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that are read for
-    positions of an epoch, ``per_position`` of them for each, in the order of reading.
+    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that
+    are read for positions of an epoch, ``per_position`` of them for each, in the order of reading.
     """
     per_step = len(ranks) * walk.batching.rank_batch * per_position
 
@@ -158,7 +169,9 @@ def coming_rows(
 
 
 class Range(NamedTuple):
-    """The rows of one dataset among the rows of several, numbered together: ``base`` .. ``base + size - 1``.
+    """The rows of one dataset among the rows of several, numbered together: ``base`` ..
+
+    ``base + size - 1``.
 
     ``number_of(k)`` is the number, among all requests, of this dataset's k-th one on this rank.
     """
@@ -174,10 +187,12 @@ def build_future_uses(
     per_position: int = 1,
     only: Range | None = None,
 ) -> tuple[FutureUses, int]:
-    """Return the uses of this host's ranks on a walk, and the number in each step; see :func:`coming_rows`.
+    """Return the uses of this host's ranks on a walk, and the number in each step; see
+    :func:`coming_rows`.
 
-    The uses of all processes that take turns at the rank's steps are included; ``walk.share`` is this one's.
-    ``only`` restricts them to one dataset's rows among those of several, by its own numbers, at unchanged times.
+    The uses of all processes that take turns at the rank's steps are included; ``walk.share`` is
+    this one's. ``only`` restricts them to one dataset's rows among those of several, by its own
+    numbers, at unchanged times.
     """
     batching = walk.batching
     ranks = ranks_on_host(batching.world)
@@ -188,8 +203,8 @@ def build_future_uses(
     own_per_step = batching.rank_batch * per_position
 
     def time_of(k: int) -> int:
-        own_step, at = divmod(k if only is None else only.number_of(k), own_per_step)
-        return walk.number(own_step) * uses_per_step + begin + at
+        own_step, place = divmod(k if only is None else only.number_of(k), own_per_step)
+        return walk.number(own_step) * uses_per_step + begin + place
 
     def own_rows(first: int, count: int, /) -> NDArray[np.int64]:
         assert only is not None
@@ -202,9 +217,11 @@ def build_future_uses(
 
 
 def ranks_on_host(world: World) -> range:
-    """Return the data-parallel ranks that share this host, from the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """Return the data-parallel ranks that share this host, from the launcher's LOCAL_RANK and
+    LOCAL_WORLD_SIZE.
 
-    All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits, not correctness.
+    All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits,
+    not correctness.
     """
     try:
         size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -223,8 +240,9 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
-    The caller calls :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each sample admitted, and
-    :meth:`advance` with time, because a resident's use moves its next use. ``now`` is the latest time given.
+    The caller calls :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each
+    sample admitted, and :meth:`advance` with time, because a resident's use moves its next use.
+    ``now`` is the latest time given.
     """
 
     def __init__(
@@ -278,7 +296,8 @@ class FarthestFirst:
         return int(self._future_uses.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:
-        """Take out the resident with the farthest next use: (row, next use); None where no resident is known.
+        """Take out the resident with the farthest next use: (row, next use); None where no resident
+        is known.
 
         One that was both admitted and used may come twice.
         """

@@ -1,9 +1,9 @@
 """Spans of remote shards on a local disk, shared by all processes of a host.
 
-The files and who may touch them are :mod:`fuelrail.loaders.storage.cache.folder`'s matter; what goes when room is
-needed is
-:mod:`fuelrail.loaders.storage.cache.future_uses`'s. Without them (single samples read by hand) the cache takes
-what fits and evicts nothing.
+The files and who may touch them are :mod:`fuelrail.loaders.storage.cache.folder`'s matter; what
+goes when room is needed is
+:mod:`fuelrail.loaders.storage.cache.future_uses`'s. Without them (single samples read by hand) the
+cache takes what fits and evicts nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _LOG = logging.getLogger(__name__)
 _OPEN_FILES: Final = 128
 
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
+"""Errors of a file that is gone or another.
+
+Of the rest, such as too many open files, a good one can have any.
+"""
 
 _PART_OF_FREE_SPACE: Final = 0.8
 
@@ -45,7 +48,9 @@ _PREFIXES: Final = "KMGT"
 
 
 class CachedSpan:
-    """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
+    """A span that is in the cache; opened at once where descriptors allow it, so that eviction
+    cannot take it away.
+    """
 
     __slots__ = ("_cache", "_fd", "_index", "_length")
 
@@ -56,7 +61,10 @@ class CachedSpan:
         self._fd = fd
 
     def read(self) -> memoryview | None:
-        """Return its bytes, unchecked; None where it cannot be read. A file that is gone or cut is forgotten."""
+        """Return its bytes, unchecked; None where it cannot be read.
+
+        A file that is gone or cut is forgotten.
+        """
         try:
             if self._fd < 0:
                 self._fd = self._cache.folder.files.open(self._index)
@@ -97,7 +105,8 @@ class SpanCache:
         length_of: Callable[[int], int],
         max_bytes: int,
     ) -> None:
-        """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of bytes.
+        """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of
+        bytes.
 
         Raises ConfigError where it is of another dataset, version or user.
         """
@@ -121,7 +130,9 @@ class SpanCache:
     def open_for(
         cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
     ) -> Self:
-        """Open the cache of a dataset in a folder for several datasets; see :func:`parse_size` for the size."""
+        """Open the cache of a dataset in a folder for several datasets; see :func:`parse_size`
+        for the size.
+        """
         base = Path(cache_dir) / "spans"
         fingerprint = dataset.manifest.fingerprint
         folder = base / fingerprint
@@ -137,12 +148,12 @@ class SpanCache:
             raise ConfigError(
                 f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}"
             ) from error
-        others = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
-        if others:
+        neighbours = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
+        if neighbours:
             _LOG.info(
                 "cache '%s' also holds %d other datasets; cache_size is for each",
                 cache_dir,
-                len(others),
+                len(neighbours),
             )
         index = dataset.index
         return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
@@ -166,7 +177,8 @@ class SpanCache:
             if future_uses is None:
                 self._policy = None
                 return
-            # Other ranks' newcomers appear about when they are used; two steps later they are there for sure.
+            # Other ranks' newcomers appear about when they are used; two steps later they are there
+            # for sure.
             self._policy = FarthestFirst(future_uses, self.folder.holds, lag=2 * uses_per_step)
             self._has_stock = False
 
@@ -190,10 +202,11 @@ class SpanCache:
         return CachedSpan(self, index, length, fd)
 
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
-        """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
+        """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if
+        it is here now.
 
-        A disk that is full or fails ends admission, with one warning; what is here continues to be used. Too many open
-        files end nothing.
+        A disk that is full or fails ends admission, with one warning; what is here continues to be
+        used. Too many open files end nothing.
         """
         if not self._writes or len(span) > self.folder.max_bytes:
             return False
@@ -243,7 +256,9 @@ class SpanCache:
     # Admission and eviction, under the lock
 
     def _reserve(self, index: int, length: int, time: int | None) -> bool:
-        """Make room for a newcomer and count it as here; False where it is here already or not worth it."""
+        """Make room for a newcomer and count it as here; False where it is here already or not
+        worth it.
+        """
         with self.folder.locked():
             if self.folder.holds(index):
                 return False
@@ -297,19 +312,26 @@ class SpanCache:
             return
         self._writes = False
         _LOG.warning(
-            "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
+            (
+                "cache '%s' disabled for new samples: %s; continuing without it, at the speed "
+                "of the remote storage"
+            ),
             self.folder.path,
             error,
         )
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
+    """Return the bytes from a number or a text such as ``500GB``, ``1.5TiB``.
+
+    Raises ConfigError.
+    """
     if isinstance(size, str):
         match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*(?:([{_PREFIXES}])(I?))?B?\s*", size.upper())
         if match is None:
             raise ConfigError(
-                f"cache_size={size!r} is not a size; write bytes, or a number with KB, MB, GB, TB, GiB, TiB"
+                f"cache_size={size!r} is not a size; write bytes, or a number with KB, MB, "
+                "GB, TB, GiB, TiB"
             )
         power = _PREFIXES.index(match[2]) + 1 if match[2] else 0
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
@@ -319,11 +341,13 @@ def parse_size(size: int | str) -> int:
 
 
 def part_of_free_space(base: Path, folder: Path) -> int:
-    """Return the default size [bytes] of the cache in ``folder``: 80 % of the free disk space and its own files."""
+    """Return the default size [bytes] of the cache in ``folder``: 80 % of the free disk space
+    and its own files.
+    """
     free = shutil.disk_usage(base).free
     try:
         with os.fdopen(open_file(folder / "table", os.O_RDONLY), "rb") as table:
-            here = int.from_bytes(table.read(8), "little")
+            bytes_used = int.from_bytes(table.read(8), "little")
     except FileNotFoundError:
-        here = 0
-    return max(1, int((free + here) * _PART_OF_FREE_SPACE))
+        bytes_used = 0
+    return max(1, int((free + bytes_used) * _PART_OF_FREE_SPACE))

@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import FuelrailError, IndexFileError
 from fuelrail.pipeline.limits import ATTRIBUTES
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.named_tables import expanded_bytes
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from io import BufferedReader, RawIOBase
@@ -41,7 +41,9 @@ _EXPANDED_BYTES: Final = 64 << 20
 
 
 class AttributesFile:
-    """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
+    """The file itself, from an unknown writer: its sizes are checked before memory is allocated
+    for them.
+    """
 
     def __init__(self, path: Path, blocks: BlockFile | None = None, *, exists: bool = True) -> None:
         """Take the file at ``path``, or ``blocks`` of it where parts may have to be fetched.
@@ -55,42 +57,46 @@ class AttributesFile:
     def schema(self, num_rows: int | None = None) -> pa.Schema:
         """Return the file's columns, from the footer alone.
 
-        Raises IndexFileError for a file that is damaged or over the limits, or has other than ``num_rows`` rows.
+        Raises IndexFileError for a file that is damaged or over the limits, or has other than
+        ``num_rows`` rows.
         """
         with self._opened() as (file, schema):
             if num_rows not in (None, file.metadata.num_rows):
                 raise IndexFileError(
-                    f"'{self._path}' has {file.metadata.num_rows} rows for {num_rows} samples of the index"
+                    f"'{self._path}' has {file.metadata.num_rows} rows for {num_rows} "
+                    "samples of the index"
                 )
             return schema.remove_metadata()
 
     def batches(self, names: Sequence[str], rows: range | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the columns ``names``, about a thousand rows at a time; read nothing else of the file.
+        """Yield the columns ``names``, about a thousand rows at a time; read nothing else of the
+        file.
 
         ``rows`` are the rows wanted, None: all. Raises IndexFileError as :meth:`schema` does.
         """
         with self._opened() as (file, schema):
             for name in names:
                 if name not in schema.names:
-                    raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
+                    raise IndexFileError(f"'{self._path}' has no column '{shortened(name)}'")
             groups = [
                 file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)
             ]
             ends = list(itertools.accumulate((group.num_rows for group in groups), initial=0))
-            wanted = range(ends[-1]) if rows is None else rows
+            interval = range(ends[-1]) if rows is None else rows
             numbers = [
                 n
                 for n in range(len(groups))
-                if ends[n] < wanted.stop and ends[n + 1] > wanted.start
+                if ends[n] < interval.stop and ends[n + 1] > interval.start
             ]
             if self._blocks is not None:
                 self._blocks.need_parts(*_chunks([groups[number] for number in numbers], names))
-            at = ends[numbers[0]] if numbers else 0
+            first_row = ends[numbers[0]] if numbers else 0
             for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=numbers, columns=list(names)):
                 low, high = (
-                    min(max(side - at, 0), len(batch)) for side in (wanted.start, wanted.stop)
+                    min(max(side - first_row, 0), len(batch))
+                    for side in (interval.start, interval.stop)
                 )
-                at += len(batch)
+                first_row += len(batch)
                 if low < high:
                     yield from self._expanded(batch.slice(low, high - low).select(list(names)))
 
@@ -105,8 +111,8 @@ class AttributesFile:
                 longest = pc.max(pc.binary_length(texts)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
                     raise IndexFileError(
-                        f"'{self._path}': column '{shown(name)}' has a text of {longest} bytes, over the limit of "
-                        f"{MAX_TEXT_BYTES}"
+                        f"'{self._path}': column '{shortened(name)}' has a text of "
+                        f"{longest} bytes, over the limit of {MAX_TEXT_BYTES}"
                     )
         num_bytes = sum(map(expanded_bytes, batch.columns))
         num_parts = -(-num_bytes // _EXPANDED_BYTES)
@@ -153,13 +159,15 @@ class AttributesFile:
             )
         for name, count in Counter(schema.names).items():
             if count > 1:
-                raise IndexFileError(f"'{self._path}' has the column '{shown(name)}' {count} times")
+                raise IndexFileError(
+                    f"'{self._path}' has the column '{shortened(name)}' {count} times"
+                )
         for field in schema:
             if field.type not in _TYPES and (field.name, field.type) != ("frame", pa.int32()):
                 listed = ", ".join(map(str, _TYPES))
                 raise IndexFileError(
-                    f"'{self._path}': column '{shown(field.name)}' has the type {shown(field.type)}, expected one of "
-                    f"{listed}"
+                    f"'{self._path}': column '{shortened(field.name)}' has the type "
+                    f"{shortened(field.type)}, expected one of {listed}"
                 )
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)

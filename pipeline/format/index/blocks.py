@@ -1,7 +1,8 @@
-"""Files in blocks of 1 MiB, each with a digest: what is read of a table is checked, or fetched, block by block.
+"""Files in blocks of 1 MiB, each with a digest: what is read of a table is checked, or fetched,
+block by block.
 
-``blocks.sha256`` holds the digests of all blocks of ``shards.arrow``, ``index.arrow``, ``keys.arrow`` and
-``attributes.parquet``. FORMAT.md has the rules.
+``blocks.sha256`` holds the digests of all blocks of ``shards.arrow``, ``index.arrow``,
+``keys.arrow`` and ``attributes.parquet``. FORMAT.md has the rules.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ BLOCKS_FILE: Final = "blocks.sha256"
 BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
 TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet")
-"""The files that have block digests, in the order in which ``blocks.sha256`` holds these; not all have the last one."""
+"""The files that have block digests, in the order in which ``blocks.sha256`` holds these; not
+all have the last one.
+"""
 _MAX_RUN: Final = 16
 """Blocks of one range request at most."""
 _MAX_REQUESTS: Final = 8
@@ -50,7 +53,9 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def block_digests(path: Path) -> bytes:
-    """Return the SHA-256 of each block of a file of a dataset, one after the other; raise OSError."""
+    """Return the SHA-256 of each block of a file of a dataset, one after the other; raise
+    OSError.
+    """
     with open_file(path) as file:
         return b"".join(
             hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")
@@ -58,31 +63,35 @@ def block_digests(path: Path) -> bytes:
 
 
 def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, bytes]:
-    """Cut the content of ``blocks.sha256`` into those of its files, given their names and sizes [bytes] in its order.
+    """Cut the content of ``blocks.sha256`` into those of its files, given their names and sizes
+    [bytes] in its order.
 
     Raises IndexFileError where it has another length than these sizes make.
     """
-    found = {}
+    digests = {}
     first = 0
     for name, num_bytes in sizes:
         end = first + DIGEST_BYTES * num_blocks(num_bytes)
-        found[name], first = data[first:end], end
+        digests[name], first = data[first:end], end
     if first != len(data):
         raise IndexFileError(
             f"{BLOCKS_FILE} has {len(data)} bytes; the tables of the dataset make {first}"
         )
-    return found
+    return digests
 
 
 class BlockFile:
     """A mapped file of a dataset. With ``digests`` each block is checked when it is first needed.
 
-    With ``read``, a range request (first byte, end), the file is a sparse one in the cache: a block whose bytes are not
-    those of its digest is fetched and stored there, for all processes of the host. Safe to use from many threads.
+    With ``read``, a range request (first byte, end), the file is a sparse one in the cache: a block
+    whose bytes are not those of its digest is fetched and stored there, for all processes of the
+    host. Safe to use from many threads.
     """
 
     def __init__(self, path: Path, digests: bytes | None = None, read: Read | None = None) -> None:
-        """Map the file; raises IndexFileError where it cannot be opened or has another size than its digests."""
+        """Map the file; raises IndexFileError where it cannot be opened or has another size than
+        its digests.
+        """
         self.path = path
         self._digests = digests
         self._read = read
@@ -98,18 +107,19 @@ class BlockFile:
         self._view = memoryview(self.map)
         if digests is not None and len(digests) != DIGEST_BYTES * num_blocks(len(self._view)):
             raise IndexFileError(
-                f"'{path}' has {len(self._view)} bytes, but {BLOCKS_FILE} has {len(digests) // DIGEST_BYTES} digests "
-                f"of it, one for each {BLOCK_BYTES} bytes"
+                f"'{path}' has {len(self._view)} bytes, but {BLOCKS_FILE} has "
+                f"{len(digests) // DIGEST_BYTES} digests of it, one for each {BLOCK_BYTES} bytes"
             )
         self._good = bytearray(num_blocks(len(self._view)))
         self._claim = threading.Lock()
         self._in_background = list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
-        """Return bytes ``first`` to ``end - 1``, checked where the file has digests, fetched where they are missing.
+        """Return bytes ``first`` to ``end - 1``, checked where the file has digests, fetched where
+        they are missing.
 
-        Raises IndexFileError for bytes outside the file or at odds with their digest, DatasetError where a block cannot
-        be fetched or stored.
+        Raises IndexFileError for bytes outside the file or at odds with their digest, DatasetError
+        where a block cannot be fetched or stored.
         """
         if not 0 <= first <= end <= len(self._view):
             raise IndexFileError(
@@ -123,22 +133,24 @@ class BlockFile:
         return self._view[first:end]
 
     def need_parts(self, *parts: tuple[int, int]) -> None:
-        """Have those bytes of parts (first byte, end) here that are in the file, if any can be missing: all at once."""
+        """Have those bytes of parts (first byte, end) here that are in the file, if any can be
+        missing: all at once.
+        """
         if self._read is not None:
-            found = set[int]()
+            blocks = set[int]()
             for first, end in parts:
-                found.update(
+                blocks.update(
                     range(max(first, 0) // BLOCK_BYTES, num_blocks(min(end, len(self._view))))
                 )
-            self._check(sorted(found))
+            self._check(sorted(blocks))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks whose bytes do not match their digests."""
         assert self._descriptor is not None, "there are digests"
         for block in blocks:
             if not self._good[block]:
-                # Not through the map: in a tmpfs each hole that is looked at takes memory, and SIGBUS comes where it is
-                # full.
+                # Not through the map: in a tmpfs each hole that is looked at takes memory, and
+                # SIGBUS comes where it is full.
                 self._good[block] = self._matches(
                     block, os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
                 )
@@ -151,8 +163,8 @@ class BlockFile:
         if self._read is None:
             raise IndexFileError(
                 f"'{self.path}' is damaged: bytes {missing[0] * BLOCK_BYTES} to "
-                f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their SHA-256 in {BLOCKS_FILE}; "
-                "`fuelrail verify` checks the whole dataset"
+                f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their "
+                f"SHA-256 in {BLOCKS_FILE}; `fuelrail verify` checks the whole dataset"
             )
         runs = _runs(missing)
         if len(runs) == 1:
@@ -162,19 +174,22 @@ class BlockFile:
             list(pool.map(partial(self._fetch, self._read), runs))
 
     def fetch_in_background(self) -> None:
-        """Start to fetch what is not here, once. Where that fails, :meth:`need` tries again and raises the error."""
+        """Start to fetch what is not here, once.
+
+        Where that fails, :meth:`need` tries again and raises the error.
+        """
         read = self._read
         if read is None or not self._claim.acquire(blocking=False):
             return
         firsts = [*range(0, len(self._good), _MAX_RUN)]
         random.Random().shuffle(firsts)  # processes that share the cache fetch different parts
-        left = iter(firsts)
+        run_starts = iter(firsts)
 
         def work() -> None:
             with contextlib.suppress(FuelrailError):
-                for first in left:
-                    # One after the other: the interpreter would wait for the threads of a pool when it ends, but not
-                    # for daemons. What is stored by then stays in the cache.
+                for first in run_starts:
+                    # One after the other: the interpreter would wait for the threads of a pool when
+                    # it ends, but not for daemons. What is stored by then stays in the cache.
                     for run in _runs(
                         self._missing(range(first, min(first + _MAX_RUN, len(self._good))))
                     ):
@@ -203,8 +218,9 @@ class BlockFile:
             parts = ((b, view[(b - run.start) * BLOCK_BYTES :][:BLOCK_BYTES]) for b in run)
             if len(data) != end - first or not all(self._matches(*part) for part in parts):
                 raise IndexFileError(
-                    f"bytes {first} to {end} of '{self.path.name}' at the dataset's URL are not those that "
-                    f"{BLOCKS_FILE} describes (SHA-256 differs): was the dataset replaced in part?"
+                    f"bytes {first} to {end} of '{self.path.name}' at the dataset's URL are "
+                    f"not those that {BLOCKS_FILE} describes (SHA-256 differs): was the "
+                    "dataset replaced in part?"
                 )
             return view
 
@@ -219,13 +235,16 @@ class BlockFile:
                 os.close(descriptor)
         except OSError as error:
             raise DatasetError(
-                f"a block of the index cannot be stored in '{self.path}': {error}; choose another folder with cache_dir"
+                f"a block of the index cannot be stored in '{self.path}': {error}; choose "
+                "another folder with cache_dir"
             ) from error
         for block in run:
             self._good[block] = 1
 
     def stream(self) -> RawIOBase:
-        """Return the file as a stream that reads no more than asked; its errors are those of :meth:`need`."""
+        """Return the file as a stream that reads no more than asked; its errors are those of
+        :meth:`need`.
+        """
         return _Stream(self)
 
     def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
@@ -240,7 +259,9 @@ class BlockFile:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
     def has_batch(self, number: int) -> bool:
-        """Return whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
+        """Return whether the whole of a record batch is here, so that :meth:`need_batch` fetches
+        nothing.
+        """
         if self._read is None:
             return True
         first, end = batch_range(self._view, number)
@@ -252,7 +273,9 @@ class BlockFile:
             self.need(*batch_range(self._view, number))
 
     def release(self) -> None:
-        """Give the pages that were looked at back to the page cache; what was handed out stays good."""
+        """Give the pages that were looked at back to the page cache; what was handed out stays
+        good.
+        """
         self.map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -288,18 +311,19 @@ class _Stream(RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        found = self._file.need(
+        data = self._file.need(
             self._at, max(min(self._at + len(buffer), len(self._file.map)), self._at)
         )
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def open_sparse(
     path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]
 ) -> BlockFile:
-    """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the cache takes.
+    """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the
+    cache takes.
 
     Raises IndexFileError, and DatasetError where the sparse file cannot be made.
     """

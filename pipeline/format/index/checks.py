@@ -1,7 +1,8 @@
 """What is checked of a batch of the index before anything is taken for it or decoded by it.
 
-Everything is refused by what the file states: buffers that Arrow would decompress, texts and samples over the caps. All
-checks are on whole columns, so that reading a row later costs nothing more.
+Everything is refused by what the file states: buffers that Arrow would decompress, texts and
+samples over the caps. All checks are on whole columns, so that reading a row later costs nothing
+more.
 """
 
 from __future__ import annotations
@@ -43,26 +44,29 @@ _BATCH_COMPRESSION = 3
 
 
 def check_plain(view: memoryview, number: int) -> None:
-    """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie outside the file.
+    """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie
+    outside the file.
 
-    Arrow decompresses a buffer to the size that it states as soon as the batch is read, so this looks first.
+    Arrow decompresses a buffer to the size that it states as soon as the batch is read, so this
+    looks first.
     """
     try:
         start, metadata_bytes, body_bytes = _block(view, number)
         (first,) = struct.unpack_from("<I", view, start)
-        at = start + (8 if first == _CONTINUED else 4)
-        message = view[at : start + metadata_bytes]
+        message_start = start + (8 if first == _CONTINUED else 4)
+        message = view[message_start : start + metadata_bytes]
         table = _root(message)
         header_at = _field(message, table, _MESSAGE_HEADER)
         batch = header_at + struct.unpack_from("<I", message, header_at)[0]
-        # Before Arrow 1.0 the compression stood in the message's metadata; we and Arrow write none there.
+        # Before Arrow 1.0 the compression stood in the message's metadata; we and Arrow write none
+        # there.
         if _field(message, batch, _BATCH_COMPRESSION) or _field(message, table, _MESSAGE_METADATA):
             raise IndexFileError(
                 "its buffers are compressed, and an index is not: it is meant to be mapped"
             )
         buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
-        for one in range(count):
-            offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * one)
+        for index in range(count):
+            offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * index)
             if not 0 <= offset <= offset + length <= min(body_bytes, len(view)):
                 raise IndexFileError(
                     f"a buffer of {length} bytes at {offset} lies outside the file"
@@ -72,7 +76,8 @@ def check_plain(view: memoryview, number: int) -> None:
 
 
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
-    """Return first byte and end of what follows the record batches; raise IndexFileError for what is not an Arrow file.
+    """Return first byte and end of what follows the record batches; raise IndexFileError for what
+    is not an Arrow file.
 
     ``need`` has bytes of the file read or fetched before they are looked at.
     """
@@ -86,7 +91,9 @@ def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tu
 
 
 def batch_range(view: memoryview, number: int) -> tuple[int, int]:
-    """Return first byte and end of a record batch, as the footer states them; raise IndexFileError outside the file."""
+    """Return first byte and end of a record batch, as the footer states them; raise
+    IndexFileError outside the file.
+    """
     try:
         start, metadata_bytes, body_bytes = _block(view, number)
     except (struct.error, ValueError, OverflowError) as error:
@@ -106,10 +113,10 @@ def _block(view: memoryview, number: int) -> tuple[int, int, int]:
     blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
     if not 0 <= number < count:
         raise IndexFileError(f"it has no record batch {number}")
-    found: tuple[int, int, int] = struct.unpack_from(
+    block: tuple[int, int, int] = struct.unpack_from(
         "<qi4xq", footer, blocks + _BLOCK_BYTES * number
     )
-    return found
+    return block
 
 
 def _root(data: memoryview) -> int:
@@ -129,8 +136,8 @@ def _vector(data: memoryview, field: int) -> tuple[int, int]:
     """Return where the vector that a field refers to has its first element, and their number."""
     if not field:
         return 0, 0
-    at = field + struct.unpack_from("<I", data, field)[0]
-    return at + 4, int(struct.unpack_from("<I", data, at)[0])
+    start = field + struct.unpack_from("<I", data, field)[0]
+    return start + 4, int(struct.unpack_from("<I", data, start)[0])
 
 
 def check_texts(column: pa.StringArray, name: str) -> None:
@@ -139,13 +146,15 @@ def check_texts(column: pa.StringArray, name: str) -> None:
     if starts is None or not len(column):
         return
     ends = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
-    longest = _most(np.diff(ends))
+    longest = _largest(np.diff(ends))
     if longest > MAX_KEY_BYTES:
         raise IndexFileError(f"a {name} of {longest} bytes, over the limit of {MAX_KEY_BYTES}")
 
 
-def _most(values: NDArray[Any]) -> int:
-    """Return the largest value, where one below 0 counts as larger than any cap: one pass checks both ends."""
+def _largest(values: NDArray[Any]) -> int:
+    """Return the largest value, where one below 0 counts as larger than any cap: one pass checks
+    both ends.
+    """
     return int(values.view(f"u{values.itemsize}").max(initial=0))
 
 
@@ -155,16 +164,18 @@ def check_spans(
     offset: NDArray[Any] = _NONE,
     length: NDArray[Any] = _NONE,
     shard: NDArray[Any] = _NONE,
-    **_others: NDArray[Any],
+    **_rest: NDArray[Any],
 ) -> None:
-    """Raise IndexFileError for a span that is too long or begins before its shard, or for a shard that is not there."""
-    if _most(length) > MAX_SAMPLE_BYTES:
+    """Raise IndexFileError for a span that is too long or begins before its shard, or for a
+    shard that is not there.
+    """
+    if _largest(length) > MAX_SAMPLE_BYTES:
         raise IndexFileError(
-            f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}"
+            f"a span of {_signed(_largest(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}"
         )
-    if _most(offset) >= 1 << 63:
+    if _largest(offset) >= 1 << 63:
         raise IndexFileError("a span that begins before its shard")
-    if num_shards is not None and _most(shard) >= num_shards:
+    if num_shards is not None and _largest(shard) >= num_shards:
         wrong = int(shard.min()) if shard.min() < 0 else int(shard.max())
         raise IndexFileError(f"a sample in shard number {wrong}, but the manifest has {num_shards}")
 
@@ -181,14 +192,15 @@ def check_caps(
 ) -> None:
     """Raise IndexFileError where a sample would take more memory than the caps allow.
 
-    ``starts`` are the rows' first entries in the members' columns name, codec, offset, stored and raw bytes, digest.
+    ``starts`` are the rows' first entries in the members' columns name, codec, offset, stored and
+    raw bytes, digest.
     """
     name, codec, _, stored, raw, _ = members
     if not len(stored):
         return
-    most_members = _most(np.diff(starts))
-    most_stored = _most(stored)
-    most_raw = _most(raw)
+    most_members = _largest(np.diff(starts))
+    most_stored = _largest(stored)
+    most_raw = _largest(raw)
     if most_members > MAX_MEMBERS:
         raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
     if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:
@@ -198,17 +210,17 @@ def check_caps(
         )
     for number, text in enumerate(names):
         if member_cap(text) < most_raw and (
-            found := int(raw[name == number].max(initial=0))
+            num_bytes := int(raw[name == number].max(initial=0))
         ) > member_cap(text):
             raise IndexFileError(
-                f"a member {text} of {found} bytes, over the cap of {member_cap(text)}"
+                f"a member {text} of {num_bytes} bytes, over the cap of {member_cap(text)}"
             )
     if most_members * (most_stored + most_raw) <= MAX_SAMPLE_BYTES:
         return
     plain = codecs.index(RAW) if RAW in codecs else -1
     sums = np.concatenate(([0], np.cumsum(stored + np.where(codec == plain, 0, raw))))
-    most = int((sums[starts[1:]] - sums[starts[:-1]]).max())
-    if most > MAX_SAMPLE_BYTES:
+    largest = int((sums[starts[1:]] - sums[starts[:-1]]).max())
+    if largest > MAX_SAMPLE_BYTES:
         raise IndexFileError(
-            f"a sample would take {most} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"
+            f"a sample would take {largest} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"
         )

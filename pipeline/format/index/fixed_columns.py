@@ -1,4 +1,6 @@
-"""Tables of one record batch whose columns all have a fixed width, such as ``shards.arrow`` and ``keys.arrow``."""
+"""Tables of one record batch whose columns all have a fixed width, such as ``shards.arrow`` and
+``keys.arrow``.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.blocks import BlockFile
 
 HEAD_BYTES: Final = 4 << 10
-"""More than what precedes the columns in a table of one record batch: schema and message take about 100 bytes each."""
+"""More than what precedes the columns in a table of one record batch: schema and message take
+about 100 bytes each.
+"""
 
 
 class FixedColumns:
-    """The columns of an Arrow file of one record batch, all of fixed width and without nulls; read range by range."""
+    """The columns of an Arrow file of one record batch, all of fixed width and without nulls;
+    read range by range.
+    """
 
     def __init__(self, file: BlockFile, schema: pa.Schema, dtypes: Mapping[str, np.dtype]) -> None:
         """Open it; raises IndexFileError where the file is not of that schema."""
@@ -57,7 +63,9 @@ class FixedColumns:
             self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
 
     def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
-        """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what :meth:`BlockFile.need` does."""
+        """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what
+        :meth:`BlockFile.need` does.
+        """
         values, place = self._columns[name]
         size = values.dtype.itemsize
         self._file.need(place + first * size, place + end * size)

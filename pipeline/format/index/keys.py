@@ -1,4 +1,7 @@
-"""``keys.arrow``: row and place of a key, by a table sorted by the hashes of the keys. FORMAT.md has the rules."""
+"""``keys.arrow``: row and place of a key, by a table sorted by the hashes of the keys.
+
+FORMAT.md has the rules.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.index.fixed_columns import HEAD_BYTES, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.blocks import BlockFile
@@ -35,7 +38,9 @@ _SCHEMA: Final = pa.schema(
 _ROWS_AT_ONCE: Final = 1 << 16
 _BUCKET_ROWS: Final = 1 << 20
 _BACKGROUND_BYTES: Final = 512 << 20
-"""A table at a URL of up to this size (16 million samples) comes as a whole in the background of the first look-up."""
+"""A table at a URL of up to this size (16 million samples) comes as a whole in the background of
+the first look-up.
+"""
 
 
 class KeyEntry(NamedTuple):
@@ -53,7 +58,10 @@ def key_hash(key: str) -> int:
 
 
 def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
-    """Return table of an index: its entries in ascending order. Entries that exceed memory are kept in ``folder``."""
+    """Return table of an index: its entries in ascending order.
+
+    Entries that exceed memory are kept in ``folder``.
+    """
     disk = Disk(folder)
     column = disk.column(ENTRY)
     for first in range(0, len(index), _ROWS_AT_ONCE):
@@ -78,7 +86,9 @@ def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def _sorted_by_buckets(entries: NDArray[np.void], bits: int, disk: Disk) -> NDArray[np.void]:
-    """Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so each fits in memory."""
+    """Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so
+    each fits in memory.
+    """
     shift = np.uint64(64 - bits)
 
     def parts() -> Iterator[NDArray[np.void]]:
@@ -131,16 +141,17 @@ class KeyTable:
         num_samples: int,
         checked: Callable[[], BlockFile] | None = None,
     ) -> None:
-        """Take functions that open the file: ``opened`` at the first look-up, ``checked`` with digests at a miss.
+        """Take functions that open the file: ``opened`` at the first look-up, ``checked`` with
+        digests at a miss.
 
         Without ``checked`` what ``opened`` opens is checked, or was when it was fetched.
         """
-        # Not as cached properties: Python 3.11 lets one thread at a time into those of all objects, for as long as it
-        # waits for a server, and a fork inherits that lock.
+        # Not as cached properties: Python 3.11 lets one thread at a time into those of all objects,
+        # for as long as it waits for a server, and a fork inherits that lock.
         self._opened = cache(opened)
         self._num_samples = num_samples
         self._checked = None if checked is None else cache(checked)
-        self._found: FixedColumns | None = None
+        self._columns_read: FixedColumns | None = None
 
     @property
     def _file(self) -> BlockFile:
@@ -148,25 +159,28 @@ class KeyTable:
 
     @property
     def _columns(self) -> FixedColumns:
-        if self._found is None:
-            found = FixedColumns(self._file, _SCHEMA, {"entry": ENTRY})
-            if found.num_rows != self._num_samples:
+        if self._columns_read is None:
+            columns = FixedColumns(self._file, _SCHEMA, {"entry": ENTRY})
+            if columns.num_rows != self._num_samples:
                 raise IndexFileError(
-                    f"'{self._file.path}' has {found.num_rows} keys, the index {self._num_samples} samples"
+                    f"'{self._file.path}' has {columns.num_rows} keys, the index "
+                    f"{self._num_samples} samples"
                 )
-            self._found = found
-        return self._found
+            self._columns_read = columns
+        return self._columns_read
 
     def entries(self) -> NDArray[Any]:
         """Return all entries, sorted by hash; raise IndexFileError where the table is damaged."""
         return self._columns.read("entry", 0, self._num_samples)
 
     def check(self, index: SampleIndex, folder: Path) -> None:
-        """Check the whole table against the index, with work files in ``folder``; raises IndexFileError."""
-        wanted = sorted_entries(index, folder)
+        """Check the whole table against the index, with work files in ``folder``; raises
+        IndexFileError.
+        """
+        expected = sorted_entries(index, folder)
         for first in range(0, self._num_samples, _ROWS_AT_ONCE):
             end = min(first + _ROWS_AT_ONCE, self._num_samples)
-            if not np.array_equal(self._columns.read("entry", first, end), wanted[first:end]):
+            if not np.array_equal(self._columns.read("entry", first, end), expected[first:end]):
                 raise IndexFileError(
                     f"the rows from {first} on are not those of the keys of the index"
                 )
@@ -174,14 +188,17 @@ class KeyTable:
     def find(self, key: str) -> list[KeyEntry]:
         """Return the entries whose key has the hash of this one: rarely more than one, often none.
 
-        The hashes are spread evenly, so the place of one among n is known to within a few times the square root of n:
-        one range of the table is read. Raises IndexFileError for a table that is damaged.
+        The hashes are spread evenly, so the place of one among n is known to within a few times the
+        square root of n: one range of the table is read. Raises IndexFileError for a table that is
+        damaged.
         """
-        wanted = key_hash(key)
+        digest = key_hash(key)
         total = self._num_samples
-        guess, width = self._near(wanted)
+        guess, width = self._near(digest)
         end = len(self._file.map)
-        if self._found is None:  # the file's beginning and end too, which say where the entries are
+        if (
+            self._columns_read is None
+        ):  # the file's beginning and end too, which say where the entries are
             self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
             if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
                 self._file.fetch_in_background()
@@ -190,24 +207,25 @@ class KeyTable:
             high = min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)
             hashes = part["xxh3"]
-            first = int(np.searchsorted(hashes, np.uint64(wanted), "left"))
-            end = int(np.searchsorted(hashes, np.uint64(wanted), "right"))
+            first = int(np.searchsorted(hashes, np.uint64(digest), "left"))
+            end = int(np.searchsorted(hashes, np.uint64(digest), "right"))
             if (first > 0 or low == 0) and (end < high - low or high == total):
                 break
             width *= 16
-        found = [KeyEntry(*entry) for entry in part[list(KeyEntry._fields)][first:end].tolist()]
-        for entry in found:
+        entries = [KeyEntry(*entry) for entry in part[list(KeyEntry._fields)][first:end].tolist()]
+        for entry in entries:
             if entry.row >= total:
                 raise IndexFileError(
                     f"keys.arrow puts key '{key}' at row {entry.row}, the index has {total}"
                 )
-        return found
+        return entries
 
     def row(self, key: str, key_of: Callable[[int], str]) -> int | None:
-        """Return the row whose key, by the index's ``key_of``, is this one; None where there is none.
+        """Return the row whose key, by the index's ``key_of``, is this one; None where there is
+        none.
 
-        Raises what :meth:`find` does, and IndexFileError where the part of the table that would have it is damaged, or
-        the index has a key of another hash in that row.
+        Raises what :meth:`find` does, and IndexFileError where the part of the table that would
+        have it is damaged, or the index has a key of another hash in that row.
         """
         entries = self.find(key)
         for entry in entries:
@@ -216,16 +234,17 @@ class KeyTable:
         if self._checked is not None:
             self._checked().need(*self._bytes_of(*self._near(key_hash(key))))
         for entry in entries:
-            if key_hash(found := key_of(entry.row)) != key_hash(key):
+            if key_hash(stored_key := key_of(entry.row)) != key_hash(key):
                 raise IndexFileError(
-                    f"index.arrow is damaged: its row {entry.row} has the key {shown(found)!r}, keys.arrow has the row "
-                    f"for {shown(key)!r}; `fuelrail verify` checks the whole dataset"
+                    f"index.arrow is damaged: its row {entry.row} has the key "
+                    f"{shortened(stored_key)!r}, keys.arrow has the row for "
+                    f"{shortened(key)!r}; `fuelrail verify` checks the whole dataset"
                 )
         return None
 
-    def _near(self, wanted: int) -> tuple[int, int]:
+    def _near(self, digest: int) -> tuple[int, int]:
         """Return the expected number of a hash's entry, and how far from it the entry rarely is."""
-        return (wanted * self._num_samples) >> 64, 2 * math.isqrt(self._num_samples) + 64
+        return (digest * self._num_samples) >> 64, 2 * math.isqrt(self._num_samples) + 64
 
     def _bytes_of(self, guess: int, width: int) -> tuple[int, int]:
         """Return the bytes of the entries that are no farther than ``width`` from ``guess``."""

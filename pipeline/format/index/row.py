@@ -1,4 +1,7 @@
-"""A row of the index: one sample, the place of its span, and its members. Read in columns, which cost least."""
+"""A row of the index: one sample, the place of its span, and its members.
+
+Read in columns, which cost least.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 
 class MemberEntry(NamedTuple):
-    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes [bytes], codec.
+    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes
+    [bytes], codec.
 
     ``xxh3`` is the xxh3-64 of its stored bytes: a part of a span is checked by it.
     """
@@ -25,7 +29,9 @@ class MemberEntry(NamedTuple):
 
 
 class MemberKinds(NamedTuple):
-    """Names and codecs of a sample's members, and both as one: the fields by which they are stored in the shard."""
+    """Names and codecs of a sample's members, and both as one: the fields by which they are
+    stored in the shard.
+    """
 
     names: tuple[str, ...]
     codecs: tuple[str, ...]
@@ -42,12 +48,16 @@ class MemberColumns(NamedTuple):
 
 
 class MemberParts:
-    """The members of all samples of a part of the index, one after the other, in columns as they are stored."""
+    """The members of all samples of a part of the index, one after the other, in columns as they
+    are stored.
+    """
 
     def __init__(
         self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]
     ) -> None:
-        """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw bytes, and digests."""
+        """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw
+        bytes, and digests.
+        """
         self.columns = columns
         self._kinds = kinds
 
@@ -63,7 +73,9 @@ class MemberParts:
 
 
 class Members(Sequence[MemberEntry]):
-    """A sample's members, read from the mapped index each time they are asked for. Equal to a tuple of them.
+    """A sample's members, read from the mapped index each time they are asked for.
+
+    Equal to a tuple of them.
 
     A mapped file must not be cut: a new index is published by a rename.
     """
@@ -89,11 +101,11 @@ class Members(Sequence[MemberEntry]):
         return self._end - self._first
 
     @overload
-    def __getitem__(self, at: int) -> MemberEntry: ...
+    def __getitem__(self, index: int) -> MemberEntry: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[MemberEntry, ...]: ...
-    def __getitem__(self, at: int | slice) -> MemberEntry | tuple[MemberEntry, ...]:
-        return self._entries()[at]
+    def __getitem__(self, index: slice) -> tuple[MemberEntry, ...]: ...
+    def __getitem__(self, index: int | slice) -> MemberEntry | tuple[MemberEntry, ...]:
+        return self._entries()[index]
 
     def __iter__(self) -> Iterator[MemberEntry]:
         return iter(self._entries())
@@ -116,7 +128,9 @@ class Members(Sequence[MemberEntry]):
 
 
 class IndexRow(NamedTuple):
-    """One sample: identity, and its span in shard number ``shard`` (manifest order), with the span's xxh3-64."""
+    """One sample: identity, and its span in shard number ``shard`` (manifest order), with the
+    span's xxh3-64.
+    """
 
     key: str
     clip_id: str
@@ -128,7 +142,9 @@ class IndexRow(NamedTuple):
     xxh3: int
     members: Sequence[MemberEntry]
     is_part: bool = False
-    """Whether ``length`` and ``members`` are those of a part of the span, whose members are checked one by one."""
+    """Whether ``length`` and ``members`` are those of a part of the span, whose members are
+    checked one by one.
+    """
 
     def columns(self) -> MemberColumns:
         """Return the members, column by column."""
@@ -139,30 +155,32 @@ class IndexRow(NamedTuple):
         return MemberColumns(member_kinds(names, codecs), offsets, stored_bytes, raw_bytes)
 
     def without(self, names: Collection[str]) -> IndexRow:
-        """Return the row of the beginning of the span, up to the last member that is not one of ``names``.
+        """Return the row of the beginning of the span, up to the last member that is not one of
+        ``names``.
 
         Members of these names are not in it. Without any of them it is the row itself.
         """
-        kept = tuple([entry for entry in self.members if entry.name not in names])
-        if not kept or len(kept) == len(self.members):
+        entries = tuple([entry for entry in self.members if entry.name not in names])
+        if not entries or len(entries) == len(self.members):
             return self
-        end = max([entry.offset + entry.stored_bytes for entry in kept])
+        end = max([entry.offset + entry.stored_bytes for entry in entries])
         length = end + -end % BLOCK_BYTES
         if not 0 < length <= self.length:
             return self  # a damaged entry, which is reported when the whole span is read
-        return self._replace(length=length, members=kept, is_part=True)
+        return self._replace(length=length, members=entries, is_part=True)
 
     def only(self, names: Collection[str]) -> IndexRow:
-        """Return the row of the part of the span from the first to the last member of these names, with these alone.
+        """Return the row of the part of the span from the first to the last member of these names,
+        with these alone.
 
         It is the row itself where none is there, or an entry is damaged.
         """
-        kept = [entry for entry in self.members if entry.name in names]
-        start = min([entry.offset for entry in kept], default=0) - BLOCK_BYTES
-        length = max([entry.offset + entry.stored_bytes for entry in kept], default=0) - start
+        entries = [entry for entry in self.members if entry.name in names]
+        start = min([entry.offset for entry in entries], default=0) - BLOCK_BYTES
+        length = max([entry.offset + entry.stored_bytes for entry in entries], default=0) - start
         if not 0 <= start < start + length <= self.length:
             return self
-        members = tuple([entry._replace(offset=entry.offset - start) for entry in kept])
+        members = tuple([entry._replace(offset=entry.offset - start) for entry in entries])
         return self._replace(
             offset=self.offset + start, length=length, members=members, is_part=True
         )
@@ -170,7 +188,9 @@ class IndexRow(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def member_kinds(names: tuple[str, ...], codecs: tuple[str, ...]) -> MemberKinds:
-    """Return kinds of a list of members, with their fields; rarely do two samples of a dataset have different ones."""
+    """Return kinds of a list of members, with their fields; rarely do two samples of a dataset
+    have different ones.
+    """
     return MemberKinds(
         names,
         codecs,

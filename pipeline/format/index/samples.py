@@ -1,8 +1,8 @@
 """``index.arrow``: the place of every sample and every member. FORMAT.md has the rules.
 
-An Arrow IPC file, memory-mapped: opening it costs the same for ten samples and for ten million, and all processes
-of a host share its pages. Rows are in the order of the samples in the shards. Record batches hold
-``ROWS_PER_BATCH`` rows each (the last one fewer), so row i is found by division.
+An Arrow IPC file, memory-mapped: opening it costs the same for ten samples and for ten million, and
+all processes of a host share its pages. Rows are in the order of the samples in the shards. Record
+batches hold ``ROWS_PER_BATCH`` rows each (the last one fewer), so row i is found by division.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fuelrail.pipeline.format.index.row import (
     member_kinds,
 )
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 __all__ = [
     "INDEX_FILE",
@@ -88,10 +88,12 @@ _make_row = partial(tuple.__new__, IndexRow)
 
 
 class IndexWriter:
-    """Writes an index file row by row; use as a context manager. A batch is collected on disk, beside the file.
+    """Writes an index file row by row; use as a context manager.
 
-    ``names`` and ``codecs`` are all field names and codecs that any row will use. The caller publishes the file (writes
-    to a temporary name, syncs, renames).
+    A batch is collected on disk, beside the file.
+
+    ``names`` and ``codecs`` are all field names and codecs that any row will use. The caller
+    publishes the file (writes to a temporary name, syncs, renames).
     """
 
     def __init__(
@@ -169,7 +171,9 @@ class IndexWriter:
         }
 
     def _convert(self) -> None:
-        """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
+        """Make columns of what is pending: as Python objects a whole batch would take hundreds
+        of megabytes.
+        """
         rows = self._pending
         self._pending = []
         members = [member for row in rows for member in row.members]
@@ -193,23 +197,23 @@ class _Texts(NamedTuple):
     starts: memoryview
     utf8: memoryview
 
-    def __call__(self, at: int) -> str:
-        return str(self.utf8[self.starts[at] : self.starts[at + 1]], "utf-8")
+    def __call__(self, row: int) -> str:
+        return str(self.utf8[self.starts[row] : self.starts[row + 1]], "utf-8")
 
 
 def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: bytes) -> MemberKinds:
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
-    wanted = [names[number] for number in memoryview(name).cast("h")]
+    member_names = [names[number] for number in memoryview(name).cast("h")]
     return member_kinds(
-        tuple(wanted), tuple([codecs[number] for number in memoryview(codec).cast("h")])
+        tuple(member_names), tuple([codecs[number] for number in memoryview(codec).cast("h")])
     )
 
 
 class _Batch(NamedTuple):
     """Zero-copy views of one record batch.
 
-    ``row_...`` are the same memory as plain memoryviews: taking single items out of those costs less than half of what
-    numpy and Arrow take for it, and every sample passes here.
+    ``row_...`` are the same memory as plain memoryviews: taking single items out of those costs
+    less than half of what numpy and Arrow take for it, and every sample passes here.
     """
 
     key: pa.StringArray
@@ -236,8 +240,8 @@ class SampleIndex:
     ) -> None:
         """Map the file; raises IndexFileError where it is not a whole index file of this version.
 
-        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at. ``file`` is the
-        file itself where parts of it may have to be fetched.
+        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at.
+        ``file`` is the file itself where parts of it may have to be fetched.
         """
         self._path = str(path)
         self._num_shards = num_shards
@@ -249,7 +253,8 @@ class SampleIndex:
         version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
         if version != str(INDEX_VERSION):
             raise IndexFileError(
-                f"index '{self._path}' has version {shown(version)}; this Fuelrail reads {INDEX_VERSION}"
+                f"index '{self._path}' has version {shortened(version)}; this Fuelrail "
+                f"reads {INDEX_VERSION}"
             )
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
             raise IndexFileError(
@@ -276,10 +281,12 @@ class SampleIndex:
         return self._length
 
     def row(self, index: int) -> IndexRow:
-        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged batch."""
+        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for
+        a damaged batch.
+        """
         if not 0 <= index < self._length:
             raise OrderError(f"sample {index} is outside the index of {self._length} samples")
-        number, at = divmod(index, ROWS_PER_BATCH)
+        number, place = divmod(index, ROWS_PER_BATCH)
         batch = self._batches[number] or self._batch(number)
         (
             _,
@@ -293,15 +300,15 @@ class SampleIndex:
         ) = batch
         return _make_row(
             (
-                key(at),
-                clip_id(at),
-                frame[at],
-                timestamp_ns[at],
-                shard[at],
-                offset[at],
-                length[at],
-                xxh3[at],
-                Members(members, starts[at], starts[at + 1]),
+                key(place),
+                clip_id(place),
+                frame[place],
+                timestamp_ns[place],
+                shard[place],
+                offset[place],
+                length[place],
+                xxh3[place],
+                Members(members, starts[place], starts[place + 1]),
                 False,
             )
         )
@@ -311,8 +318,10 @@ class SampleIndex:
         return self._source.has_batch(index // ROWS_PER_BATCH)
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
-        """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1."""
-        at = _SCALARS.index(name)
+        """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows
+        first to end - 1.
+        """
+        field = _SCALARS.index(name)
         end = self._length if end is None else end
         numbers = (
             range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
@@ -321,15 +330,19 @@ class SampleIndex:
             self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH]
             for n in numbers
         ]
-        return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
+        return (
+            np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + field].type))
+        )
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
         """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
-        found: list[str] = self.texts(name, first, end).to_pylist()
-        return found
+        texts: list[str] = self.texts(name, first, end).to_pylist()
+        return texts
 
     def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
-        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
+        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an
+        Arrow array, not copied.
+        """
         end = self._length if end is None else end
         parts = []
         for n in (
@@ -345,13 +358,17 @@ class SampleIndex:
         return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
 
     def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
-        """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
+        """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by
+        first appearance.
+        """
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
         numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
     def member_totals(self) -> NDArray[np.float64]:
-        """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
+        """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each
+        name and codec.
+        """
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(
@@ -362,7 +379,9 @@ class SampleIndex:
         return totals
 
     def release(self) -> None:
-        """Give the pages that were looked at back to the page cache; what was handed out stays good."""
+        """Give the pages that were looked at back to the page cache; what was handed out stays
+        good.
+        """
         self._source.release()
 
     def _batch(self, number: int) -> _Batch:
@@ -382,7 +401,9 @@ class SampleIndex:
         return batch
 
     def _column(self, number: int, name: str) -> Any:
-        """Return one column of a batch, checked by itself: nothing else of the mapped batch is read."""
+        """Return one column of a batch, checked by itself: nothing else of the mapped batch is
+        read.
+        """
         if (batch := self._batches[number]) is not None:
             return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
         self._source.need_batch(number)
@@ -404,8 +425,8 @@ class SampleIndex:
         with _damaged_at(self._path, number):
             check_plain(memoryview(self.mapped), number)
             record = self._file.get_batch(number)
-        wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
-        if not wanted <= record.num_rows <= ROWS_PER_BATCH:
+        least_rows = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
+        if not least_rows <= record.num_rows <= ROWS_PER_BATCH:
             raise IndexFileError(
                 f"index '{self._path}': record batch {number} has {record.num_rows} rows"
             )
@@ -414,8 +435,8 @@ class SampleIndex:
     def _view(self, number: int) -> _Batch:
         record = self._record_batch(number)
         with _damaged_at(self._path, number):
-            # Arrow trusts offsets once a batch is accepted: a damaged one would end the process, not raise. The check
-            # takes about 100 microseconds for each batch, on first use.
+            # Arrow trusts offsets once a batch is accepted: a damaged one would end the process,
+            # not raise. The check takes about 100 microseconds for each batch, on first use.
             record.validate()
             columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
             for name in _TEXTS:
@@ -443,8 +464,8 @@ class SampleIndex:
     def _check(
         self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]
     ) -> None:
-        for codes, known in zip(parts, (self.names, self.codecs), strict=False):
-            if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
+        for codes, values in zip(parts, (self.names, self.codecs), strict=False):
+            if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
                 raise IndexFileError("no such name or codec")
         check_caps(starts, parts, self.names, self.codecs)
         check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, batch.scalars, strict=True)))

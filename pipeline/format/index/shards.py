@@ -43,7 +43,8 @@ _ENDINGS: Final = (".tar", ".tar.zst")
 
 
 class ShardEntry(NamedTuple):
-    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order.
+    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this
+    order.
 
     ``idx_bytes`` and ``idx_sha256`` are of its listing for DALI; 0 and empty where it has none.
     """
@@ -99,14 +100,18 @@ def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
 
 
 class ShardTable(Sequence[ShardEntry]):
-    """The shards of a dataset in the order of their samples. Opening it costs the same for any number of shards.
+    """The shards of a dataset in the order of their samples.
 
-    Each entry is checked when it is read: ManifestError where it does not continue the one before, or belongs to a
-    split that does not have its samples.
+    Opening it costs the same for any number of shards.
+
+    Each entry is checked when it is read: ManifestError where it does not continue the one before,
+    or belongs to a split that does not have its samples.
     """
 
     def __init__(self, file: BlockFile, manifest: Manifest) -> None:
-        """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
+        """Check the table's length and the beginnings of the splits; raises ManifestError and
+        IndexFileError.
+        """
         self._file = file
         self._columns = FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
         self.mapped = file.map
@@ -120,15 +125,16 @@ class ShardTable(Sequence[ShardEntry]):
         self._length = sum(entry.num_shards for entry in manifest.splits.values())
         if self._columns.num_rows != self._length:
             raise ManifestError(
-                f"'{file.path}' has {self._columns.num_rows} shards, the splits of the manifest {self._length}"
+                f"'{file.path}' has {self._columns.num_rows} shards, the splits of the "
+                f"manifest {self._length}"
             )
         for name in self._splits:
             entry = manifest.splits[name]
-            found = self._at_least("first_sample", entry.first_shard, 0)
-            if found != entry.first_sample:
+            first_sample = self._at_least("first_sample", entry.first_shard, 0)
+            if first_sample != entry.first_sample:
                 raise ManifestError(
-                    f"'{file.path}': split '{name}' begins at sample {entry.first_sample}, but its first shard, "
-                    f"number {entry.first_shard}, at {found}"
+                    f"'{file.path}': split '{name}' begins at sample {entry.first_sample}, "
+                    f"but its first shard, number {entry.first_shard}, at {first_sample}"
                 )
 
     def __len__(self) -> int:
@@ -136,16 +142,18 @@ class ShardTable(Sequence[ShardEntry]):
 
     def name(self, number: int) -> str:
         """Return the name of a shard by its number in the dataset."""
-        at = bisect.bisect_right(self._first_shards, number) - 1
+        split = bisect.bisect_right(self._first_shards, number) - 1
         framed = bool(self._columns.read("framed", number, number + 1)[0])
-        return shard_name(self._splits[at], number - self._first_shards[at], framed=framed)
+        return shard_name(self._splits[split], number - self._first_shards[split], framed=framed)
 
     def size(self, number: int) -> int:
         """Return the size of a shard [bytes]; raise ManifestError for one below 0."""
         return self._at_least("bytes", number, 0)
 
     def name_of(self, row: IndexRow) -> str:
-        """Return name of the shard that holds a sample; raise IndexFileError where none has the bytes of the row."""
+        """Return name of the shard that holds a sample; raise IndexFileError where none has the
+        bytes of the row.
+        """
         name, num_bytes = self.place(row.shard) if 0 <= row.shard < self._length else ("", -1)
         if 0 <= row.offset <= row.offset + row.length <= num_bytes:
             return name
@@ -155,17 +163,20 @@ class ShardTable(Sequence[ShardEntry]):
                 f"{where} into shard number {row.shard}, but the manifest has {self._length}"
             )
         raise IndexFileError(
-            f"{where} at bytes {row.offset} to {row.offset + row.length} of shard {name}, which has {num_bytes}"
+            f"{where} at bytes {row.offset} to {row.offset + row.length} of shard {name}, "
+            f"which has {num_bytes}"
         )
 
     def place(self, number: int) -> tuple[str, int]:
-        """Return the name and size [bytes] of a shard, remembered: every sample that is read asks for them."""
-        found = self._places.get(number)
-        if found is None:
+        """Return the name and size [bytes] of a shard, remembered: every sample that is read
+        asks for them.
+        """
+        name_and_size = self._places.get(number)
+        if name_and_size is None:
             if len(self._places) >= _PLACES_KEPT:
                 self._places.clear()
-            found = self._places[number] = self.name(number), self.size(number)
-        return found
+            name_and_size = self._places[number] = self.name(number), self.size(number)
+        return name_and_size
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +189,9 @@ class ShardTable(Sequence[ShardEntry]):
         return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
 
     def lengths(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError for one below 1."""
+        """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError
+        for one below 1.
+        """
         firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(
             np.int64
         )
@@ -186,9 +199,10 @@ class ShardTable(Sequence[ShardEntry]):
             firsts = np.append(firsts, self._num_samples)
         lengths: NDArray[np.int64] = np.diff(firsts)
         if len(lengths) and lengths.min() < 1:
-            at = first + int(lengths.argmin())
+            number = first + int(lengths.argmin())
             raise ManifestError(
-                f"'{self._file.path}': shard {at} holds {lengths.min()} samples; each holds 1 or more"
+                f"'{self._file.path}': shard {number} holds {lengths.min()} samples; each "
+                "holds 1 or more"
             )
         return lengths
 
@@ -199,7 +213,9 @@ class ShardTable(Sequence[ShardEntry]):
         return self.lengths(first, end)
 
     def check(self, num_bytes: int) -> None:
-        """Check all rows, and the manifest's number of bytes of all shards; raises ManifestError."""
+        """Check all rows, and the manifest's number of bytes of all shards; raises
+        ManifestError.
+        """
         self.lengths(0, self._length)
         for name in ("bytes", "idx_bytes"):
             values = self._columns.read(name, 0, self._length).astype(np.int64)
@@ -208,14 +224,16 @@ class ShardTable(Sequence[ShardEntry]):
         total = self.num_bytes
         if total != num_bytes:
             raise ManifestError(
-                f"'{self._file.path}': the shards have {total} bytes, the manifest states {num_bytes}"
+                f"'{self._file.path}': the shards have {total} bytes, the manifest states "
+                f"{num_bytes}"
             )
 
-    def _at_least(self, name: str, number: int, least: int) -> int:
+    def _at_least(self, name: str, number: int, minimum: int) -> int:
         value = int(self._columns.read(name, number, number + 1)[0].item())
-        if value < least:
+        if value < minimum:
             raise ManifestError(
-                f"'{self._file.path}': {name} of shard {number} is {value}; allowed are {least} or more"
+                f"'{self._file.path}': {name} of shard {number} is {value}; allowed are "
+                f"{minimum} or more"
             )
         return value
 

@@ -1,4 +1,6 @@
-"""Open the tables of a dataset (shards, samples, keys), here or at a URL; write those that follow from the index."""
+"""Open the tables of a dataset (shards, samples, keys), here or at a URL; write those that
+follow from the index.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def open_shards(folder: Path, manifest: Manifest, origin: RemoteFolder | None = 
 
 
 def open_tables(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> Tables:
-    """Open the tables of the dataset in a folder, or at ``origin``, whose files are kept in the folder.
+    """Open the tables of the dataset in a folder, or at ``origin``, whose files are kept in the
+    folder.
 
     Raises ManifestError, IndexFileError, and DatasetError where a file cannot be fetched.
     """
@@ -67,7 +70,9 @@ class _Opener:
         self._origin = origin
 
     def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
-        """Open a table, at a URL whole or by blocks; in a folder check the blocks of ``shards.arrow`` always."""
+        """Open a table, at a URL whole or by blocks; in a folder check the blocks of
+        ``shards.arrow`` always.
+        """
         entry = self._entry(name)
         path = self._folder / name
         if self._origin is not None and not comes_whole(entry):
@@ -108,9 +113,14 @@ class _Opener:
                 f"'{path}' is not the file that dataset.json describes (SHA-256 differs)"
             )
         entries = (self._manifest.file(table) for table in TABLE_FILES)
-        return split_digests(data, ((one.name, one.bytes) for one in entries if one is not None))[
-            name
-        ]
+        return split_digests(
+            data,
+            (
+                (table_entry.name, table_entry.bytes)
+                for table_entry in entries
+                if table_entry is not None
+            ),
+        )[name]
 
 
 def open_attributes(
@@ -128,9 +138,11 @@ def open_attributes(
 
 
 def write_tables(folder: Path, shards: Iterable[ShardEntry]) -> list[FileEntry]:
-    """Write ``shards.arrow``, ``keys.arrow`` and ``blocks.sha256`` beside the ``index.arrow`` that is in the folder.
+    """Write ``shards.arrow``, ``keys.arrow`` and ``blocks.sha256`` beside the ``index.arrow`` that
+    is in the folder.
 
-    ``attributes.parquet`` may be there too. Returns the manifest's entries of all. The caller publishes the files.
+    ``attributes.parquet`` may be there too. Returns the manifest's entries of all. The caller
+    publishes the files.
     """
     write_shards(folder / SHARDS_FILE, shards)
     write_keys(folder / KEYS_FILE, SampleIndex(folder / INDEX_FILE))
@@ -138,7 +150,9 @@ def write_tables(folder: Path, shards: Iterable[ShardEntry]) -> list[FileEntry]:
 
 
 def seal_tables(folder: Path) -> list[FileEntry]:
-    """Write ``blocks.sha256`` of the tables in the folder; returns the manifest's entries of all."""
+    """Write ``blocks.sha256`` of the tables in the folder; returns the manifest's entries of
+    all.
+    """
     names = [name for name in TABLE_FILES if name != ATTRIBUTES_FILE or (folder / name).is_file()]
     (folder / BLOCKS_FILE).write_bytes(b"".join(block_digests(folder / name) for name in names))
     return [file_entry(folder / name) for name in (*names, BLOCKS_FILE)]

@@ -22,7 +22,9 @@ _MAX_SPAN_NS: Final = 3_000_000_000
 
 
 class ClipArrays(NamedTuple):
-    """What is known of a clip's F frames, N cameras and L lidars; NaN and -1 where there is nothing."""
+    """What is known of a clip's F frames, N cameras and L lidars; NaN and -1 where there is
+    nothing.
+    """
 
     time_ns: NDArray[np.int64]
     ego2global: NDArray[np.float64]
@@ -37,7 +39,9 @@ class ClipArrays(NamedTuple):
 def clip_arrays(
     sensors: Sensors, frames: Sequence[Frame], trajectory: Trajectory | None, *, has_poses: bool
 ) -> ClipArrays:
-    """Return times and ego poses, from the trajectory where the adapter gave none; identities without ``has_poses``."""
+    """Return times and ego poses, from the trajectory where the adapter gave none; identities
+    without ``has_poses``.
+    """
     time_ns = np.array([frame.timestamp_ns for frame in frames], np.int64)
     images = [frame.images.get(camera.channel) for frame in frames for camera in sensors.cameras]
     images = [image if isinstance(image, Image) else None for image in images]
@@ -46,28 +50,38 @@ def clip_arrays(
     def poses_at(
         stated: list[Any], times: NDArray[np.int64], is_there: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        found = np.full((len(stated), 4, 4), np.nan)
+        poses_found = np.full((len(stated), 4, 4), np.nan)
         if not has_poses:
-            found[is_there] = np.eye(4)
-            return found
-        own = np.array([pose is not None for pose in stated], np.bool_)
-        if own.any():
-            found[own] = [pose for pose in stated if pose is not None]
-        rest = is_there & ~own
+            poses_found[is_there] = np.eye(4)
+            return poses_found
+        is_stated = np.array([pose is not None for pose in stated], np.bool_)
+        if is_stated.any():
+            poses_found[is_stated] = [pose for pose in stated if pose is not None]
+        rest = is_there & ~is_stated
         if trajectory is not None and rest.any():
-            found[rest] = trajectory.at(times[rest])
-        return found
+            poses_found[rest] = trajectory.at(times[rest])
+        return poses_found
 
-    def of(ones: Sequence[Any], number: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        times = np.array([-1 if one is None else one.timestamp_ns for one in ones], np.int64)
-        is_there = np.array([one is not None for one in ones], np.bool_)
-        poses = poses_at([None if one is None else one.ego2global for one in ones], times, is_there)
+    def times_and_poses(
+        ones: Sequence[Any], number: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        times = np.array([-1 if item is None else item.timestamp_ns for item in ones], np.int64)
+        is_there = np.array([item is not None for item in ones], np.bool_)
+        poses = poses_at(
+            [None if item is None else item.ego2global for item in ones], times, is_there
+        )
         return times.reshape(len(frames), number), poses.reshape(len(frames), number, 4, 4)
 
-    own = poses_at([frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_))
-    motion = _motion(frames, time_ns, own, has_poses)
+    frame_poses = poses_at(
+        [frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_)
+    )
+    motion = _motion(frames, time_ns, frame_poses, has_poses)
     return ClipArrays(
-        time_ns, own, *of(images, len(sensors.cameras)), *of(sweeps, len(sensors.lidars)), motion
+        time_ns,
+        frame_poses,
+        *times_and_poses(images, len(sensors.cameras)),
+        *times_and_poses(sweeps, len(sensors.lidars)),
+        motion,
     )
 
 
@@ -80,31 +94,34 @@ def stacked_geometry(
     arrays: ClipArrays,
     rows: NDArray[np.intp],
 ) -> Geometry:
-    """Return the geometry of some frames of a clip, with an axis more in front; ``rows`` are their numbers.
+    """Return the geometry of some frames of a clip, with an axis more in front; ``rows`` are their
+    numbers.
 
-    ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none, and ``is_there`` (R, N) is which are members.
-    Raises SourceError, naming ``where``.
+    ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none, and ``is_there`` (R, N) is
+    which are members. Raises SourceError, naming ``where``.
     """
     cameras = [camera.channel for camera in sensors.cameras]
-    chosen = [frames[at] for at in rows.tolist()]
+    chosen = [frames[index] for index in rows.tolist()]
     shape = (len(rows), len(cameras))
-    found = [frame.images.get(name) for frame in chosen for name in cameras]
-    images = [image if isinstance(image, Image) else None for image in found]
+    frame_images = [frame.images.get(name) for frame in chosen for name in cameras]
+    images = [image if isinstance(image, Image) else None for image in frame_images]
     sweeps = [frame.sweeps.get(lidar.channel) for frame in chosen for lidar in sensors.lidars]
     dist = np.full((len(images), NUM_DIST), np.nan)
-    for at, image in enumerate(images):
+    for index, image in enumerate(images):
         if image is not None and image.dist:
             if len(image.dist) > NUM_DIST:
                 raise SourceError(
                     f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}"
                 )
-            dist[at, : len(image.dist)] = image.dist
+            dist[index, : len(image.dist)] = image.dist
 
     def matrices(
         name: str, ones: Sequence[Any], size: int
     ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
         return _unique(
-            [None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}"
+            [None if item is None else getattr(item, name) for item in ones],
+            size,
+            f"{where}: {name}",
         )
 
     cam2ego, camera_at = matrices("cam2ego", images, 4)
@@ -126,11 +143,13 @@ def stacked_geometry(
         )
     bad = needs & is_there.ravel() & ~(is_lens[intrinsics_at] & is_placed[camera_at])
     if bad.any():
-        at = int(np.argmax(bad))
-        shown = intrinsics[intrinsics_at[at]].tolist(), cam2ego[camera_at[at]].tolist()
+        index = int(np.argmax(bad))
+        values = intrinsics[intrinsics_at[index]].tolist(), cam2ego[camera_at[index]].tolist()
         raise SourceError(
-            f"{where}: frame {rows[at // len(cameras)]}, {cameras[at % len(cameras)]}: the camera is not calibrated: "
-            f"intrinsics {shown[0]}, cam2ego {shown[1]}; wanted are finite numbers, and focal lengths over 0"
+            f"{where}: frame {rows[index // len(cameras)]}, "
+            f"{cameras[index % len(cameras)]}: the camera is not calibrated: intrinsics "
+            f"{values[0]}, cam2ego {values[1]}; wanted are finite numbers, and focal "
+            "lengths over 0"
         )
     poses = _rigid(
         where,
@@ -158,18 +177,22 @@ def stacked_geometry(
 
 
 def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Return transforms with exact rotations, by name; NaN stays. Raise SourceError for what is not a transform."""
+    """Return transforms with exact rotations, by name; NaN stays.
+
+    Raise SourceError for what is not a transform.
+    """
     flat = np.concatenate([value.reshape(-1, 4, 4) for value in values.values()])
-    known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
-    made, sound = nearest_rigid(flat[known])
+    known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+    fitted, sound = nearest_rigid(flat[known_rows])
     ends = np.cumsum([value.size // 16 for value in values.values()])
     if not sound.all():
-        at = int(np.argmin(sound))
-        name = list(values)[int(np.searchsorted(ends, known[at], "right"))]
+        place = int(np.argmin(sound))
+        name = list(values)[int(np.searchsorted(ends, known_rows[place], "right"))]
         raise SourceError(
-            f"{where}: {name} is not a rotation and a translation with the last row 0 0 0 1: {made[at].tolist()}"
+            f"{where}: {name} is not a rotation and a translation with the last row 0 0 0 "
+            f"1: {fitted[place].tolist()}"
         )
-    flat[known] = made
+    flat[known_rows] = fitted
     parts = np.split(flat, ends[:-1])
     return {
         name: part.reshape(value.shape)
@@ -180,11 +203,13 @@ def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.fl
 def _unique(
     values: Sequence[Any], size: int, where: str
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value its number (P,)."""
+    """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value
+    its number (P,).
+    """
     places: dict[int, int] = {}
     unique: list[Any] = [np.full((size, size), np.nan)]
     rows = np.zeros(len(values), np.intp)
-    for at, value in enumerate(values):
+    for row, value in enumerate(values):
         if value is not None:
             place = places.get(id(value))
             if place is None:
@@ -193,7 +218,7 @@ def _unique(
                     raise SourceError(f"{where} is {list(array.shape)}, wanted [{size}, {size}]")
                 place = places[id(value)] = len(unique)
                 unique.append(array)
-            rows[at] = place
+            rows[row] = place
     return np.array(unique), rows
 
 
@@ -203,7 +228,9 @@ def _motion(
     ego2global: NDArray[np.float64],
     has_poses: bool,
 ) -> NDArray[np.float64]:
-    """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses; NaN unknown."""
+    """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses;
+    NaN unknown.
+    """
     motion = np.full((len(frames), 3, 3), np.nan)
     before = np.maximum(np.arange(len(frames)) - 1, 0)
     after = np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
@@ -214,8 +241,8 @@ def _motion(
         in_ego = np.einsum("fji,fj->fi", ego2global[:, :3, :3], speed)
     usable = has_poses & (span_ns > 0) & (span_ns <= _MAX_SPAN_NS)
     motion[usable, 0] = in_ego[usable]
-    for at, frame in enumerate(frames):
+    for row, frame in enumerate(frames):
         for number, stated in enumerate((frame.ego_velocity, frame.ego_accel, frame.ego_rates)):
             if stated is not None:
-                motion[at, number] = stated
+                motion[row, number] = stated
     return motion

@@ -1,4 +1,6 @@
-"""The boxes of a clip's frames: categories to classes, global to ego, and velocities along tracks."""
+"""The boxes of a clip's frames: categories to classes, global to ego, and velocities along
+tracks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     F64 = NDArray[np.float64]
 
 MAX_GAP_S: Final = 1.5
-"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
+"""Largest time between two annotations that a velocity is taken from; twice that for a centred
+difference.
+"""
 
 
 class ClipBoxes(NamedTuple):
@@ -42,57 +46,72 @@ def clip_boxes(
     classes: ClassMap,
     report: ScanReport,
 ) -> ClipBoxes:
-    """Return the boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
+    """Return the boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F,
+    4, 4).
 
-    What is done box by box is done for the whole clip at once. Raises SourceError for columns of other lengths, sizes
-    that are not positive, and rotations that are none.
+    What is done box by box is done for the whole clip at once. Raises SourceError for columns of
+    other lengths, sizes that are not positive, and rotations that are none.
     """
-    own = [(at, one) for at, one in enumerate(rows) if one is not None]
-    counts = np.array([len(one.category) for _, one in own], np.int64)
-    if not own:
+    labelled = [
+        (number_of_frame, frame_boxes)
+        for number_of_frame, frame_boxes in enumerate(rows)
+        if frame_boxes is not None
+    ]
+    counts = np.array([len(frame_boxes.category) for _, frame_boxes in labelled], np.int64)
+    if not labelled:
         return ClipBoxes(
             [None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64)
         )
-    frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
-    for _, one in own:
-        for text, number in one.unknown_visibility.items():
+    frame = np.repeat(
+        np.array([number_of_frame for number_of_frame, _ in labelled], np.int64), counts
+    )
+    for _, frame_boxes in labelled:
+        for text, number in frame_boxes.unknown_visibility.items():
             report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
-    found = in_ego(own, frame, timestamp_ns, ego2global)
-    found["label"] = classes.labels([name for _, one in own for name in one.category])
-    found["valid"], num_unknown = validity(found["num_lidar_pts"], found["num_radar_pts"])
+    columns = in_ego(labelled, frame, timestamp_ns, ego2global)
+    columns["label"] = classes.labels(
+        [name for _, frame_boxes in labelled for name in frame_boxes.category]
+    )
+    columns["valid"], num_unknown = validity(columns["num_lidar_pts"], columns["num_radar_pts"])
     report.unknown_points += num_unknown
     encoded: list[bytes | None] = [None] * len(rows)
-    for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
-        encoded[at] = data
+    for (number_of_frame, _), data in zip(
+        labelled, encode_parts(Boxes(**columns), counts.tolist()), strict=True
+    ):
+        encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1
     of_class = np.bincount(
-        frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes
+        frame * num_classes + columns["label"] + 1, minlength=len(rows) * num_classes
     )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
     return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
 
 
 def in_ego(
-    own: Sequence[tuple[int, BoxRows]],
+    labelled: Sequence[tuple[int, BoxRows]],
     frame: NDArray[np.int64],
     timestamp_ns: NDArray[np.int64],
     ego2global: F64,
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their boxes.
+    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their
+    boxes.
 
-    ``frame`` (M,) is the number of each box's frame, whose times (F,) [ns] and poses (F, 4, 4) are given.
+    ``frame`` (M,) is the number of each box's frame, whose times (F,) [ns] and poses (F, 4, 4) are
+    given.
     """
-    counts = [len(one.category) for _, one in own]
+    counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
         return _cast(
-            _column(own, number=len(frame), name=name, shape=shape, unknown=unknown),
+            _column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown),
             kind,
             name,
             frame,
         )
 
-    in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
+    in_global = np.repeat(
+        np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_), counts
+    )
     to_ego = invert_rigid(ego2global)[frame]
     centre = column("centre", np.float64, 3)
     size = column("size_lwh", np.float64, 3)
@@ -107,17 +126,21 @@ def in_ego(
     )
     bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
     if bad.any():
-        at = int(np.argmax(bad))
+        row = int(np.argmax(bad))
         raise SourceError(
-            f"frame {int(frame[at])}: a box has the centre {centre[at].tolist()} and the size {size[at].tolist()}, or "
-            f"its rotation is not of unit length; wanted are numbers up to {FARTHEST_M:g}, sizes over 0, unit "
-            "quaternions w, x, y, z"
+            f"frame {int(frame[row])}: a box has the centre {centre[row].tolist()} and the "
+            f"size {size[row].tolist()}, or its rotation is not of unit length; wanted are "
+            f"numbers up to {FARTHEST_M:g}, sizes over 0, unit quaternions w, x, y, z"
         )
-    track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
+    track = [
+        name
+        for _, frame_boxes in labelled
+        for name in (frame_boxes.track or [""] * len(frame_boxes.category))
+    ]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
     tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
     velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
-    is_unstated = np.array([one.velocity is None for _, one in own], np.bool_)
+    is_unstated = np.array([frame_boxes.velocity is None for _, frame_boxes in labelled], np.bool_)
     follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
     if follow.any():
         turn = ego2global[frame]
@@ -142,31 +165,36 @@ def in_ego(
 
 
 def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the values of boxes as ``kind``; raise SourceError where an integer cannot hold one."""
+    """Return the values of boxes as ``kind``; raise SourceError where an integer cannot hold
+    one.
+    """
     if issubclass(kind, np.integer):
         bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
         if bad.any():
-            at = int(np.argmax(bad))
+            row = int(np.argmax(bad))
             raise SourceError(
-                f"frame {int(frame[at])}: {name} of a box is {values[at]:g}, out of range; unknown is -1"
+                f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of "
+                "range; unknown is -1"
             )
     return values.astype(kind)
 
 
 def _column(
-    own: Sequence[tuple[int, BoxRows]],
+    labelled: Sequence[tuple[int, BoxRows]],
     number: int,
     name: str,
     shape: tuple[int, ...],
     unknown: float,
 ) -> NDArray[Any]:
-    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
-    all_stated = [getattr(one, name) for _, one in own]
+    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames
+    with their boxes.
+    """
+    all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]
     if all(stated is None for stated in all_stated):
         return np.full((number, *shape), unknown)
     parts = []
-    for (at, one), stated in zip(own, all_stated, strict=True):
-        count = len(one.category)
+    for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
+        count = len(frame_boxes.category)
         part = (
             np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
         )
@@ -174,19 +202,22 @@ def _column(
             part = part.reshape(0, *shape)
         if part.shape != (count, *shape):
             raise SourceError(
-                f"frame {at}: {name} of boxes is {list(part.shape)}, wanted {[count, *shape]}"
+                f"frame {number_of_frame}: {name} of boxes is {list(part.shape)}, wanted "
+                f"{[count, *shape]}"
             )
         parts.append(part)
     return np.concatenate(parts)
 
 
 def _rotations(wxyz: F64, yaw: F64) -> F64:
-    """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for a wrong one."""
+    """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for
+    a wrong one.
+    """
     cos = np.cos(yaw)
     sin = np.sin(yaw)
     zero = np.zeros(len(yaw))
-    one = np.ones(len(yaw))
-    of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
+    ones = np.ones(len(yaw))
+    of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, ones], -1).reshape(-1, 3, 3)
     is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
@@ -208,12 +239,14 @@ def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
     """Return the numbers of the rows with each key, ascending, by key."""
     order = np.argsort(keys, kind="stable")
-    found, starts = np.unique(keys[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, starts)[1:], strict=True))
+    distinct, starts = np.unique(keys[order], return_index=True)
+    return dict(zip(distinct.tolist(), np.split(order, starts)[1:], strict=True))
 
 
 def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, BoxRows]:
-    """Return the boxes (M) with each key, such as the number of a frame, in their order; ``keys`` are (M,)."""
+    """Return the boxes (M) with each key, such as the number of a frame, in their order;
+    ``keys`` are (M,).
+    """
     arrays = dict[str, NDArray[Any]]()
     texts = dict[str, Sequence[str]]()
     for name, column in msgspec.structs.asdict(boxes).items():
@@ -237,27 +270,29 @@ def velocities(
     prev: NDArray[np.int64],
     following: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return the velocity (A, 3) [m/s] in the centres' frame: centred, one-sided at a track's ends, else NaN.
+    """Return the velocity (A, 3) [m/s] in the centres' frame: centred, one-sided at a track's ends,
+    else NaN.
 
-    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
-    positive, the velocity is unknown: NaN.
+    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3
+    s centred) or not positive, the velocity is unknown: NaN.
     """
-    own = np.arange(len(centre))
-    first = np.where(prev < 0, own, prev)
-    last = np.where(following < 0, own, following)
+    rows = np.arange(len(centre))
+    first = np.where(prev < 0, rows, prev)
+    last = np.where(following < 0, rows, following)
     span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
     limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
     usable = (span_s > 0) & (span_s <= limit_s)
-    found = np.full(centre.shape, np.nan)
-    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
-    return found
+    velocity = np.full(centre.shape, np.nan)
+    velocity[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
+    return velocity
 
 
 def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArray[np.uint8], int]:
-    """Return ``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1 because it is unknown.
+    """Return ``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1
+    because it is unknown.
 
-    1 where a point is known, or the number of lidar points is not. An unknown number of radar points says nothing, for
-    most datasets count lidar points alone.
+    1 where a point is known, or the number of lidar points is not. An unknown number of radar
+    points says nothing, for most datasets count lidar points alone.
     """
     has_point = (lidar > 0) | (radar > 0)
     is_unknown = ~has_point & (lidar < 0)

@@ -1,4 +1,6 @@
-"""Values, 2-D boxes and signals as channels; members that the scan computes, whose bytes stand in the reference."""
+"""Values, 2-D boxes and signals as channels; members that the scan computes, whose bytes stand
+in the reference.
+"""
 
 from __future__ import annotations
 
@@ -43,41 +45,46 @@ _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 def value_channel(
     name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = ""
 ) -> Channel:
-    """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not move it.
+    """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not
+    move it.
 
-    Without ``dtype`` it is a text, with "texts" a list of texts, with "bytes" bytes. Else it is an array of this shape,
-    a number where that is (), and in batches a tensor [B, ...]. Where the first side is None it varies: batches then
-    have ``{"values": list of B tensors}``.
+    Without ``dtype`` it is a text, with "texts" a list of texts, with "bytes" bytes. Else it is an
+    array of this shape, a number where that is (), and in batches a tensor [B, ...]. Where the
+    first side is None it varies: batches then have ``{"values": list of B tensors}``.
     """
-    about: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": name,
         "law": Law("fixed"),
         "optional": True,
         "description": description,
     }
     if not dtype:
-        return Channel(kind="text", field=f"{name}.txt", **about)
+        return Channel(kind="text", field=f"{name}.txt", **facts)
     if dtype == _TEXTS:
-        return Channel(kind="texts", field=f"{name}.json", **about)
+        return Channel(kind="texts", field=f"{name}.json", **facts)
     if dtype == _BYTES:
-        return Channel(kind="bytes", field=f"{name}.bin", **about)
-    about |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
+        return Channel(kind="bytes", field=f"{name}.bin", **facts)
+    facts |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
     if shape[:1] == (None,):
         arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
-        return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **about)
+        return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **facts)
     axes = tuple(f"axis{number}" for number in range(len(shape)))
-    return Channel(kind="array", field=f"{name}.npy", dtype=dtype, axes=axes, shape=shape, **about)
+    return Channel(kind="array", field=f"{name}.npy", dtype=dtype, axes=axes, shape=shape, **facts)
 
 
 class ValueForms:
-    """What the values of names are, learnt from values: for each name a channel, or why there can be none."""
+    """What the values of names are, learnt from values: for each name a channel, or why there
+    can be none.
+    """
 
     def __init__(self) -> None:
         self._forms: dict[str, tuple[str, tuple[int | None, ...]]] = {}
         self.refused: dict[str, str] = {}
 
     def learn(self, name: str, value: Any) -> None:
-        """Take a value: a text or a list of texts, bytes, a number, or numbers in an array or lists; None: missing."""
+        """Take a value: a text or a list of texts, bytes, a number, or numbers in an array or
+        lists; None: missing.
+        """
         if value is None or name in self.refused:
             return
         try:
@@ -87,7 +94,9 @@ class ValueForms:
             self.refused[name] = str(error)
 
     def channels(self) -> tuple[Channel, ...]:
-        """Return the channels, by name; bytes come last, where who does not select them does not fetch them."""
+        """Return the channels, by name; bytes come last, where who does not select them does not
+        fetch them.
+        """
         ordered = sorted(self._forms.items(), key=lambda item: (item[1][0] == _BYTES, item[0]))
         forms = {name: form for name, form in ordered if name not in self.refused}
         return tuple(
@@ -97,14 +106,17 @@ class ValueForms:
 
 
 def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
-    """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for one of no such form."""
+    """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for
+    one of no such form.
+    """
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
-            f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
+            "its name must have at most 100 letters, digits and _, and not be one of "
+            f"{', '.join(RESERVED)}"
         )
     if isinstance(value, str | bytes):
         return ("" if isinstance(value, str) else _BYTES), ()
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         return _TEXTS, (None,)
     array = np.asarray(value)  # ValueError for lists of differing lengths
     if array.shape == (0,):
@@ -117,15 +129,15 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
 
 
 def _common(
-    one: tuple[str, tuple[int | None, ...]], other: tuple[str, tuple[int | None, ...]]
+    first_form: tuple[str, tuple[int | None, ...]], second_form: tuple[str, tuple[int | None, ...]]
 ) -> tuple[str, tuple[int | None, ...]]:
     """Return the form that both fit; raise ValueError where there is none."""
-    if _EMPTY in (one, other):  # an empty list, of any type and rank
-        dtype, shape = one if other == _EMPTY else other
+    if _EMPTY in (first_form, second_form):  # an empty list, of any type and rank
+        dtype, shape = first_form if second_form == _EMPTY else second_form
         if not shape:
             raise ValueError("samples differ: some are lists, others are none")
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
-    (dtype, shape), (other_dtype, other_shape) = one, other
+    (dtype, shape), (other_dtype, other_shape) = first_form, second_form
     if dtype != other_dtype and not {"", "bool", _BYTES, _TEXTS}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
@@ -138,55 +150,63 @@ def _common(
 def clip_series(
     channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
 ) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """Return times and values of each series that a clip has: its own, or of its frames, also of frames to leave out.
+    """Return times and values of each series that a clip has: its own, or of its frames, also of
+    frames to leave out.
 
-    Raises SourceError for times that do not ascend, and for measurements that are not of the channel's form.
+    Raises SourceError for times that do not ascend, and for measurements that are not of the
+    channel's form.
     """
-    found: dict[str, tuple[NDArray[np.int64], NDArray[Any]]] = {}
+    series: dict[str, tuple[NDArray[np.int64], NDArray[Any]]] = {}
     for channel in channels:
-        one = one_of_series(channel)
-        if one is None:
+        measurement = one_of_series(channel)
+        if measurement is None:
             continue
-        there = [frame for frame in frames if frame.values.get(channel.name) is not None]
+        frames_with = [frame for frame in frames if frame.values.get(channel.name) is not None]
         of_frames = (
-            [frame.timestamp_ns for frame in there],
-            [frame.values[channel.name] for frame in there],
+            [frame.timestamp_ns for frame in frames_with],
+            [frame.values[channel.name] for frame in frames_with],
         )
         times, values = clip.series.get(channel.name, of_frames)
         stamps = np.asarray(times, np.int64)
         array = np.asarray(values)
-        array = array.reshape(0, *one.shape) if not len(stamps) else array
-        if array.shape != (len(stamps), *one.shape) or (np.diff(stamps) <= 0).any():
+        array = array.reshape(0, *measurement.shape) if not len(stamps) else array
+        if array.shape != (len(stamps), *measurement.shape) or (np.diff(stamps) <= 0).any():
             raise SourceError(
-                f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and values of "
-                f"{list(array.shape)}; times must ascend, and each value be of {list(one.shape)}"
+                f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and "
+                f"values of {list(array.shape)}; times must ascend, and each value be of "
+                f"{list(measurement.shape)}"
             )
         if len(stamps):
-            found[channel.name] = stamps, array.astype(one.numpy_dtype)
-    return found
+            series[channel.name] = stamps, array.astype(measurement.numpy_dtype)
+    return series
 
 
 def value_members(
     channels: Sequence[Channel], values: Mapping[str, Any], where: str
 ) -> list[Reference]:
-    """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike its channel."""
-    known = {channel.name: channel for channel in channels}
-    found = []
+    """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike
+    its channel.
+    """
+    table = {channel.name: channel for channel in channels}
+    references = []
     for name, value in values.items():
-        if name not in known:
+        if name not in table:
             raise SourceError(
-                f"{where} has the value '{name}'{did_you_mean(name, known)}, which the source's channels do not name"
+                f"{where} has the value '{name}'{did_you_mean(name, table)}, which the "
+                "source's channels do not name"
             )
         if value is not None:
             try:
-                found.append(computed(known[name], encode_value(known[name], value)))
+                references.append(computed(table[name], encode_value(table[name], value)))
             except (MemberError, ValueError, OverflowError) as error:
                 raise SourceError(f"{where}: value '{name}': {error}") from error
-    return found
+    return references
 
 
 def encode_value(channel: Channel, value: Any) -> bytes:
-    """Encode a value of a :func:`value_channel`, or a part of a series; raise SchemaError and ValueError for others."""
+    """Encode a value of a :func:`value_channel`, or a part of a series; raise SchemaError and
+    ValueError for others.
+    """
     if one_of_series(channel) is not None:
         return KINDS[channel.kind].encode(value, channel)
     dtype = channel.arrays[0].dtype if channel.kind == "ragged" else channel.dtype
@@ -204,7 +224,9 @@ def encode_value(channel: Channel, value: Any) -> bytes:
 
 
 def boxes2d_channel(camera: str, description: str) -> Channel:
-    """Return entry of the table for the 2-D boxes of one camera; ``row`` is the box's row in ``boxes``, -1 for none."""
+    """Return entry of the table for the 2-D boxes of one camera; ``row`` is the box's row in
+    ``boxes``, -1 for none.
+    """
     return Channel(
         name=f"boxes2d_{camera}",
         kind="ragged",
@@ -233,21 +255,22 @@ def signals_channel(
     has_unknown: bool = False,
     series: bool = False,
 ) -> Channel:
-    """Return the entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
+    """Return the entry of the table for messages of numbers, such as CAN's: columns to units, after
+    ``dt_s``.
 
-    With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the messages since the
-    sample before it, as :func:`signals` makes it. With ``series`` it is one of :func:`signal_series` instead, whose
-    measurements are the columns without ``dt_s``.
+    With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the
+    messages since the sample before it, as :func:`signals` makes it. With ``series`` it is one of
+    :func:`signal_series` instead, whose measurements are the columns without ``dt_s``.
     """
     if series:
         columns = ", ".join(
             f"{column} [{unit}]" if unit else column for column, unit in units.items()
         )
-        found = series_channel(
+        channel_made = series_channel(
             name, "float64", (len(units),), description=f"columns: {columns}"[:MAX_TEXT]
         )
         return msgspec.structs.replace(
-            found, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown
+            channel_made, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown
         )
     return Channel(
         name=name,
@@ -263,8 +286,8 @@ def signals_channel(
         allows_nan=has_unknown,
         allows_inf=has_unknown,
         source_name=source_name,
-        description="as measured, not moved by augmentation; time of a message is dt_s before the sample; rows ascend "
-        "in time, the last is the latest at or before it",
+        description="as measured, not moved by augmentation; time of a message is dt_s before the "
+        "sample; rows ascend in time, the last is the latest at or before it",
     )
 
 
@@ -274,28 +297,30 @@ def signals(
     values: NDArray[np.float64],
     times_ns: Sequence[int],
 ) -> list[list[Reference]]:
-    """Return members of samples at ascending times: messages (N, C) with stamps (N,) of a :func:`signals_channel`.
+    """Return members of samples at ascending times: messages (N, C) with stamps (N,) of a
+    :func:`signals_channel`.
 
     Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
     """
     ends = np.searchsorted(stamp_ns, times_ns, "right").tolist()
     first = int(np.searchsorted(stamp_ns, times_ns[0] - _BESIDE_NS, "right"))
-    found: list[list[Reference]] = []
+    members: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
         rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
-        found.append(
+        members.append(
             [computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else []
         )
-    return found
+    return members
 
 
 def signal_series(
     stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return times and values of a clip's series: of messages (N, C) with stamps (N,), one of each stamp, the first.
+    """Return times and values of a clip's series: of messages (N, C) with stamps (N,), one of each
+    stamp, the first.
 
-    With ``times_ns``, those of its samples that ascend, they are from 0.5 s before the first one to 0.5 s after the
-    last one.
+    With ``times_ns``, those of its samples that ascend, they are from 0.5 s before the first one to
+    0.5 s after the last one.
     """
     stamps, rows = np.unique(stamp_ns, return_index=True)
     if times_ns:
@@ -316,9 +341,10 @@ def image_boxes(
 ) -> list[Reference]:
     """Return references of a frame's 2-D boxes, of those ``cameras`` that have an image.
 
-    Raises SourceError, naming ``where``, for boxes that are not finite, or whose borders are in the wrong order.
+    Raises SourceError, naming ``where``, for boxes that are not finite, or whose borders are in the
+    wrong order.
     """
-    found = []
+    references = []
     for channel in channels:
         camera = channel.law.camera or ""
         rows = boxes.get(camera) if channel.name == f"boxes2d_{camera}" else None
@@ -327,10 +353,10 @@ def image_boxes(
         box = np.asarray(rows.box, np.float64).reshape(-1, 4)
         bad = ~(np.isfinite(box).all(1) & (box[:, 2:] >= box[:, :2]).all(1))
         if bad.any():
-            at = int(np.argmax(bad))
+            row = int(np.argmax(bad))
             raise SourceError(
-                f"{where}: 2-D box {at} of {channel.law.camera} is {box[at].tolist()}; wanted are left, top, right, "
-                "bottom [px], finite and in order"
+                f"{where}: 2-D box {row} of {channel.law.camera} is {box[row].tolist()}; "
+                "wanted are left, top, right, bottom [px], finite and in order"
             )
         number = len(box)
         tracks = rows.track or [""] * len(box)
@@ -343,8 +369,8 @@ def image_boxes(
             "instance_id": np.array([stable_id(name) if name else -1 for name in tracks], np.int64),
             "visible": np.ones(number, np.uint8),
         }
-        found.append(computed(channel, KINDS[channel.kind].encode(value, channel)))
-    return found
+        references.append(computed(channel, KINDS[channel.kind].encode(value, channel)))
+    return references
 
 
 def computed(channel: Channel, data: bytes) -> Reference:

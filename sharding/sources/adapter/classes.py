@@ -1,4 +1,6 @@
-"""Which class a category of a source is: the source's own names, nuScenes' ten, or a mapping file."""
+"""Which class a category of a source is: the source's own names, nuScenes' ten, or a mapping
+file.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ CLASSES: Final = (
     "pedestrian",
     "traffic_cone",
 )
-"""The ten detection classes of nuScenes, in the order that mmdetection3d and its descendants use."""
+"""The ten detection classes of nuScenes, in the order that mmdetection3d and its descendants
+use.
+"""
 
 _OTHER_NAMES: Final = {
     "car": ("regular_vehicle", "vehicle", "type_vehicle", "van", "suv"),
@@ -56,25 +60,30 @@ _OTHER_NAMES: Final = {
 _OF_OTHERS: Final = {
     name: known for known, names in _OTHER_NAMES.items() for name in (known, *names)
 } | {"motorcycle": "motorcycle"}
-"""Names that Argoverse 2, KITTI, PandaSet, T4 and Waymo have for the ten classes, with underscores."""
+"""Names that Argoverse 2, KITTI, PandaSet, T4 and Waymo have for the ten classes, with
+underscores.
+"""
 
 ClassOption = str | dict[str, str | None]
 
 
 def loaded(option: ClassOption) -> ClassOption:
-    """Replace a mapping file of the option by its content; raise ConfigError for a file that has none."""
+    """Replace a mapping file of the option by its content; raise ConfigError for a file that has
+    none.
+    """
     if isinstance(option, dict) or option in (SOURCE, NUSCENES10):
         return option
     try:
         return read_yaml(read_text(Path(option)).encode(), f"'{option}'", dict[str, str | None])
     except OSError as error:
         raise ConfigError(
-            f"classes={option}: allowed are {SOURCE}, {NUSCENES10}, or a YAML file that maps each category to a class; "
-            f"'{option}' cannot be read: {error.strerror}"
+            f"classes={option}: allowed are {SOURCE}, {NUSCENES10}, or a YAML file that "
+            f"maps each category to a class; '{option}' cannot be read: {error.strerror}"
         ) from error
     except (SourceError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"classes={option}: the file must map each category to a class, or to null for none: {error}"
+            f"classes={option}: the file must map each category to a class, or to null for "
+            f"none: {error}"
         ) from error
 
 
@@ -86,11 +95,11 @@ def count_column(name: str) -> str:
 class ClassMap:
     """Category to number of its class, and the counts of those that have none.
 
-    ``names`` are the classes. Of :data:`SOURCE` they are the source's own, in its order, then others as they come; of
-    a mapping the classes in the order in which it names them first.
+    ``names`` are the classes. Of :data:`SOURCE` they are the source's own, in its order, then
+    others as they come; of a mapping the classes in the order in which it names them first.
     """
 
-    def __init__(self, option: ClassOption, known: Sequence[str]) -> None:
+    def __init__(self, option: ClassOption, categories: Sequence[str]) -> None:
         self._is_open = option == SOURCE
         self._mapping: Mapping[str, str | None] | None = (
             option if isinstance(option, dict) else None
@@ -100,19 +109,21 @@ class ClassMap:
                 dict.fromkeys(name for name in self._mapping.values() if name is not None)
             )
         else:
-            self.names = list(dict.fromkeys(known)) if self._is_open else list(CLASSES)
+            self.names = list(dict.fromkeys(categories)) if self._is_open else list(CLASSES)
         self._labels: dict[str, int] = {}
         self._counts = Counter[str]()
 
     def labels(self, categories: Sequence[str], *, counted: bool = True) -> NDArray[np.int16]:
-        """Return numbers of the classes (M,), -1 for none; count boxes in space (``counted``), not those in images."""
-        known = self._labels
+        """Return numbers of the classes (M,), -1 for none; count boxes in space (``counted``),
+        not those in images.
+        """
+        numbers = self._labels
         for name in dict.fromkeys(categories):
-            if name not in known:
-                known[name] = self._label(name)
+            if name not in numbers:
+                numbers[name] = self._label(name)
         if counted:
             self._counts.update(categories)
-        return np.fromiter(map(known.__getitem__, categories), np.int16, len(categories))
+        return np.fromiter(map(numbers.__getitem__, categories), np.int16, len(categories))
 
     def _label(self, category: str) -> int:
         if self._is_open:
@@ -120,7 +131,8 @@ class ClassMap:
                 self.names.append(category)
             if len(self.names) > MAX_CLASSES:
                 raise SourceError(
-                    f"the source has over {MAX_CLASSES} categories; map them with the option classes=FILE"
+                    f"the source has over {MAX_CLASSES} categories; map them with the "
+                    "option classes=FILE"
                 )
             return self.names.index(category)
         if self._mapping is not None:
@@ -130,7 +142,9 @@ class ClassMap:
         return -1 if name is None else self.names.index(name)
 
     def report(self, report: ScanReport) -> None:
-        """Add counts of boxes and of categories without a class; raises SourceError where no box has a class."""
+        """Add counts of boxes and of categories without a class; raises SourceError where no box
+        has a class.
+        """
         report.boxes = sum(self._counts.values())
         for name, count in self._counts.items():
             if self._labels[name] < 0:
@@ -142,6 +156,7 @@ class ClassMap:
                 for name, count in list(report.unmapped.items())[:12]
             )
             raise SourceError(
-                f"none of the {report.boxes:,} boxes has a class, their categories are: {listed}; the option "
-                "classes=source keeps the source's own, classes=FILE maps them"
+                f"none of the {report.boxes:,} boxes has a class, their categories are: "
+                f"{listed}; the option classes=source keeps the source's own, classes=FILE "
+                "maps them"
             )

@@ -1,12 +1,15 @@
-"""What an adapter yields: clips, and their frames with images, lidar sweeps and boxes, in neutral terms.
+"""What an adapter yields: clips, and their frames with images, lidar sweeps and boxes, in neutral
+terms.
 
-Frames of reference and units are those of :mod:`fuelrail.pipeline.sample.schema`: ``a2b`` maps frame a to frame b;
-``ego`` is x forward, y left, z up; a camera's axes are x right, y down, z forward; pixel (0, 0) is the centre of the
-top-left one; time is integer nanoseconds; quaternions are w, x, y, z.
+Frames of reference and units are those of :mod:`fuelrail.pipeline.sample.schema`: ``a2b`` maps
+frame a to frame b; ``ego`` is x forward, y left, z up; a camera's axes are x right, y down, z
+forward; pixel (0, 0) is the centre of the top-left one; time is integer nanoseconds; quaternions
+are w, x, y, z.
 
-A reference (``ref``) is the name of a file below the source's root, with ``/``; or ``NAME#OFFSET+LENGTH``, bytes of
-such a file, which go to the shard as they are; or, of an image that is ``made``, whatever
-:meth:`~fuelrail.sharding.sources.adapter.source.FrameSource.make_images` takes.
+A reference (``ref``) is the name of a file below the source's root, with ``/``; or
+``NAME#OFFSET+LENGTH``, bytes of such a file, which go to the shard as they are; or, of an image
+that is ``made``, whatever :meth:`~fuelrail.sharding.sources.adapter.source.FrameSource.make_images`
+takes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ FRAME: Final = "#frame="
 
 
 class Sensors(NamedTuple):
-    """The rig of the whole source, in the order of the dataset: a camera of any clip is one of these."""
+    """The rig of the whole source, in the order of the dataset: a camera of any clip is one of
+    these.
+    """
 
     cameras: Sequence[Camera]
     lidars: Sequence[LidarEntry] = ()
@@ -43,10 +48,12 @@ class Sensors(NamedTuple):
         ]
 
     @classmethod
-    def of(
+    def from_names(
         cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None
     ) -> Sensors:
-        """Return the rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
+        """Return the rig of these cameras, and lidars with the names of their columns; channels
+        are in lower case.
+        """
         return cls(
             [Camera(name.lower(), name) for name in cameras],
             [
@@ -62,16 +69,19 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         ref: where its bytes are.
         timestamp_ns: of the exposure, its middle if that is known.
-        intrinsics: K (3, 3) of the image as it is; None together with ``cam2ego``: the camera is not calibrated.
+        intrinsics: K (3, 3) of the image as it is; None together with ``cam2ego``: the camera is
+            not calibrated.
         cam2ego: (4, 4).
         ego2global: (4, 4) at ``timestamp_ns``; None: from the clip's trajectory.
         width: [px]; 0: the head of the image is read, and likewise for ``height``.
         height: [px].
-        num_bytes: of the image; None: those of the file or range. Of a made image about as many, and it is needed.
+        num_bytes: of the image; None: those of the file or range. Of a made image about as many,
+            and it is needed.
         made: the source makes the bytes (:meth:`make_images`); ``extension`` is needed then.
-        encoded_of: what the source encodes the image of, "raw" pixels or a frame of "video"; empty: its bytes are
-            stored, so that a look at them can find damage.
-        fault: why its bytes are no image, where the source knows that; the option damaged_image is for it.
+        encoded_of: what the source encodes the image of, "raw" pixels or a frame of "video"; empty:
+            its bytes are stored, so that a look at them can find damage.
+        fault: why its bytes are no image, where the source knows that; the option damaged_image is
+            for it.
         extension: ``jpg`` or ``png``; empty: that of the file.
         dist: lens coefficients in OpenCV's order, of ``dist_model``.
         dist_model: a name of :data:`fuelrail.pipeline.transforms.lens.MODELS`, or "none".
@@ -107,7 +117,8 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):
-    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message".
+    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as
+    "no message".
 
     ``ref`` is what is not there, where it has a name.
     """
@@ -119,8 +130,9 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
 class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sweep of one lidar.
 
-    ``ref`` is what the source's ``points`` takes. ``num_bytes`` is about that of the points as float32; None: that of
-    the file ``ref``. ``absent`` is why the source says not to use it, empty: it is there.
+    ``ref`` is what the source's ``points`` takes. ``num_bytes`` is about that of the points as
+    float32; None: that of the file ``ref``. ``absent`` is why the source says not to use it, empty:
+    it is there.
     """
 
     ref: str
@@ -135,13 +147,15 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The boxes of one frame, as columns of M rows; None: not known of any.
 
     Attributes:
-        centre: (M, 3) gravity centres [m], in ego at the frame's time, or in global (``in_global``).
+        centre: (M, 3) gravity centres [m], in ego at the frame's time, or in global
+            (``in_global``).
         size_lwh: (M, 3) length along the box's x, width, height [m].
         rotation_wxyz: (M, 4) box to ego (to global); or None with ``yaw``.
         yaw: (M,) [rad] counter-clockwise from +x.
         category: the source's name of the class of each.
         track: the source's name of the track of each, unique in the clip or beyond it.
-        velocity: (M, 3) [m/s] over ground, in the frame of ``centre``; None: from the neighbours in the track.
+        velocity: (M, 3) [m/s] over ground, in the frame of ``centre``; None: from the neighbours in
+            the track.
         num_lidar_pts: (M,), -1 unknown.
         num_radar_pts: (M,), -1 unknown.
         visibility: (M,) 1 to 4 as in nuScenes, -1 unknown.
@@ -178,8 +192,10 @@ class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         box: (K, 4) left, top, right, bottom [px]; the centre of the top-left pixel is (0, 0).
         category: the source's name of the class of each.
-        track: the source's name of the track of each, as in :class:`BoxRows`; None: not known of any.
-        row: (K,) the row of the same object in the frame's boxes, -1 for none; None: not known of any.
+        track: the source's name of the track of each, as in :class:`BoxRows`; None: not known of
+            any.
+        row: (K,) the row of the same object in the frame's boxes, -1 for none; None: not known of
+            any.
 
     """
 
@@ -192,9 +208,10 @@ class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class FileMember(msgspec.Struct, frozen=True, gc=False):
     """A member that the source makes of whole files.
 
-    ``name`` is the field, ``ref`` what the source's ``open`` takes, ``files`` are names below the root. ``hint`` ends
-    the error for a file that is not there; empty: the frame has no such member then. ``num_bytes`` is about that of the
-    member; 0: that of the files. ``is_estimate`` false: the member has as many bytes.
+    ``name`` is the field, ``ref`` what the source's ``open`` takes, ``files`` are names below the
+    root. ``hint`` ends the error for a file that is not there; empty: the frame has no such member
+    then. ``num_bytes`` is about that of the member; 0: that of the files. ``is_estimate`` false:
+    the member has as many bytes.
     """
 
     name: str
@@ -208,13 +225,14 @@ class FileMember(msgspec.Struct, frozen=True, gc=False):
 class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One moment: a sample, if the policy for missing cameras keeps it.
 
-    ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
-    trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
-    names; ``members`` are of its own ``channels``, and so are ``values``: texts, numbers and arrays, by the names of
-    channels that :func:`~fuelrail.sharding.sources.adapter.channels.value_channel` made, or of a series the measurement
-    at the frame's time, which the series keeps where the frame is left out. ``attributes`` are values of its own
-    ``columns``. Motion is in ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the
-    neighbouring frames' poses.
+    ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None:
+    from the clip's trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those
+    that the source's ``image_boxes`` names; ``members`` are of its own ``channels``, and so are
+    ``values``: texts, numbers and arrays, by the names of channels that
+    :func:`~fuelrail.sharding.sources.adapter.channels.value_channel` made, or of a series the
+    measurement at the frame's time, which the series keeps where the frame is left out.
+    ``attributes`` are values of its own ``columns``. Motion is in ego axes [m/s, m/s^2, rad/s];
+    without ``ego_velocity`` it is the difference of the neighbouring frames' poses.
     """
 
     timestamp_ns: int
@@ -243,10 +261,11 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """One continuous drive, without its frames.
 
     ``series`` are measurements of sensors at their own rates, by the names of channels that
-    :func:`~fuelrail.pipeline.channels.series.series_channel` made: times [ns] that ascend, (M,), and values (M, ...).
-    ``name`` becomes the clip's id, as far as it is legal, unless ``id`` states one. ``files`` are names below the root
-    whose sizes and times say whether the source has changed, for clips whose images are made. ``attributes`` are values
-    of the source's ``columns`` that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
+    :func:`~fuelrail.pipeline.channels.series.series_channel` made: times [ns] that ascend, (M,),
+    and values (M, ...). ``name`` becomes the clip's id, as far as it is legal, unless ``id`` states
+    one. ``files`` are names below the root whose sizes and times say whether the source has
+    changed, for clips whose images are made. ``attributes`` are values of the source's ``columns``
+    that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
     """
 
     name: str
@@ -262,14 +281,16 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def thinned(times_ns: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
-    """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a tenth for jitter."""
+    """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a
+    tenth for jitter.
+    """
     if not rate:
         return times_ns
     period = 1e9 / rate
-    kept = []
+    times_kept = []
     due = -np.inf
     for time in times_ns.tolist():
         if time >= due - period / 10:
-            kept.append(time)
+            times_kept.append(time)
             due = time + period if time - due > period else due + period
-    return np.array(kept, np.int64)
+    return np.array(times_kept, np.int64)

@@ -1,7 +1,8 @@
-"""Masks of cameras as channels: class or instance numbers of pixels in PNGs, which move with their camera's image.
+"""Masks of cameras as channels: class or instance numbers of pixels in PNGs, which move with their
+camera's image.
 
-A PNG with a palette, or of fewer than 8 bits, is stored as one of 8 bits with the same numbers: those are what it
-means, and the colours of the palette are for people.
+A PNG with a palette, or of fewer than 8 bits, is stored as one of 8 bits with the same numbers:
+those are what it means, and the colours of the palette are for people.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _PALETTE = 3
 
 
 def mask_channel(camera: str, name: str = "mask", dtype: str = "uint8") -> Channel:
-    """Return the entry ``NAME_CAMERA`` of the table for masks [H, W] of a camera, of uint8 or uint16.
+    """Return the entry ``NAME_CAMERA`` of the table for masks [H, W] of a camera, of uint8 or
+    uint16.
 
-    Augmentation moves them as it moves the camera's image, to the nearest pixel; 0 is where nothing was.
+    Augmentation moves them as it moves the camera's image, to the nearest pixel; 0 is where nothing
+    was.
     """
     return Channel(
         name=f"{name}_{camera}",
@@ -45,24 +48,27 @@ def mask_channel(camera: str, name: str = "mask", dtype: str = "uint8") -> Chann
 def mask_member(channel: Channel, ref: str, hint: str = "") -> FileMember:
     """Return the member of a frame (``Frame.members``) that is a mask of a channel.
 
-    ``ref`` is a PNG below the root, ``NAME`` or ``NAME#OFFSET+LENGTH``. ``hint`` ends the error for a file that is not
-    there; empty: the frame has no mask then.
+    ``ref`` is a PNG below the root, ``NAME`` or ``NAME#OFFSET+LENGTH``. ``hint`` ends the error for
+    a file that is not there; empty: the frame has no mask then.
     """
-    part = Part.of(ref)
+    part = Part.parse(ref)
     return FileMember(
         channel.field, f"{MASK}{ref}", (part.name,), hint=hint, num_bytes=part.length or 0
     )
 
 
 def mask_dtype(head: Buffer, where: str) -> str:
-    """Return the dtype of the numbers of a mask by its first 26 bytes; raise SourceError where it can be none."""
+    """Return the dtype of the numbers of a mask by its first 26 bytes; raise SourceError where
+    it can be none.
+    """
     if bytes(head[:8]) != _SIGNATURE or len(head) <= _COLOUR_AT:
         raise SourceError(f"{where} is no PNG: other formats change the numbers of a mask")
     bits = head[_BITS_AT]
     colour = head[_COLOUR_AT]
     if colour not in (_GRAY, _PALETTE):
         raise SourceError(
-            f"{where} has colours: a mask has one number a pixel, in a PNG that is gray or has a palette"
+            f"{where} has colours: a mask has one number a pixel, in a PNG that is gray or "
+            "has a palette"
         )
     return "uint16" if bits == 16 else "uint8"
 

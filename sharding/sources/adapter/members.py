@@ -1,4 +1,6 @@
-"""What is known of a clip's files before they are read: size, time of change, and the size of images by their heads."""
+"""What is known of a clip's files before they are read: size, time of change, and the size of
+images by their heads.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,20 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.pictures import Depth, ImagePolicy
     from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
 
-MADE: Final = "made:"
+MADE_PREFIX: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
 """Begins the reference of a lidar sweep."""
 MASK: Final = "mask:"
-"""Begins the reference of a mask, which may be stored in another form (`fuelrail.sharding.sources.adapter.masks`)."""
+"""Begins the reference of a mask, which may be stored in another form
+(`fuelrail.sharding.sources.adapter.masks`).
+"""
 PLAIN: Final = "plain:"
-"""Begins the reference of a PNG that is converted (`fuelrail.sharding.sources.shared.pictures.plain_png`)."""
+"""Begins the reference of a PNG that is converted
+(`fuelrail.sharding.sources.shared.pictures.plain_png`).
+"""
 CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
-NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED, MASK, PLAIN)
+NO_FILE: Final = (MADE_PREFIX, POINTS, MAP, COMPUTED, MASK, PLAIN)
 """What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"
 """Why no frame of a clip has the image of a camera of the rig."""
@@ -62,7 +68,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     length: int | None = None
 
     @classmethod
-    def of(cls, ref: str) -> Part:
+    def parse(cls, ref: str) -> Part:
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
         if "#" not in ref:
             return cls(ref)
@@ -93,7 +99,9 @@ def check_inside(name: str, where: str) -> None:
 
 
 def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
-    """Return size and time of change of each file, None where it does not exist; look at each once."""
+    """Return size and time of change of each file, None where it does not exist; look at each
+    once.
+    """
     unique = list(dict.fromkeys(names))
     return dict(zip(unique, files.facts_of(unique), strict=True))
 
@@ -101,20 +109,23 @@ def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFac
 def image_heads(
     files: SourceFiles, parts: Sequence[Part], facts: Mapping[str, FileFacts | None], depth: Depth
 ) -> list[ImageInfo | str]:
-    """Return the heads of images, after a look at as much as ``depth`` says; of a damaged one, what is wrong.
+    """Return the heads of images, after a look at as much as ``depth`` says; of a damaged one, what
+    is wrong.
 
     ``facts`` are of the files, which are there.
     """
 
     def look(part: Part) -> ImageInfo | str:
-        there = facts[part.name]
-        file_bytes = 0 if there is None else there.num_bytes
+        file_facts = facts[part.name]
+        file_bytes = 0 if file_facts is None else file_facts.num_bytes
         length = file_bytes if part.length is None else part.length
         if part.offset + length > file_bytes:
             return f"{length} bytes in a file of {file_bytes}, from byte {part.offset} on"
         try:
             return examined(
-                lambda at, most: files.read(part.name, part.offset + at, most), length, depth
+                lambda offset, limit: files.read(part.name, part.offset + offset, limit),
+                length,
+                depth,
             )
         except ImageError as error:
             return error.message
@@ -127,7 +138,9 @@ def image_heads(
 def made_heads(
     make: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]], refs: Sequence[str], depth: Depth
 ) -> Iterator[tuple[str, ImageInfo | str]]:
-    """Yield references and heads of images that the source makes, after a look as of :func:`image_heads`."""
+    """Yield references and heads of images that the source makes, after a look as of
+    :func:`image_heads`.
+    """
     for ref, data in make(refs):
         view = memoryview(data).cast("B")
 
@@ -149,10 +162,12 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class MemberFinder:
-    """Finds the files of a clip's frames: images, sweeps, other members; notes what is wrong with them.
+    """Finds the files of a clip's frames: images, sweeps, other members; notes what is wrong with
+    them.
 
-    ``points`` and ``policy`` are options of the source, ``make_images`` is its method. The first image of each camera
-    and those whose size or form is not stated are looked at in any case, but for those that the source makes.
+    ``points`` and ``policy`` are options of the source, ``make_images`` is its method. The first
+    image of each camera and those whose size or form is not stated are looked at in any case, but
+    for those that the source makes.
     """
 
     files: SourceFiles
@@ -171,53 +186,60 @@ class MemberFinder:
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
         """
         in_clip: set[str] = set()
-        seen: set[str] = set()
+        channels_seen: set[str] = set()
         parts: dict[str, Part] = {}
         looked_at: dict[str, str] = {}
         made: dict[str, str] = {}
-        others: dict[str, None] = {}
+        other_files: dict[str, None] = {}
         are_all_looked_at = self.policy.depth != "head"
         for frame in frames:
             in_clip.update(frame.images)
-            for channel, own in frame.images.items():
-                if isinstance(own, Absent) or own.absent or own.fault:
+            for channel, frame_image in frame.images.items():
+                if isinstance(frame_image, Absent) or frame_image.absent or frame_image.fault:
                     continue
-                if own.made:
-                    if own.encoded_of == "video":
+                if frame_image.made:
+                    if frame_image.encoded_of == "video":
                         self._check_video(channel)
-                    elif own.encoded_of == "raw":
+                    elif frame_image.encoded_of == "raw":
                         self.findings.tolerate(1, [])  # its fault would be known
                     elif self.policy.looks_at_made:
-                        made[own.ref] = channel
+                        made[frame_image.ref] = channel
                     continue
-                ref = own.ref
-                parts[ref] = Part.of(ref)
-                is_first = are_all_looked_at or channel not in seen
-                if is_first or own.width <= 0 or own.height <= 0 or not _extension(own):
+                ref = frame_image.ref
+                parts[ref] = Part.parse(ref)
+                is_first = are_all_looked_at or channel not in channels_seen
+                if (
+                    is_first
+                    or frame_image.width <= 0
+                    or frame_image.height <= 0
+                    or not _extension(frame_image)
+                ):
                     looked_at[ref] = channel
-                    seen.add(channel)
+                    channels_seen.add(channel)
             for one in frame.sweeps.values() if self.points else ():
                 if one.num_bytes is None and not one.absent:
-                    parts[one.ref] = Part.of(one.ref)
+                    parts[one.ref] = Part.parse(one.ref)
             for member in frame.members:
                 if isinstance(member, FileMember):
-                    others.update(dict.fromkeys(member.files))
-        names = list(dict.fromkeys([*[part.name for part in parts.values()], *others]))
+                    other_files.update(dict.fromkeys(member.files))
+        names = list(dict.fromkeys([*[part.name for part in parts.values()], *other_files]))
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
         heads = self._heads(where, looked_at, parts, facts)
         if made:
             looks_at_made = made_heads(self.make_images, list(made), self.policy.depth)
-            by_ref = ((MADE + ref, head) for ref, head in looks_at_made)
-            heads |= self._judged(where, {MADE + ref: name for ref, name in made.items()}, by_ref)
-        known = _Known(parts, facts, heads)
-        found: list[dict[str, Found | str]] = []
+            by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
+            heads |= self._judged(
+                where, {MADE_PREFIX + ref: name for ref, name in made.items()}, by_ref
+            )
+        known_files = _Known(parts, facts, heads)
+        rows_found: list[dict[str, Found | str]] = []
         members: list[list[Found]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
-        for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
+        for number, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
             row: dict[str, Found | str] = {}
-            place = f"{where}: frame {at}"
+            place = f"{where}: frame {number}"
             for channel, is_placed in zip(channels, placed, strict=True):
                 image = frame.images.get(channel)
                 if image is None:
@@ -229,50 +251,52 @@ class MemberFinder:
                 elif not is_placed:
                     row[channel] = NO_POSE
                 else:
-                    row[channel] = self._image(place, channel, image, known)
+                    row[channel] = self._image(place, channel, image, known_files)
             for lidar in self.sensors.lidars if self.points else ():
                 sweep = frame.sweeps.get(lidar.channel)
                 if sweep is None or sweep.absent:
                     row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
                 else:
-                    row[lidar.channel] = self._sweep(place, lidar.channel, sweep, known)
-            found.append(row)
+                    row[lidar.channel] = self._sweep(place, lidar.channel, sweep, known_files)
+            rows_found.append(row)
             members.append(self._members(place, frame, facts))
-        return found, members
+        return rows_found, members
 
     def _members(
         self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
     ) -> list[Found]:
-        found = []
+        found_members = []
         for member in frame.members:
             if not isinstance(member, FileMember):
-                found.append(Found(member, ""))
+                found_members.append(Found(member, ""))
                 continue
-            own = [facts[name] for name in member.files]
+            member_facts = [facts[name] for name in member.files]
             empty = [
                 name
-                for name, one in zip(member.files, own, strict=True)
-                if one is not None and not one.num_bytes
+                for name, file_facts in zip(member.files, member_facts, strict=True)
+                if file_facts is not None and not file_facts.num_bytes
             ]
-            there = [one for one in own if one is not None]
+            existing = [file_facts for file_facts in member_facts if file_facts is not None]
             if empty:
                 self._note(
                     place, member.name, f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)"
                 )
-            elif len(there) == len(own):
-                num_bytes = member.num_bytes or sum(one.num_bytes for one in there)
+            elif len(existing) == len(member_facts):
+                num_bytes = member.num_bytes or sum(file_facts.num_bytes for file_facts in existing)
                 reference = Reference(
                     member.name, member.ref, num_bytes, is_estimate=member.is_estimate
                 )
-                found.append(Found(reference, " ".join(one.stamp for one in there)))
+                found_members.append(
+                    Found(reference, " ".join(file_facts.stamp for file_facts in existing))
+                )
             elif member.hint:
-                name = member.files[own.index(None)]
+                name = member.files[member_facts.index(None)]
                 self._note(
                     place,
                     member.name,
                     f"file '{self.files.shown}/{name}' is not there; {member.hint}",
                 )
-        return found
+        return found_members
 
     def _heads(
         self,
@@ -282,9 +306,9 @@ class MemberFinder:
         facts: Mapping[str, FileFacts | None],
     ) -> dict[str, ImageInfo | None]:
         """Return the heads of images of these channels by reference; None for a damaged one."""
-        wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
-        heads = image_heads(self.files, list(wanted.values()), facts, self.policy.depth)
-        return self._judged(where, channels, zip(wanted, heads, strict=True))
+        selected = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
+        heads = image_heads(self.files, list(selected.values()), facts, self.policy.depth)
+        return self._judged(where, channels, zip(selected, heads, strict=True))
 
     def _judged(
         self,
@@ -292,13 +316,15 @@ class MemberFinder:
         channels: Mapping[str, str],
         heads: Iterable[tuple[str, ImageInfo | str]],
     ) -> dict[str, ImageInfo | None]:
-        """Return heads by reference, None for a damaged image, which is noted as the policy says."""
+        """Return heads by reference, None for a damaged image, which is noted as the policy
+        says.
+        """
         judged: dict[str, ImageInfo | None] = {}
         for ref, head in heads:
             if isinstance(head, str):
                 judged[ref] = None
-                made = ref.startswith(MADE)
-                name = ref.removeprefix(MADE) if made else f"{self.files.shown}/{ref}"
+                made = ref.startswith(MADE_PREFIX)
+                name = ref.removeprefix(MADE_PREFIX) if made else f"{self.files.shown}/{ref}"
                 self._note_damage(f"{where}: image '{name}'", f": {head}")
             else:
                 judged[ref] = head
@@ -315,25 +341,31 @@ class MemberFinder:
         return DAMAGED
 
     def _check_video(self, channel: str) -> None:
-        """Raise SourceError where the policy cannot hold: frames of video are decoded when shards are written."""
+        """Raise SourceError where the policy cannot hold: frames of video are decoded when
+        shards are written.
+        """
         if self.policy.damaged != "error":
             raise SourceError(
-                f"damaged_image={self.policy.damaged} is not for the images of {channel}, which are frames of video: "
-                "they are decoded when shards are written, after the scan, and a damaged one is an error then; leave "
-                "the option out, or leave the camera out by the option cameras"
+                f"damaged_image={self.policy.damaged} is not for the images of {channel}, "
+                "which are frames of video: they are decoded when shards are written, after "
+                "the scan, and a damaged one is an error then; leave the option out, or "
+                "leave the camera out by the option cameras"
             )
 
-    def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
+    def _image(self, place: str, channel: str, image: Image, known_files: _Known) -> Found | str:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
-            stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
+            stated = (
+                f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
+                "for unknown"
+            )
             return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
         if image.fault:
             self.findings.tolerate(1, [])
             name = image.ref if image.made else f"{self.files.shown}/{image.ref}"
             return self._note_damage(f"{place}: image '{name}' of {channel}", f": {image.fault}")
-        key = MADE + image.ref if image.made else image.ref
-        head = known.heads.get(key)
-        if head is None and key in known.heads:
+        key = MADE_PREFIX + image.ref if image.made else image.ref
+        head = known_files.heads.get(key)
+        if head is None and key in known_files.heads:
             return NOTED if self.policy.damaged == "error" else DAMAGED
         size = (image.width, image.height)
         extension = _extension(image)
@@ -362,52 +394,56 @@ class MemberFinder:
                 )
                 return self._note(place, channel, text)
             return Found(
-                Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), ""
+                Reference(name, MADE_PREFIX + image.ref, image.num_bytes, *size, is_estimate=True),
+                "",
             )
-        part = known.parts[image.ref]
-        there = known.facts[part.name]
-        if there is None:
+        part = known_files.parts[image.ref]
+        file_facts = known_files.facts[part.name]
+        if file_facts is None:
             return "no file"
-        end = there.num_bytes if part.length is None else part.offset + part.length
-        num_bytes = there.num_bytes if part.length is None else part.length
-        if not there.num_bytes:
+        end = file_facts.num_bytes if part.length is None else part.offset + part.length
+        num_bytes = file_facts.num_bytes if part.length is None else part.length
+        if not file_facts.num_bytes:
             image_file = f"'{self.files.shown}/{part.name}'"
             return self._note_damage(
                 f"{place}, {channel}: image {image_file}", " is empty (0 bytes)"
             )
-        if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
+        if end > file_facts.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
             stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
             return self._note_damage(
                 f"{place}, {channel}: image '{image.ref}'",
-                f" has {num_bytes} bytes in a file of {there.num_bytes}{stated}",
+                f" has {num_bytes} bytes in a file of {file_facts.num_bytes}{stated}",
             )
         if isinstance(head, ConvertiblePng):
             self.report.note(CONVERTED, 1)
             estimate = size[0] * size[1] * head.num_components
             reference = Reference(name, PLAIN + image.ref, estimate, *size, is_estimate=True)
-            return Found(reference, there.stamp)
-        return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
+            return Found(reference, file_facts.stamp)
+        return Found(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 
-    def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:
+    def _sweep(self, place: str, channel: str, sweep: Sweep, known_files: _Known) -> Found | str:
         num_bytes = sweep.num_bytes
         stamp = ""
         if num_bytes is None:
-            part = known.parts[sweep.ref]
-            there = known.facts[part.name]
+            part = known_files.parts[sweep.ref]
+            file_facts = known_files.facts[part.name]
             end = (
                 0
-                if there is None
-                else there.num_bytes
+                if file_facts is None
+                else file_facts.num_bytes
                 if part.length is None
                 else part.offset + part.length
             )
-            if there is None or not there.num_bytes or end > there.num_bytes:
-                short = "is empty" if there and not there.num_bytes else "ends before"
-                what = "is not there" if there is None else short
-                text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
+            if file_facts is None or not file_facts.num_bytes or end > file_facts.num_bytes:
+                short = "is empty" if file_facts and not file_facts.num_bytes else "ends before"
+                problem = "is not there" if file_facts is None else short
+                text = (
+                    f"lidar file '{self.files.shown}/{sweep.ref}' {problem}; the option "
+                    "points=false leaves sweeps out"
+                )
                 return self._note(place, channel, text)
-            num_bytes = there.num_bytes if part.length is None else part.length
-            stamp = there.stamp
+            num_bytes = file_facts.num_bytes if part.length is None else part.length
+            stamp = file_facts.stamp
         return Found(
             Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp
         )
@@ -419,15 +455,17 @@ class MemberFinder:
 
 def _extension(image: Image) -> str:
     """Return the stated extension, or that of the name; "" where neither is one that is stored."""
-    found = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
-    if found is not None:
-        return found
+    extension = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
+    if extension is not None:
+        return extension
     stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
     return EXTENSION_OF.get(stated, "")
 
 
 class _Known(NamedTuple):
-    """What is known by reference (part of a file, head of an image of unknown size) and by name (the file's facts)."""
+    """What is known by reference (part of a file, head of an image of unknown size) and by name
+    (the file's facts).
+    """
 
     parts: Mapping[str, Part]
     facts: Mapping[str, FileFacts | None]

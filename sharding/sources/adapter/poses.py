@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 MAX_SKEW: Final = 1e-3
 """How far a rotation of a file may be from orthonormal, and a quaternion from unit length."""
 FARTHEST_M: Final = 1e9
-"""The largest coordinate of a translation [m]: those of the Earth are below 1e8, and squares must stay finite."""
+"""The largest coordinate of a translation [m]: those of the Earth are below 1e8, and squares
+must stay finite.
+"""
 _ROUNDED: Final = 1e-9
 _LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 
@@ -24,28 +26,32 @@ _LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:
     """Make transforms (..., 4, 4) of quaternions (..., 4) w, x, y, z and translations (..., 3) [m].
 
-    Raises SourceError, naming ``where``, for what is not finite, and for quaternions that are not of unit length.
+    Raises SourceError, naming ``where``, for what is not finite, and for quaternions that are not
+    of unit length.
     """
     q = np.asarray(rotation_wxyz, np.float64)
     t = np.asarray(translation, np.float64)
     if q.shape[-1:] != (4,) or t.shape[-1:] != (3,):
         raise SourceError(
-            f"{where}: a rotation of {list(q.shape)} numbers and a translation of {list(t.shape)}; wanted are "
-            "quaternions of 4 (w, x, y, z) and translations of 3"
+            f"{where}: a rotation of {list(q.shape)} numbers and a translation of "
+            f"{list(t.shape)}; wanted are quaternions of 4 (w, x, y, z) and translations of 3"
         )
     bad = ~are_poses(q, t)
     if bad.any():
         row = "" if bad.ndim == 0 else f" row {int(np.argmax(bad))}:"
-        at = int(np.argmax(bad)) if bad.ndim else ()
+        index = int(np.argmax(bad)) if bad.ndim else ()
         raise SourceError(
-            f"{where}:{row} the pose is not finite, its translation is over {FARTHEST_M:g} m, or its quaternion is "
-            f"not of unit length: {q[at].tolist()}, translation {t[at].tolist()}"
+            f"{where}:{row} the pose is not finite, its translation is over {FARTHEST_M:g} "
+            f"m, or its quaternion is not of unit length: {q[index].tolist()}, translation "
+            f"{t[index].tolist()}"
         )
     return np.asarray(rigid(q, t))
 
 
 def are_poses(q: F64, t: F64) -> NDArray[np.bool_]:
-    """Return whether quaternions (..., 4) are of unit length and translations (..., 3) within ``FARTHEST_M``."""
+    """Return whether quaternions (..., 4) are of unit length and translations (..., 3) within
+    ``FARTHEST_M``.
+    """
     return np.asarray((np.abs(t) <= FARTHEST_M).all(-1) & are_unit(q))
 
 
@@ -56,10 +62,11 @@ def are_unit(q: F64) -> NDArray[np.bool_]:
 
 
 def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
-    """Return transforms (P, 4, 4) with the nearest rotations, and which of the given ones were rigid (P,).
+    """Return transforms (P, 4, 4) with the nearest rotations, and which of the given ones were
+    rigid (P,).
 
-    A rotation of rounded numbers becomes one to 1e-12; what is over 1e-3 away from one is none. The nearest rotation
-    of M is U V^T of its singular value decomposition (Horn et al. 1988).
+    A rotation of rounded numbers becomes one to 1e-12; what is over 1e-3 away from one is none. The
+    nearest rotation of M is U V^T of its singular value decomposition (Horn et al. 1988).
     """
     number = len(matrices)
     if number > 1 and (matrices == matrices[0]).all():  # of a sensor that stays where it is
@@ -87,7 +94,9 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
 
 
 def quaternions(matrices: F64) -> F64:
-    """Return quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first (Shepperd 1978)."""
+    """Return quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first
+    (Shepperd 1978).
+    """
     m = matrices
     trace = m[:, 0, 0] + m[:, 1, 1] + m[:, 2, 2]
     squares = np.stack([trace, m[:, 0, 0], m[:, 1, 1], m[:, 2, 2]], 1)
@@ -101,30 +110,36 @@ def quaternions(matrices: F64) -> F64:
         products[:, 0, k] = products[:, k, 0] = m[:, i, j] - m[:, j, i]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         products[:, a + 1, b + 1] = products[:, b + 1, a + 1] = m[:, a, b] + m[:, b, a]
-    found = products[np.arange(len(m)), squares.argmax(1)]
-    return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True))
+    largest = products[np.arange(len(m)), squares.argmax(1)]
+    return np.asarray(largest / np.linalg.norm(largest, axis=1, keepdims=True))
 
 
 class Trajectory:
-    """Ego poses of one clip: exact at their own times, between them linear and along the shortest rotation (slerp).
+    """Ego poses of one clip: exact at their own times, between them linear and along the shortest
+    rotation (slerp).
 
-    There is no pose before the first and after the last, nor in a gap of over ``max_gap_s`` seconds.
+    There is no pose before the first and after the last, nor in a gap of over ``max_gap_s``
+    seconds.
     """
 
     def __init__(
         self, timestamp_ns: Any, ego2global: F64, where: str, *, max_gap_s: float = 0.5
     ) -> None:
-        """Take poses (P, 4, 4) at times (P,) [ns], ascending; raises SourceError, naming ``where``."""
+        """Take poses (P, 4, 4) at times (P,) [ns], ascending; raises SourceError, naming
+        ``where``.
+        """
         times = np.asarray(timestamp_ns)
         if times.dtype.kind not in "iu" or times.shape != (len(ego2global),):
             raise SourceError(
-                f"{where}: times are {times.dtype}{list(times.shape)}, wanted integers, one for each pose"
+                f"{where}: times are {times.dtype}{list(times.shape)}, wanted integers, one "
+                "for each pose"
             )
         times = times.astype(np.int64)
         if len(times) and (np.diff(times) <= 0).any():
             row = int(np.argmax(np.diff(times) <= 0)) + 1
             raise SourceError(
-                f"{where}: row {row} has the time {times[row]}, not later than {times[row - 1]} before it"
+                f"{where}: row {row} has the time {times[row]}, not later than "
+                f"{times[row - 1]} before it"
             )
         matrices, sound = nearest_rigid(np.asarray(ego2global, np.float64).reshape(-1, 4, 4))
         if not sound.all():
@@ -139,30 +154,30 @@ class Trajectory:
 
     def at(self, timestamp_ns: Any) -> F64:
         """Return the poses (T, 4, 4) at times (T,) [ns]; NaN where there is none."""
-        wanted = np.asarray(timestamp_ns, np.int64).reshape(-1)
-        found = np.full((len(wanted), 4, 4), np.nan)
+        times = np.asarray(timestamp_ns, np.int64).reshape(-1)
+        poses = np.full((len(times), 4, 4), np.nan)
         if not len(self._times):
-            return found
-        after = np.minimum(np.searchsorted(self._times, wanted), len(self._times) - 1)
-        exact = self._times[after] == wanted
-        found[exact] = self._matrices[after[exact]]
+            return poses
+        after = np.minimum(np.searchsorted(self._times, times), len(self._times) - 1)
+        exact = self._times[after] == times
+        poses[exact] = self._matrices[after[exact]]
         before = np.maximum(after - 1, 0)
         gap = self._times[after] - self._times[before]
         between = (
             ~exact
-            & (self._times[before] < wanted)
-            & (wanted < self._times[after])
+            & (self._times[before] < times)
+            & (times < self._times[after])
             & (gap <= self._max_gap_ns)
         )
         if between.any():
             first = before[between]
             last = after[between]
-            share = (wanted[between] - self._times[first]) / gap[between]
+            share = (times[between] - self._times[first]) / gap[between]
             moved = self._matrices[first, :3, 3] + share[:, None] * (
                 self._matrices[last, :3, 3] - self._matrices[first, :3, 3]
             )
-            found[between] = rigid(_slerp(self._q[first], self._q[last], share), moved)
-        return found
+            poses[between] = rigid(_slerp(self._q[first], self._q[last], share), moved)
+        return poses
 
 
 def _slerp(first: F64, last: F64, share: F64) -> F64:

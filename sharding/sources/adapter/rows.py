@@ -1,4 +1,6 @@
-"""A clip's frames become rows of the scan table: keys, metadata, geometry, neighbours, counts, and what is left out."""
+"""A clip's frames become rows of the scan table: keys, metadata, geometry, neighbours, counts,
+and what is left out.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ _HOLE_S: Final = 10.0
 _HOLE_STEPS: Final = 10
 """The least gap between frames that is noted, in steps of a clip, and in seconds."""
 _HOLES: Final = (
-    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts "
-    "clips of their own"
+    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal "
+    "windows reach: give the parts clips of their own"
 )
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
@@ -72,21 +74,27 @@ COMMON_COLUMNS: Final[dict[str, type]] = {
 
 
 def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
-    """Return the columns of attributes: those of all sources, a count for each class, and the source's own."""
+    """Return the columns of attributes: those of all sources, a count for each class, and the
+    source's own.
+    """
     return {**COMMON_COLUMNS, **dict.fromkeys(map(count_column, classes), int), **columns}
 
 
 def may_be_attribute(name: str) -> bool:
-    """Return whether a source may call a column of attributes so: a word, and none of Fuelrail's own names.
+    """Return whether a source may call a column of attributes so: a word, and none of Fuelrail's
+    own names.
 
-    A source may give the columns ``log_id``, ``vehicle``, ``speed_mps`` and ``hour_utc``, which all datasets have, of
-    their own types (:func:`fitting_type`); its values replace those that are worked out.
+    A source may give the columns ``log_id``, ``vehicle``, ``speed_mps`` and ``hour_utc``, which all
+    datasets have, of their own types (:func:`fitting_type`); its values replace those that are
+    worked out.
     """
     return bool(_COLUMN.match(name)) and name not in RESERVED_COLUMNS
 
 
 def fitting_type(name: str, kind: type | None) -> type | None:
-    """Return the type of a source's column of attributes whose values are of ``kind``; None where it cannot be one."""
+    """Return the type of a source's column of attributes whose values are of ``kind``; None
+    where it cannot be one.
+    """
     common = COMMON_COLUMNS.get(name, kind)
     is_fitting = common is kind or (common is float and kind is int)
     return common if is_fitting else None
@@ -151,19 +159,21 @@ class ClipRows:
             policy=self.policy,
             make_images=self.make_images,
         )
-        found, others = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
-        kept = self._kept(where, frames, found, arrays)
-        self._check_sweep_poses(where, found, kept, arrays)
-        boxes = self._boxes(where, frames, kept, arrays)
-        order = np.flatnonzero(kept)
+        images_found, members_found = finder.find(
+            where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0])
+        )
+        mask = self._select_frames(where, frames, images_found, arrays)
+        self._check_sweep_poses(where, images_found, mask, arrays)
+        boxes = self._boxes(where, frames, mask, arrays)
+        order = np.flatnonzero(mask)
         if not len(order):
             return
         self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(
-            rows=self, clip=clip, frames=frames, kept=kept, arrays=arrays, boxes=boxes
+            rows=self, clip=clip, frames=frames, mask=mask, arrays=arrays, boxes=boxes
         )
         cameras = [camera.channel for camera in self.sensors.cameras]
-        sizes, is_there = self._image_sizes(frames, found)
+        sizes, is_there = self._image_sizes(frames, images_found)
         num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         parts = {
@@ -183,29 +193,35 @@ class ClipRows:
                 arrays=arrays,
                 rows=rows,
             )
-            shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
-            self.report.note_principal_points(cameras, geometry.intrinsics, shown)
+            sizes_shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
+            self.report.note_principal_points(cameras, geometry.intrinsics, sizes_shown)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
-                there = [one for one in found[at].values() if not isinstance(one, str)]
-                members = [one.reference for one in there]
-                meta = facts.meta(at, found[at])
+                present_members = [
+                    entry for entry in images_found[at].values() if not isinstance(entry, str)
+                ]
+                members = [entry.reference for entry in present_members]
+                meta = facts.meta(at, images_found[at])
                 attributes = facts.attributes(at, num_cameras[at])
-                own = [one.reference for one in others[at]]
+                extra_members = [entry.reference for entry in members_found[at]]
                 if self.channels:
                     place = f"{where}: frame {at}"
                     values = {name: of_one[at] for name, of_one in parts.items()}
-                    own += value_members(self.channels, {**frames[at].values, **values}, place)
-                    present = [one.name.partition(".")[0] for one in members]
-                    own += image_boxes(
+                    extra_members += value_members(
+                        self.channels, {**frames[at].values, **values}, place
+                    )
+                    present = [entry.name.partition(".")[0] for entry in members]
+                    extra_members += image_boxes(
                         self.channels,
                         boxes=frames[at].boxes2d,
                         cameras=present,
                         classes=self.classes,
                         where=place,
                     )
-                if own:
-                    members += sorted(own, key=lambda member: rank.get(member.name, -1))
-                files = [one.stamp for one in (*there, *others[at]) if one.stamp]
+                if extra_members:
+                    members += sorted(extra_members, key=lambda member: rank.get(member.name, -1))
+                files = [
+                    entry.stamp for entry in (*present_members, *members_found[at]) if entry.stamp
+                ]
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
         self.report.samples += len(order)
@@ -214,22 +230,22 @@ class ClipRows:
     def _check_frames(self, where: str, frames: Sequence[Frame]) -> None:
         channels = set(self.sensors.channels)
         before = -1
-        for at, frame in enumerate(frames):
+        for number, frame in enumerate(frames):
             if frame.timestamp_ns <= before:
-                what = (
+                problem = (
                     "is negative"
                     if frame.timestamp_ns < 0
                     else f"is not later than {before} of the frame before it"
                 )
                 raise SourceError(
-                    f"{where}: the time of frame {at}, {frame.timestamp_ns} ns, {what}"
+                    f"{where}: the time of frame {number}, {frame.timestamp_ns} ns, {problem}"
                 )
             before = frame.timestamp_ns
             if not (frame.images.keys() <= channels and frame.sweeps.keys() <= channels):
                 unknown = (frame.images.keys() | frame.sweeps.keys()) - channels
-                known = ", ".join(sorted(channels))
+                names = ", ".join(sorted(channels))
                 raise SourceError(
-                    f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}"
+                    f"{where}: frame {number} has the sensor '{min(unknown)}', the rig has {names}"
                 )
         steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
         hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
@@ -239,49 +255,57 @@ class ClipRows:
         for name in clip.files:
             check_inside(name, f"clip '{clip.name}'")
         facts = facts_by_name(self.files, clip.files)
-        for name, found in facts.items():
-            if found is None:
+        for name, file_facts in facts.items():
+            if file_facts is None:
                 raise SourceError(
                     f"clip '{clip.name}': file '{self.files.shown}/{name}' is not there"
                 )
         return " ".join(
-            f"{found.num_bytes}-{found.stamp}" for found in facts.values() if found is not None
+            f"{file_facts.num_bytes}-{file_facts.stamp}"
+            for file_facts in facts.values()
+            if file_facts is not None
         )
 
-    def _kept(
+    def _select_frames(
         self,
         where: str,
         frames: Sequence[Frame],
-        found: Sequence[Mapping[str, Found | str]],
+        images_found: Sequence[Mapping[str, Found | str]],
         arrays: ClipArrays,
     ) -> NDArray[np.bool_]:
-        """Return which frames are samples (F,); count those left out, and note what the policy refuses."""
-        kept = np.ones(len(frames), np.bool_)
+        """Return which frames are samples (F,); count those left out, and note what the policy
+        refuses.
+        """
+        mask = np.ones(len(frames), np.bool_)
         has_pose = ~np.isnan(arrays.ego2global[:, 0, 0])
         channels = {camera.channel for camera in self.sensors.cameras}
-        for at, row in enumerate(found):
-            lacking = {channel: one for channel, one in row.items() if isinstance(one, str)}
-            if not lacking and has_pose[at]:
+        for number, row in enumerate(images_found):
+            lacking = {
+                channel: reason for channel, reason in row.items() if isinstance(reason, str)
+            }
+            if not lacking and has_pose[number]:
                 continue
             absent = {channel: why for channel, why in lacking.items() if channel in channels}
-            images = frames[at].images
+            images = frames[number].images
             refused = {
                 channel: why
                 for channel, why in absent.items()
                 if why not in (NOT_IN_CLIP, NOTED)
                 and not getattr(images.get(channel), "absent", "")
             }
-            if not has_pose[at] or len(absent) == len(channels):
-                kept[at] = False
+            if not has_pose[number] or len(absent) == len(channels):
+                mask[number] = False
                 causes = f" ({', '.join(sorted(set(refused.values())))})" if refused else ""
-                self.report.drop(NO_IMAGE + causes if has_pose[at] else NO_POSE)
+                self.report.drop(NO_IMAGE + causes if has_pose[number] else NO_POSE)
             left_out = {
                 channel: self.policy.damaged if why == DAMAGED else self.policy.missing
                 for channel, why in refused.items()
             }
-            dropping = next((channel for channel, one in left_out.items() if one == "drop"), None)
-            if dropping is not None and kept[at]:
-                kept[at] = False
+            dropping = next(
+                (channel for channel, reason in left_out.items() if reason == "drop"), None
+            )
+            if dropping is not None and mask[number]:
+                mask[number] = False
                 self.report.drop(f"{dropping}: {refused[dropping]}")
             for channel, why in refused.items():
                 image = images.get(channel)
@@ -297,14 +321,14 @@ class ClipRows:
                     self.findings.add_cause(
                         channel,
                         cause=f"{why} {video}",
-                        place=f"{where}: frame {at}",
+                        place=f"{where}: frame {number}",
                         fault=f"has no image of {channel}{named} ({why})",
-                        remedy="; the option missing_camera=mask leaves the member out, missing_camera=drop the whole "
-                        "frame",
+                        remedy="; the option missing_camera=mask leaves the member out, "
+                        "missing_camera=drop the whole frame",
                     )
-            for channel, why in lacking.items() if kept[at] else ():
+            for channel, why in lacking.items() if mask[number] else ():
                 self.report.mask(channel, why)
-        return kept
+        return mask
 
     def _check_sweep_poses(
         self,
@@ -323,16 +347,16 @@ class ClipRows:
                         cause=NO_POSE,
                         place=f"{where}: frame {at}",
                         fault=f"has a sweep of {lidar.channel} without an ego pose at its time",
-                        remedy="; the pose of each sweep, or poses before and after it, are needed; the option "
-                        "points=false leaves sweeps out",
+                        remedy="; the pose of each sweep, or poses before and after it, are "
+                        "needed; the option points=false leaves sweeps out",
                     )
 
     def _boxes(
-        self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays
+        self, where: str, frames: Sequence[Frame], mask: NDArray[np.bool_], arrays: ClipArrays
     ) -> ClipBoxes:
         rows = [
             frame.boxes if is_kept else None
-            for frame, is_kept in zip(frames, kept.tolist(), strict=True)
+            for frame, is_kept in zip(frames, mask.tolist(), strict=True)
         ]
         try:
             return clip_boxes(
@@ -346,19 +370,19 @@ class ClipRows:
             raise SourceError(f"{where}: {error}") from error
 
     def _image_sizes(
-        self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]]
+        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, Found | str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
         sizes = []
         is_there = []
-        for frame, row in zip(frames, found, strict=True):
+        for frame, row in zip(frames, images_found, strict=True):
             for channel in channels:
-                one = row[channel]
-                is_there.append(not isinstance(one, str))
-                image = _staying(frame, channel) if isinstance(one, str) else one.reference
+                result = row[channel]
+                is_there.append(not isinstance(result, str))
+                image = _staying(frame, channel) if isinstance(result, str) else result.reference
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
-        shape = (len(found), len(channels))
+        shape = (len(images_found), len(channels))
         return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(
             shape
         )
@@ -380,14 +404,19 @@ class ClipRows:
         for number, camera in enumerate(self.sensors.cameras):
             channel = camera.channel
             self.report.offset(channel, offset_ns[number])
-            images = [frames[at].images[channel] for at in order[is_there[:, number]].tolist()]
+            images = [
+                frames[frame_number].images[channel]
+                for frame_number in order[is_there[:, number]].tolist()
+            ]
             bent = sum(isinstance(image, Image) and bool(image.dist) for image in images)
             if bent:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
 
 def _staying(frame: Frame, channel: str) -> Image | None:
-    """Return the image of a camera that stays in the sample where its bytes are absent, and has a size."""
+    """Return the image of a camera that stays in the sample where its bytes are absent, and has
+    a size.
+    """
     image = frame.images.get(channel)
     return (
         image
@@ -397,14 +426,16 @@ def _staying(frame: Frame, channel: str) -> Image | None:
 
 
 class _ClipFacts:
-    """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is not a neighbour."""
+    """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one
+    is not a neighbour.
+    """
 
     def __init__(
         self,
         rows: ClipRows,
         clip: Clip,
         frames: Sequence[Frame],
-        kept: NDArray[np.bool_],
+        mask: NDArray[np.bool_],
         arrays: ClipArrays,
         boxes: ClipBoxes,
     ) -> None:
@@ -413,7 +444,7 @@ class _ClipFacts:
         self._id = clip.id or clip_id(clip.name)
         self._sync = rows.sync or rows.policy.missing
         self._is_unix = rows.is_unix
-        self._has_frame = np.pad(kept, 1).tolist()
+        self._has_frame = np.pad(mask, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
         names = [count_column(name) for name in rows.classes.names]
         is_column = [name in rows.columns for name in names]
@@ -431,22 +462,24 @@ class _ClipFacts:
             "vehicle": clip.vehicle,
         }
 
-    def meta(self, at: int, found: Mapping[str, Found | str]) -> Meta:
-        """Return the metadata of a frame; dataset, split and license are filled in when shards are written."""
-        frame = self._frames[at]
+    def meta(self, frame_number: int, images_found: Mapping[str, Found | str]) -> Meta:
+        """Return the metadata of a frame; dataset, split and license are filled in when shards
+        are written.
+        """
+        frame = self._frames[frame_number]
         clip = self._clip
         key = self._id
         cameras: dict[str, CameraMeta] = {}
         latest_ns = 0
         time_ns = frame.timestamp_ns
-        number = self._num_boxes[at]
+        number = self._num_boxes[frame_number]
         for name in self._cameras:
-            one = found[name]
+            result = images_found[name]
             image = frame.images.get(name)
-            if not isinstance(image, Image) or (isinstance(one, str) and not image.stays):
+            if not isinstance(image, Image) or (isinstance(result, str) and not image.stays):
                 continue
             latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
-            size = _staying(frame, name) if isinstance(one, str) else one.reference
+            size = _staying(frame, name) if isinstance(result, str) else result.reference
             if size is not None:
                 cameras[name] = CameraMeta(
                     token=image.token,
@@ -461,17 +494,19 @@ class _ClipFacts:
         return Meta(
             schema=SCHEMA,
             dataset="",
-            key=frame_key(key, at),
-            sample_token=frame.token or frame_key(key, at),
+            key=frame_key(key, frame_number),
+            sample_token=frame.token or frame_key(key, frame_number),
             clip_id=key,
             clip_token=clip.token or clip.name,
             clip_name=clip.name,
             log_id=clip.log_id or clip.name,
             vehicle=clip.vehicle,
-            frame_idx=at,
+            frame_idx=frame_number,
             num_frames=len(self._frames),
-            prev_key=frame_key(key, at - 1) if self._has_frame[at] else None,
-            next_key=frame_key(key, at + 1) if self._has_frame[at + 2] else None,
+            prev_key=frame_key(key, frame_number - 1) if self._has_frame[frame_number] else None,
+            next_key=frame_key(key, frame_number + 1)
+            if self._has_frame[frame_number + 2]
+            else None,
             timestamp_ns=time_ns,
             is_key_frame=frame.is_key_frame,
             split="",
@@ -483,29 +518,29 @@ class _ClipFacts:
             },
             sync={
                 "policy": self._sync,
-                "dropped": [name for name in self._cameras if isinstance(found[name], str)],
+                "dropped": [name for name in self._cameras if isinstance(images_found[name], str)],
             },
         )
 
-    def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
+    def attributes(self, frame_number: int, num_cameras: int) -> dict[str, Any]:
         """Return the row of ``attributes.parquet``; what is not known is null."""
-        frame = self._frames[at]
-        speed = self._speeds[at]
-        found: dict[str, Any] = {
+        frame = self._frames[frame_number]
+        speed = self._speeds[frame_number]
+        values: dict[str, Any] = {
             **self._nothing,
             "num_cameras": num_cameras,
-            "num_boxes": self._num_boxes[at],
+            "num_boxes": self._num_boxes[frame_number],
             "speed_mps": None if math.isnan(speed) else speed,
             "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR
             if self._is_unix
             else None,
         }
-        if self._num_boxes[at] is not None:
-            found.update(zip(self._counted, self._counts[at], strict=True))
-        found.update(self._clip.attributes)
-        found.update(
+        if self._num_boxes[frame_number] is not None:
+            values.update(zip(self._counted, self._counts[frame_number], strict=True))
+        values.update(self._clip.attributes)
+        values.update(
             (name, value)
             for name, value in frame.attributes.items()
             if value is not None or name not in COMMON_COLUMNS
         )
-        return found
+        return values

@@ -1,7 +1,8 @@
 """The base class of adapters: a subclass yields frames, and this makes samples of them.
 
-A subclass sets ``kind`` and has :meth:`FrameSource.sensors`, :meth:`FrameSource.clips`, :meth:`FrameSource.frames`, and
-mostly :meth:`FrameSource.poses`; the rest is here. It is registered under the entry points ``fuelrail.sources``.
+A subclass sets ``kind`` and has :meth:`FrameSource.sensors`, :meth:`FrameSource.clips`,
+:meth:`FrameSource.frames`, and mostly :meth:`FrameSource.poses`; the rest is here. It is registered
+under the entry points ``fuelrail.sources``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.masks import mask_png
-from fuelrail.sharding.sources.adapter.members import MADE, MASK, NO_FILE, PLAIN, POINTS, Part
+from fuelrail.sharding.sources.adapter.members import (
+    MADE_PREFIX,
+    MASK,
+    NO_FILE,
+    PLAIN,
+    POINTS,
+    Part,
+)
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.registry import CONTENTS
@@ -62,21 +70,24 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     classes: Annotated[
         ClassOption,
         Meta(
-            description="classes of boxes: source (its own), nuscenes10, or a YAML file that maps category to class"
+            description=(
+                "classes of boxes: source (its own), nuscenes10, or a YAML file that maps "
+                "category to class"
+            )
         ),
     ] = SOURCE
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="a frame without the image of a camera: error; mask (leave the member out, mark it invalid); "
-            "drop (leave the frame out)"
+            description="a frame without the image of a camera: error; mask (leave the member out, mark "
+            "it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     damaged_image: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="an image that check_images finds damaged: error; mask (leave the member out, mark it "
-            "invalid); drop (leave the frame out)"
+            description="an image that check_images finds damaged: error; mask (leave the member out, "
+            "mark it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
@@ -100,22 +111,27 @@ class FrameSource(Generic[S]):
         kind: the word in front of the location: ``KIND:PATH``.
         settings: the options, a subclass of :class:`FrameSettings`.
         requires: modules beyond Fuelrail's own dependencies, to what brings them to `pip install`.
-        reads: "clip" where made images are slow to make unless a clip is read in order, as from video.
+        reads: "clip" where made images are slow to make unless a clip is read in order, as from
+            video.
         time_base: "unix" where times are nanoseconds since 1970, else a word of the source's own.
         ego_origin: where in the vehicle the origin of ego is.
-        sync: how images were matched to frames, for the metadata; empty: as the option missing_camera says.
-        has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
+        sync: how images were matched to frames, for the metadata; empty: as the option
+            missing_camera says.
+        has_poses: false where the source knows no ego poses: all are the identity, and the manifest
+            says so.
         columns: columns of attributes of the source's own: name to bool, int, float or str.
-        image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
+        image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the
+            channel boxes2d_CAMERA.
         maps: the vector maps of the source; they become the channel map, whose members frames name.
         channels: further channels of the source's own, whose members frames name.
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
-    ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at.
-    ``self.stored`` is how the run stores images, where it makes them smaller: an adapter that decodes images itself
-    makes them so, as `StoredJpeg`. What an adapter counts in ``self.noted`` during the scan is reported.
+    ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name
+    of the one file that the location is, None for a folder or a URL. ``self.depth`` is how much of
+    each image this scan looks at. ``self.stored`` is how the run stores images, where it makes them
+    smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What an adapter
+    counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -139,8 +155,8 @@ class FrameSource(Generic[S]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
-        given = convert(options, self.settings, f"options of source {self.kind}")
-        self.given = msgspec.structs.replace(given, classes=loaded(given.classes))  # type: ignore[assignment]
+        settings_given = convert(options, self.settings, f"options of source {self.kind}")
+        self.given = msgspec.structs.replace(settings_given, classes=loaded(settings_given.classes))  # type: ignore[assignment]
         self.location = location
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
@@ -154,7 +170,9 @@ class FrameSource(Generic[S]):
     # What an adapter has.
 
     def sensors(self) -> Sensors:
-        """Return the rig of the whole source: the union of the clips' cameras, in the order of the dataset."""
+        """Return the rig of the whole source: the union of the clips' cameras, in the order of
+        the dataset.
+        """
         raise NotImplementedError
 
     def clips(self) -> Iterable[Clip]:
@@ -162,19 +180,28 @@ class FrameSource(Generic[S]):
         raise NotImplementedError
 
     def poses(self, clip: Clip) -> Trajectory | None:  # noqa: ARG002 - for adapters
-        """Return the clip's ego poses over time; None where every frame, image and sweep has its own."""
+        """Return the clip's ego poses over time; None where every frame, image and sweep has its
+        own.
+        """
         return None
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
-        """Yield the clip's frames in time order. A SourceError ends this clip, and the scan looks for other faults."""
+        """Yield the clip's frames in time order.
+
+        A SourceError ends this clip, and the scan looks for other faults.
+        """
         raise NotImplementedError
 
     def category_names(self) -> Sequence[str]:
-        """Return the classes of boxes that the format has, in the order of the dataset; empty: as they occur."""
+        """Return the classes of boxes that the format has, in the order of the dataset; empty:
+        as they occur.
+        """
         return ()
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """Read a lidar sweep: (P, C) in the lidar's frame, columns as :meth:`sensors` names them."""
+        """Read a lidar sweep: (P, C) in the lidar's frame, columns as :meth:`sensors` names
+        them.
+        """
         raise NotImplementedError
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
@@ -189,10 +216,10 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        found: dict[str, Any] = msgspec.json.decode(
+        values: dict[str, Any] = msgspec.json.decode(
             msgspec.json.encode(self.given)
         )  # no tuples, as they are stored
-        return recorded(found)
+        return recorded(values)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -208,19 +235,19 @@ class FrameSource(Generic[S]):
         return ClassMap(self.given.classes, self.category_names())
 
     def _scan(self, out: ScanWriter) -> ScanInfo:
-        given = self.given
-        self.depth = out.depth(given.check_images, given.damaged_image)
+        options = self.given
+        self.depth = out.depth(options.check_images, options.damaged_image)
         policy = ImagePolicy(
-            missing=given.missing_camera,
-            damaged=given.damaged_image,
+            missing=options.missing_camera,
+            damaged=options.damaged_image,
             depth=self.depth,
-            looks_at_made=given.damaged_image != "error" or given.check_images != "head",
+            looks_at_made=options.damaged_image != "error" or options.check_images != "head",
         )
         self.files.listed()  # the root must be there
         sensors = self.sensors()
         classes = self._classes()
         report = ScanReport()
-        findings = Findings(given.max_damaged)
+        findings = Findings(options.max_damaged)
         columns = list(self.attribute_types)
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (
@@ -253,7 +280,7 @@ class FrameSource(Generic[S]):
         is_calibrated = False
         for clip in self.clips():
             num_clips += 1
-            with findings.of("clips"):
+            with findings.collecting("clips"):
                 frames = [
                     frame.without(left_out) if left_out else frame for frame in self.frames(clip)
                 ]
@@ -261,7 +288,7 @@ class FrameSource(Generic[S]):
                 rows.add(clip, frames, self.poses(clip), self.given.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
-        with findings.of("classes"):
+        with findings.collecting("classes"):
             classes.report(report)
         report.noted.update(self.noted)
         if self.files.hidden:
@@ -271,11 +298,11 @@ class FrameSource(Generic[S]):
         if not num_clips:
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
             patterns = CONTENTS.get(self.kind)
-            wanted = f"; looked for {', '.join(patterns)}" if patterns else ""
-            there = ", ".join(map(shown, self.files.listed()[:_MOST_LISTED])) or "nothing"
+            looked_for = f"; looked for {', '.join(patterns)}" if patterns else ""
+            contents = ", ".join(map(shortened, self.files.listed()[:_MOST_LISTED])) or "nothing"
             raise SourceError(
-                f"the {self.kind} source '{self.files.shown}' has no clips{wanted}; in it is {there}; the kind is for: "
-                f"{summary}"
+                f"the {self.kind} source '{self.files.shown}' has no clips{looked_for}; in "
+                f"it is {contents}; the kind is for: {summary}"
             )
         if not out.clips:
             dropped = (
@@ -309,7 +336,7 @@ class FrameSource(Generic[S]):
         """Return where an image's bytes are, if a file of this machine has them unchanged."""
         if ref.startswith(NO_FILE):
             return None
-        part = Part.of(ref)
+        part = Part.parse(ref)
         path = self.files.path(part.name)
         return None if path is None else Place(path, part.offset, part.length)
 
@@ -322,8 +349,8 @@ class FrameSource(Generic[S]):
             return self.maps.member(ref)
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
-        if ref.startswith(MADE):
-            return next(self.make_images([ref.removeprefix(MADE)]))[1]
+        if ref.startswith(MADE_PREFIX):
+            return next(self.make_images([ref.removeprefix(MADE_PREFIX)]))[1]
         image = ref.removeprefix(PLAIN)
         if image != ref:
             return plain_png(self._bytes(image))
@@ -334,22 +361,23 @@ class FrameSource(Generic[S]):
         return self._bytes(ref)
 
     def _bytes(self, ref: str) -> bytes:
-        part = Part.of(ref)
+        part = Part.parse(ref)
         data = part.read(self.files)
         if part.length is not None and len(data) < part.length:
             raise SourceError(
-                f"file '{self.files.shown}/{part.name}' ends before byte {part.offset + part.length}"
+                f"file '{self.files.shown}/{part.name}' ends before byte "
+                f"{part.offset + part.length}"
             )
         return data
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield each of these members of one clip once."""
-        made = [ref.removeprefix(MADE) for ref in refs if ref.startswith(MADE)]
-        if made:
-            for ref, data in self.make_images(made):
-                yield MADE + ref, data
+        made_refs = [ref.removeprefix(MADE_PREFIX) for ref in refs if ref.startswith(MADE_PREFIX)]
+        if made_refs:
+            for ref, data in self.make_images(made_refs):
+                yield MADE_PREFIX + ref, data
         for ref in refs:
-            if not ref.startswith(MADE):
+            if not ref.startswith(MADE_PREFIX):
                 yield ref, self.open(ref)
 
 
@@ -363,13 +391,18 @@ def _is_calibrated(frame: Frame) -> bool:
 def _chosen(
     sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
 ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
-    """Return cameras of these names (none: all) and channels to keep, and names of cameras and fields to leave out."""
+    """Return cameras of these names (none: all) and channels to keep, and names of cameras and
+    fields to leave out.
+    """
     rig = [camera.channel for camera in sensors.cameras]
-    kept = choose_cameras(rig, names or None, where)
+    cameras_kept = choose_cameras(rig, names or None, where)
     return (
-        sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
-        tuple(channel for channel in channels if lies_on(channel, kept)),
+        sensors._replace(
+            cameras=[camera for camera in sensors.cameras if camera.channel in cameras_kept]
+        ),
+        tuple(channel for channel in channels if lies_on(channel, cameras_kept)),
         frozenset(
-            {*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}
+            {*rig} - {*cameras_kept}
+            | {channel.field for channel in channels if not lies_on(channel, cameras_kept)}
         ),
     )

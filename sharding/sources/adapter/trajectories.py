@@ -1,6 +1,7 @@
 """The channel ``ego_trajectory``: past and future of the ego vehicle in ego at the sample's time.
 
-2 s of past and 6 s of future, as the nuScenes prediction task has them: https://www.nuscenes.org/prediction
+2 s of past and 6 s of future, as the nuScenes prediction task has them:
+https://www.nuscenes.org/prediction
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 PAST: Final = 4
 FUTURE: Final = 12
 STEPS: Final = PAST + 1 + FUTURE
-ABOUT_STEPS: Final = f"step {PAST} is the sample itself, each step is a keyframe; NaN and not valid where there is none"
+ABOUT_STEPS: Final = (
+    f"step {PAST} is the sample itself, each step is a keyframe; NaN and not valid where there "
+    "is none"
+)
 
 EGO: Final = Channel(
     name="ego_trajectory",
@@ -34,7 +38,10 @@ EGO: Final = Channel(
     units=("m", "m", "m", "rad", "s", ""),
     frame="ego",
     allows_nan=True,
-    description=f"the ego vehicle's poses in ego at the sample's time; {ABOUT_STEPS}; time_s is after the sample",
+    description=(
+        f"the ego vehicle's poses in ego at the sample's time; {ABOUT_STEPS}; time_s is after "
+        "the sample"
+    ),
 )
 
 
@@ -42,16 +49,17 @@ def ego_trajectory(
     global2ego: NDArray[np.float64],
     ego2global: NDArray[np.float64],
     time_s: NDArray[np.float64],
-    there: NDArray[np.bool_],
+    exists: NDArray[np.bool_],
 ) -> Reference:
     """Return the member of a sample with ``global2ego`` (4, 4).
 
-    ``there`` (17,) says which steps there are; of these K are the poses (K, 4, 4), and the times (K,) [s] after it.
+    ``there`` (17,) says which steps there are; of these K are the poses (K, 4, 4), and the times
+    (K,) [s] after it.
     """
     value = np.full((STEPS, len(EGO.columns)), np.nan)
     poses = global2ego @ ego2global
-    value[there, :3] = poses[:, :3, 3]
-    value[there, 3] = np.arctan2(poses[:, 1, 0], poses[:, 0, 0])
-    value[there, 4] = time_s
-    value[:, 5] = there
+    value[exists, :3] = poses[:, :3, 3]
+    value[exists, 3] = np.arctan2(poses[:, 1, 0], poses[:, 0, 0])
+    value[exists, 4] = time_s
+    value[:, 5] = exists
     return computed(EGO, KINDS[EGO.kind].encode(value.astype(np.float32), EGO))

@@ -1,4 +1,6 @@
-"""Lines of a map in a window about the ego vehicle, in ego at the sample's time, as the channel ``map``."""
+"""Lines of a map in a window about the ego vehicle, in ego at the sample's time, as the channel
+``map``.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ class VectorMap(NamedTuple):
     bounds: NDArray[np.float64]
 
     @classmethod
-    def of(cls, lines: list[NDArray[np.float64]], layers: list[int], where: str) -> VectorMap:
-        """Take lines with their bounds; raise SourceError, naming ``where``, for a place that is not finite."""
+    def from_lines(
+        cls, lines: list[NDArray[np.float64]], layers: list[int], where: str
+    ) -> VectorMap:
+        """Take lines with their bounds; raise SourceError, naming ``where``, for a place that is
+        not finite.
+        """
         if not lines:
             return cls([], [], np.empty((0, 4)))
         points = np.concatenate(lines)
@@ -41,31 +47,35 @@ class VectorMap(NamedTuple):
             [np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1
         )
         if not (finite := np.isfinite(bounds).all(1)).all():
-            at = int(np.argmin(finite))
-            bad = lines[at][~np.isfinite(lines[at]).all(1)][0]
+            row = int(np.argmin(finite))
+            bad = lines[row][~np.isfinite(lines[row]).all(1)][0]
             raise SourceError(
-                f"{where}: line {at} has a vertex at {bad.tolist()}; wanted are finite numbers [m]"
+                f"{where}: line {row} has a vertex at {bad.tolist()}; wanted are finite numbers [m]"
             )
         return cls(lines, layers, bounds)
 
 
 class MapWindows:
-    """Windows of a source's maps as members: ``read`` reads the map at a place, which is any text."""
+    """Windows of a source's maps as members: ``read`` reads the map at a place, which is any
+    text.
+    """
 
     def __init__(self, layers: Sequence[str], read: Callable[[str], VectorMap]) -> None:
         self.channel = map_channel(layers)
         self._whole = lru_cache(maxsize=4)(read)
 
     def references(self, place: str, ego2global: NDArray[np.float64]) -> list[list[Reference]]:
-        """Return the member at each of these poses (F, 4, 4), made when it is written; none where a pose is NaN."""
+        """Return the member at each of these poses (F, 4, 4), made when it is written; none
+        where a pose is NaN.
+        """
         poses = ego2global[:, :3].reshape(-1, 12)
-        refs = [MAP + msgspec.json.encode((place, one)).decode() for one in poses.tolist()]
+        refs = [MAP + msgspec.json.encode((place, matrix)).decode() for matrix in poses.tolist()]
         return [
-            [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if known else []
-            for ref, known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
+            [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if is_known else []
+            for ref, is_known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
         ]
 
-    def made(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
+    def make_window(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
         """Return the member at a pose (4, 4), made now: best for maps that take long to read."""
         data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
         return computed(self.channel, data)
@@ -90,30 +100,39 @@ def map_channel(layers: Sequence[str]) -> Channel:
         ),
         frame="ego",
         optional=True,
-        description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
+        description=(
+            f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; "
+            "layer is of: "
+        )
         + ", ".join(layers),
     )
 
 
-def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
+def encoded_window(vector_map: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
     """Return the bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
-    return KINDS[channel.kind].encode(window(whole, np.array(ego2global).reshape(3, 4)), channel)
+    return KINDS[channel.kind].encode(
+        window(vector_map, np.array(ego2global).reshape(3, 4)), channel
+    )
 
 
-def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
-    """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
+def window(
+    vector_map: VectorMap, ego2global: NDArray[np.float64]
+) -> dict[str, NDArray[np.generic]]:
+    """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the
+    ego's own height.
+    """
     place = ego2global[:2, 3]
     reach = HALF_M * 2**0.5 * 1.1
-    near = (whole.bounds[:, :2] <= place + reach).all(1) & (
-        whole.bounds[:, 2:] >= place - reach
+    near = (vector_map.bounds[:, :2] <= place + reach).all(1) & (
+        vector_map.bounds[:, 2:] >= place - reach
     ).all(1)
     points = []
     layers = []
     for row in np.flatnonzero(near).tolist():
-        in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]
+        in_ego = (vector_map.lines[row] - place) @ ego2global[:2, :2]
         for piece in cut(in_ego):
             points.append(piece)
-            layers.append(whole.layers[row])
+            layers.append(vector_map.layers[row])
     counts = [len(piece) for piece in points]
     return {
         "point": np.concatenate([np.empty((0, 2)), *points]).astype(np.float32),
@@ -123,7 +142,8 @@ def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArr
 
 
 def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984.
+    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky,
+    1984.
 
     A line may be one vertex, such as a sign.
     """
@@ -143,9 +163,13 @@ def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
             first = np.where(speed < 0, np.maximum(first, share), first)
             last = np.where((speed == 0) & (room < 0), -1.0, last)
     piece: list[NDArray[np.float64]] = []
-    for at in np.flatnonzero(first < last).tolist():
-        begin, end = (start[at] + share * step[at] for share in (first[at], last[at]))
-        if piece and (first[at] > 0 or last[at - 1] < 1 or first[at - 1] >= last[at - 1]):
+    for segment in np.flatnonzero(first < last).tolist():
+        begin, end = (
+            start[segment] + share * step[segment] for share in (first[segment], last[segment])
+        )
+        if piece and (
+            first[segment] > 0 or last[segment - 1] < 1 or first[segment - 1] >= last[segment - 1]
+        ):
             yield np.stack(piece)
             piece = []
         piece += [end] if piece else [begin, end]

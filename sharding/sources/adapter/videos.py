@@ -1,4 +1,5 @@
-"""Frames of video files as images of a source: ``VIDEO#frame=N``, N from 0 in the order in which frames are shown.
+"""Frames of video files as images of a source: ``VIDEO#frame=N``, N from 0 in the order in which
+frames are shown.
 
 :class:`VideoSource` is the base class of adapters whose images are such frames.
 """
@@ -24,14 +25,19 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import Reads
 
 _FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
-_KEPT: Final = 256
+_NUM_KEPT: Final = 256
 _KEPT_ORDERS: Final = 8
-"""Videos of which the order of the frames is kept: clips that follow each other may be in the same ones."""
+"""Videos of which the order of the frames is kept: clips that follow each other may be in the
+same ones.
+"""
 S = TypeVar("S", bound=VideoSettings)
 
 
 class Videos:
-    """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
+    """The video files of a source; what is known of the last ones is kept.
+
+    ``num_decoded`` counts decoded frames.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,13 @@ class Videos:
         *,
         only_keyframes: bool = False,
     ) -> None:
-        """Take ``inside``, which makes names below the root of paths; with ``only_keyframes`` others are left out."""
+        """Take ``inside``, which makes names below the root of paths; with ``only_keyframes``
+        others are left out.
+        """
         self._files = files
         self._inside = inside
         self._only_keyframes = only_keyframes
-        self.facts = lru_cache(maxsize=_KEPT)(self._facts)
+        self.facts = lru_cache(maxsize=_NUM_KEPT)(self._facts)
         self._video = lru_cache(maxsize=_KEPT_ORDERS)(VideoFile)
         self.num_decoded = 0
 
@@ -59,10 +67,11 @@ class Videos:
         return None if self._files.facts(name) is None else VideoFile(path).facts()
 
     def completed(self, image: Image) -> Image | Absent:
-        """Return the image that ``image.ref``, VIDEO#frame=NUMBER, names: with its size, and as one that is made.
+        """Return the image that ``image.ref``, VIDEO#frame=NUMBER, names: with its size, and as one
+        that is made.
 
-        A frame of a video that does not exist, or before its first keyframe, is absent. Raises SourceError for a number
-        beyond the last frame, and for a size other than a stated one.
+        A frame of a video that does not exist, or before its first keyframe, is absent. Raises
+        SourceError for a number beyond the last frame, and for a size other than a stated one.
         """
         name, number = frame_of(self._inside(image.ref))
         facts = self.facts(name)
@@ -97,31 +106,34 @@ class Videos:
         )
 
     def jpegs(self, refs: Sequence[str], form: JpegForm) -> Iterator[tuple[str, bytes]]:
-        """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
+        """Yield these frames as JPEG: video by video, in the order of presentation, each decoded
+        once.
+        """
         numbers: dict[str, list[int]] = {}
         for ref in refs:
             name, number = frame_of(ref)
             numbers.setdefault(name, []).append(number)
-        for name, wanted in numbers.items():
+        for name, frame_numbers in numbers.items():
             video = self._video(self._files.path(name) or name)
             before = video.num_decoded
-            for number, jpeg in video.jpegs(wanted, form):
+            for number, jpeg in video.jpegs(frame_numbers, form):
                 yield f"{name}{FRAME}{number}", jpeg
             self.num_decoded += video.num_decoded - before
 
 
 def frame_of(ref: str) -> tuple[str, int]:
     """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
-    found = _FRAME.match(ref)
-    if found is None:
+    match = _FRAME.match(ref)
+    if match is None:
         raise SourceError(
             f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown"
         )
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 class VideoSource(FrameSource[S]):
-    """A source whose images are frames of video files: those that its adapter passes through :meth:`video_frame`.
+    """A source whose images are frames of video files: those that its adapter passes through
+    :meth:`video_frame`.
 
     A clip names its videos in ``files``. Frames are decoded in order, each once, clip by clip.
     """
@@ -141,7 +153,8 @@ class VideoSource(FrameSource[S]):
         return {**super().options, "libraries": libraries()}
 
     def video_frame(self, image: Image) -> Image | Absent:
-        """Return the image of a frame of a video; ``image.ref`` is VIDEO#frame=NUMBER, and its size may be left out.
+        """Return the image of a frame of a video; ``image.ref`` is VIDEO#frame=NUMBER, and its size
+        may be left out.
 
         Raises SourceError where the video cannot be read, or has no such frame.
         """

@@ -33,58 +33,71 @@ def open_source(location: str) -> Dataset:
 
 
 def check_alike(datasets: Sequence[Dataset]) -> None:
-    """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets are the same."""
+    """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets
+    are the same.
+    """
     first = datasets[0]
-    for other in datasets[1:]:
-        both = f"'{first.location}' and '{other.location}'"
-        for name, what in _ALIKE.items():
-            ours, theirs = (_shown(getattr(dataset.manifest, name)) for dataset in (first, other))
+    for second in datasets[1:]:
+        places = f"'{first.location}' and '{second.location}'"
+        for name, noun in _ALIKE.items():
+            ours, theirs = (
+                _described(getattr(dataset.manifest, name)) for dataset in (first, second)
+            )
             if ours != theirs:
                 raise SourceError(
-                    f"{both} cannot become one dataset: the {what} of the first are {ours}, of the second {theirs}"
+                    f"{places} cannot become one dataset: the {noun} of the first are "
+                    f"{ours}, of the second {theirs}"
                 )
-        one, two = (_table(dataset.manifest.extra_channels) for dataset in (first, other))
-        if list(one.items()) != list(two.items()):
+        first_table, two = (_table(dataset.manifest.extra_channels) for dataset in (first, second))
+        if list(first_table.items()) != list(two.items()):
             sides = (
-                differences(one, two, "in the first", "in the second")
+                differences(first_table, two, "in the first", "in the second")
                 or "they are in another order"
             )
-            raise SourceError(f"{both} cannot become one dataset: their channels differ: {sides}")
+            raise SourceError(f"{places} cannot become one dataset: their channels differ: {sides}")
 
 
 def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Raise SourceError for a clip that is in two datasets; ``clips`` are the location and the clip ids of each."""
-    seen: dict[str, str] = {}
+    """Raise SourceError for a clip that is in two datasets; ``clips`` are the location and the
+    clip ids of each.
+    """
+    location_of: dict[str, str] = {}
     for location, ids in clips:
         for clip in ids:
-            if seen.get(clip) == location:
+            if location_of.get(clip) == location:
                 raise SourceError(f"the dataset '{location}' is named twice: name each once")
-            if clip in seen:
+            if clip in location_of:
                 raise SourceError(
-                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so keys would be duplicate; leave it "
-                    "out of one of them (`fuelrail reshard --select`)"
+                    f"clip '{clip}' is in '{location_of[clip]}' and in '{location}', so "
+                    "keys would be duplicate; leave it out of one of them (`fuelrail "
+                    "reshard --select`)"
                 )
-            seen[clip] = location
+            location_of[clip] = location
 
 
 def joined(values: Sequence[str | None]) -> str | None:
-    """Join names or licenses of several datasets: each once, in order; None where none is stated."""
+    """Join names or licenses of several datasets: each once, in order; None where none is
+    stated.
+    """
     return " + ".join(dict.fromkeys(value for value in values if value)) or None
 
 
 def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
-    """Return all attribute columns of several datasets; raise SourceError for one that is of two types."""
+    """Return all attribute columns of several datasets; raise SourceError for one that is of two
+    types.
+    """
     types: dict[str, type] = {}
     for table in tables:
         for name, kind in table.items():
             if types.setdefault(name, kind) is not kind:
                 raise SourceError(
-                    f"attribute '{name}' is {types[name].__name__} in one dataset and {kind.__name__} in another"
+                    f"attribute '{name}' is {types[name].__name__} in one dataset and "
+                    f"{kind.__name__} in another"
                 )
     return types
 
 
-def _shown(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)

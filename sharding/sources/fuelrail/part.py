@@ -41,7 +41,8 @@ Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
 class DatasetPart:
     """A dataset that is read from.
 
-    ``cameras`` and ``lidars`` are the channels of its sensors, ``fields`` the field names of its other channels.
+    ``cameras`` and ``lidars`` are the channels of its sensors, ``fields`` the field names of its
+    other channels.
     """
 
     def __init__(self, location: str) -> None:
@@ -65,10 +66,15 @@ class DatasetPart:
         return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
-        """Yield the samples of each clip by frame, in the order of the ids. Their attributes are copied to ``disk``."""
-        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(disk))
+        """Yield the samples of each clip by frame, in the order of the ids.
+
+        Their attributes are copied to ``disk``.
+        """
+        numbered = (
+            (number, self._row(number), attributes) for number, attributes in self._attributes(disk)
+        )
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
-            yield (((at, row), attributes) for at, row, attributes in clip)
+            yield (((number, row), attributes) for number, row, attributes in clip)
 
     def small_members(self, row: IndexRow) -> dict[str, Any]:
         """Decode metadata, geometry and boxes without reading the rest of the span."""
@@ -76,30 +82,31 @@ class DatasetPart:
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
         if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
             raise SourceError(
-                f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'"
+                f"dataset '{self.dataset.location}' is damaged: members outside of sample "
+                f"'{row.key}'"
             )
         head = self._read_head(row, end)
-        found: dict[str, Any] = {}
+        decoded: dict[str, Any] = {}
         for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
             stored = head[offset : offset + stored_bytes]
             try:
-                found[name] = codecs.decode(
+                decoded[name] = codecs.decode(
                     codec, stored, raw_bytes, dictionary=self.dataset.dictionary
                 )
             except MemberError as error:
                 place = f"{row.key}.{name} of dataset '{self.dataset.location}'"
                 raise SourceError(f"{place} cannot be decoded: {error.message}") from error
-        for needed in (META, GEOMETRY):
-            if needed not in found:
+        for required in (META, GEOMETRY):
+            if required not in decoded:
                 raise SourceError(
-                    f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}"
+                    f"sample '{row.key}' of dataset '{self.dataset.location}' has no {required}"
                 )
-        return found
+        return decoded
 
-    def read(self, at: int, field: str) -> memoryview:
+    def read(self, number: int, field: str) -> memoryview:
         """Return a member of row number ``at``, decoded; those of one row are decoded together."""
-        if self._read[0] != at or field not in self._read[1]:
-            row = self._row(at)
+        if self._read[0] != number or field not in self._read[1]:
+            row = self._row(number)
             span = self._read_bytes(row, row.length)
             shard = self.dataset.shards.name_of(row)
             try:
@@ -110,18 +117,22 @@ class DatasetPart:
                 raise SourceError(
                     f"dataset '{self.dataset.location}' is damaged: {error}"
                 ) from error
-            self._read = (at, {name: members[name] for name in members if name not in INLINE})
+            self._read = (number, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
 
-    def _row(self, at: int) -> IndexRow:
-        """Return a row of the index by itself: all rows together would fill this process's memory."""
+    def _row(self, number: int) -> IndexRow:
+        """Return a row of the index by itself: all rows together would fill this process's
+        memory.
+        """
         self._num_looks += 1
         if self._num_looks % _LOOKS_BETWEEN == 0:
             self.dataset.index.release()
-        return self.dataset.index.row(at)
+        return self.dataset.index.row(number)
 
     def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each row in the order of clips and frames, with its attributes, of which few are Python objects."""
+        """Yield each row in the order of clips and frames, with its attributes, of which few are
+        Python objects.
+        """
         rows = self._rows_by_clip()
         names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None

@@ -1,7 +1,7 @@
 """Finished Fuelrail datasets as a source: to merge, reshuffle, split, select or recompress them.
 
-Clips come in the order of their ids, frames ascending, so it doesn't matter in which order the shards hold them, nor in
-which order the datasets are named.
+Clips come in the order of their ids, frames ascending, so it doesn't matter in which order the
+shards hold them, nor in which order the datasets are named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.pipeline.sample.schema import Meta as SampleMeta
 from fuelrail.pipeline.settings import Settings, convert, flag
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.fuelrail.merging import (
     check_alike,
     check_disjoint,
@@ -49,7 +49,9 @@ SEPARATOR = "\n"
 
 
 class FuelrailOptions(Settings, frozen=True):
-    """Options of the adapter. ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
+    """Options of the adapter.
+
+    ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
 
     ``fingerprint``: refuse any other dataset than this.
 
@@ -78,14 +80,16 @@ class FuelrailSource:
     reads: Reads = "random"
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
-        """Open them; SourceError where that fails or they do not fit, ConfigError for another fingerprint."""
+        """Open them; SourceError where that fails or they do not fit, ConfigError for another
+        fingerprint.
+        """
         self._options = convert(options, FuelrailOptions, "options of source fuelrail")
-        self._parts = [DatasetPart(one) for one in location.split(SEPARATOR)]
-        there = self._fingerprint
-        if self._options.fingerprint not in (None, there):
+        self._parts = [DatasetPart(item) for item in location.split(SEPARATOR)]
+        fingerprint = self._fingerprint
+        if self._options.fingerprint not in (None, fingerprint):
             named = "', '".join(location.split(SEPARATOR))
             raise ConfigError(
-                f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}"
+                f"'{named}' has the fingerprint {fingerprint}, expected {self._options.fingerprint}"
             )
         check_alike([part.dataset for part in self._parts])
         first = self._parts[0].dataset
@@ -94,7 +98,9 @@ class FuelrailSource:
         self._camera_rows = tuple(map(rig.index, self._cameras))
         self._num_cameras = len(rig)
         images = itertools.product({*rig} - {*self._cameras}, IMAGE_EXTENSIONS)
-        channels = [one for one in first.manifest.extra_channels if not lies_on(one, self._cameras)]
+        channels = [
+            item for item in first.manifest.extra_channels if not lies_on(item, self._cameras)
+        ]
         self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
 
     @property
@@ -104,8 +110,8 @@ class FuelrailSource:
     @property
     def options(self) -> dict[str, Any]:
         """All options; the fingerprint is that of the datasets."""
-        given = msgspec.structs.asdict(self._options)
-        return {**given, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
+        values = msgspec.structs.asdict(self._options)
+        return {**values, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -113,7 +119,9 @@ class FuelrailSource:
         return joined_types([part.attribute_types for part in self._parts])
 
     def open(self, ref: str) -> memoryview:
-        """Read a member's raw bytes; ``ref`` is the number of its dataset, its row and its field name."""
+        """Read a member's raw bytes; ``ref`` is the number of its dataset, its row and its field
+        name.
+        """
         part, number, field = ref.split("/", 2)
         return self._parts[int(part)].read(int(number), field)
 
@@ -157,7 +165,13 @@ class FuelrailSource:
             ),
             classes=list(first.classes),
             attributes=list(first.attributes),
-            names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
+            names=out.member_names(
+                [
+                    channel_entry.name
+                    for channel_entry in first.channels
+                    if channel_entry.field != BOXES
+                ]
+            ),
             time_base=first.time_base,
             ego_origin=first.ego_origin,
             license=joined([manifest.license for manifest in manifests]),
@@ -165,7 +179,7 @@ class FuelrailSource:
             facts={"provenance": first.provenance}
             if len(manifests) == 1
             else {"merged": [{"name": m.name, "provenance": m.provenance} for m in manifests]},
-            lineage=Lineage.of(manifests),
+            lineage=Lineage.from_parents(manifests),
         )
 
     def _append(
@@ -176,7 +190,7 @@ class FuelrailSource:
         attributes: dict[str, Any],
         begins: str | None,
     ) -> None:
-        at, entry = row
+        row_number, entry = row
         part = self._parts[number]
         small = part.small_members(entry)
         try:
@@ -193,12 +207,14 @@ class FuelrailSource:
             raise SourceError(f"sample '{entry.key}' of {where} is bad: {error}") from error
         if entry.key != frame_key(entry.clip_id, entry.frame):
             raise SourceError(
-                f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
+                f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and "
+                f"frame {entry.frame}"
             )
         if (meta.key, meta.clip_id, meta.frame_idx) != (entry.key, entry.clip_id, entry.frame):
             raise SourceError(
-                f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip '{meta.clip_id}', frame "
-                f"{meta.frame_idx}; the index has clip '{entry.clip_id}', frame {entry.frame}"
+                f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip "
+                f"'{meta.clip_id}', frame {meta.frame_idx}; the index has clip "
+                f"'{entry.clip_id}', frame {entry.frame}"
             )
         if begins is not None:
             out.begin_clip(begins, meta.clip_name, meta.clip_token)
@@ -215,7 +231,9 @@ class FuelrailSource:
             camera = meta.cameras.get(member.name.partition(".")[0])
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(
-                Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size)
+                Reference(
+                    member.name, f"{number}/{row_number}/{member.name}", member.raw_bytes, *size
+                )
             )
         boxes = small.get(BOXES)
         out.append(
@@ -252,6 +270,7 @@ def _check_channel(key: str, name: str, part: DatasetPart) -> None:
         and not name.startswith("x_")
     ):
         raise SourceError(
-            f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
-            f"no sensor '{shown(channel)}': `fuelrail verify` says more"
+            f"sample '{key}' of dataset '{part.dataset.location}' has the member "
+            f"'{shortened(name)}', but the manifest has no sensor '{shortened(channel)}': "
+            "`fuelrail verify` says more"
         )

@@ -1,8 +1,9 @@
 """What KITTI's layouts share: calibration files, the chain of transforms, and sweeps.
 
-After Geiger et al., "Vision meets Robotics" (IJRR 2013): a point x of the IMU is seen by rectified camera i at
-``P_rect_i R_rect_0 T_velo2cam T_imu2velo x``. P_rect_i = K [I | K^-1 p], where p is its fourth column, so the centre of
-the camera is K^-1 p away from that of camera 0. Ego is the IMU: x forward, y left, z up.
+After Geiger et al., "Vision meets Robotics" (IJRR 2013): a point x of the IMU is seen by rectified
+camera i at ``P_rect_i R_rect_0 T_velo2cam T_imu2velo x``. P_rect_i = K [I | K^-1 p], where p is its
+fourth column, so the centre of the camera is K^-1 p away from that of camera 0. Ego is the IMU: x
+forward, y left, z up.
 """
 
 from __future__ import annotations
@@ -47,40 +48,47 @@ class Numbers(NamedTuple):
     where: str
 
     def matrix(self, key: str, rows: int, columns: int) -> F64:
-        """Return the numbers of a key as a matrix (rows, columns); raise SourceError for another number of them."""
-        found = self.values.get(key)
-        if found is None:
+        """Return the numbers of a key as a matrix (rows, columns); raise SourceError for another
+        number of them.
+        """
+        values_of_key = self.values.get(key)
+        if values_of_key is None:
             raise SourceError(f"{self.where} has no line '{key}:'; it has {', '.join(self.values)}")
-        if len(found) != rows * columns or not np.isfinite(found).all():
+        if len(values_of_key) != rows * columns or not np.isfinite(values_of_key).all():
             raise SourceError(
-                f"{self.where}: '{key}' is {found}, wanted are {rows * columns} finite numbers"
+                f"{self.where}: '{key}' is {values_of_key}, wanted are {rows * columns} "
+                "finite numbers"
             )
-        return np.array(found).reshape(rows, columns)
+        return np.array(values_of_key).reshape(rows, columns)
 
     def transform(self, rotation: F64, translation: F64) -> F64:
-        """Return the nearest rigid transform (4, 4); raise SourceError where the rotation is none."""
-        found = homogeneous(rotation)
-        found[:3, 3] = translation
-        (made,), (sound,) = nearest_rigid(found[None])
+        """Return the nearest rigid transform (4, 4); raise SourceError where the rotation is
+        none.
+        """
+        matrix = homogeneous(rotation)
+        matrix[:3, 3] = translation
+        (fitted,), (sound,) = nearest_rigid(matrix[None])
         if not sound:
             raise SourceError(f"{self.where}: {rotation.tolist()} is not a rotation")
-        return np.asarray(made)
+        return np.asarray(fitted)
 
 
 def read_numbers(files: SourceFiles, name: str) -> Numbers:
     """Read the lines ``KEY: NUMBER NUMBER ...`` of a text file; skip others."""
-    found = {}
+    numbers = {}
     for line in read_text(read_file(files, name), f"file '{files.shown}/{name}'").splitlines():
         key, _, rest = line.partition(" ")
         try:
-            found[key.removesuffix(":")] = [float(text) for text in rest.split()]
+            numbers[key.removesuffix(":")] = [float(text) for text in rest.split()]
         except ValueError:
             continue  # such as the time of the calibration
-    return Numbers(found, f"file '{files.shown}/{name}'")
+    return Numbers(numbers, f"file '{files.shown}/{name}'")
 
 
 def camera(projection: F64, ego2rect: F64) -> Image:
-    """Return what all images of the camera of P_rect (3, 4) have; ``ego2rect`` (4, 4) leads to rectified camera 0."""
+    """Return what all images of the camera of P_rect (3, 4) have; ``ego2rect`` (4, 4) leads to
+    rectified camera 0.
+    """
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
     return Image(
@@ -93,7 +101,8 @@ def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
     data = read_file(files, name)
     if len(data) % 16:
         raise SourceError(
-            f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it is cut off"
+            f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it "
+            "is cut off"
         )
     return np.frombuffer(data, "<f4").reshape(-1, 4)
 
@@ -105,9 +114,9 @@ def category(name: str) -> str:
 
 def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
     """Return the files whose names are a number with one of the suffixes, by number."""
-    found = {}
+    name_of_number = {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")
         if dot and stem.isdecimal() and len(stem) < _DIGITS and suffix.lower() in suffixes:
-            found[int(stem)] = name
-    return found
+            name_of_number[int(stem)] = name
+    return name_of_number

@@ -67,7 +67,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
 
     def sensors(self) -> Sensors:
         """Return the left colour camera, with the option also the right one, and the lidar."""
-        return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
+        return Sensors.from_names(self._cameras, {LIDAR: POINT_COLUMNS})
 
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
@@ -120,14 +120,14 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             _transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo")
         )
         velo2cam, imu2velo = (
-            numbers.transform(one[:3, :3], one[:3, 3]) for one in (velo2cam, imu2velo)
+            numbers.transform(matrix[:3, :3], matrix[:3, 3]) for matrix in (velo2cam, imu2velo)
         )
         ego2rect = rect @ velo2cam @ imu2velo
         images = {}
         for name in self._cameras:
-            found = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
+            calibrated = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
             images[name] = replace(
-                found, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1
+                calibrated, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1
             )
         scans = [name for name in clip.files if name.endswith(".bin")]
         lidar2ego = invert_rigid(imu2velo)
@@ -147,22 +147,26 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         return read_points(self.files, ref)
 
     def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
-        """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down); and in image 2."""
+        """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down);
+        and in image 2.
+        """
         where = f"file '{self.files.shown}/{name}'"
         rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
         kinds = []
-        found = []
-        for at, row in enumerate(rows, 1):
+        numbers_read = []
+        for line_number, row in enumerate(rows, 1):
             try:
                 values = [float(text) for text in row[1:_LABEL]]
             except ValueError as error:
-                raise SourceError(f"{where}: line {at}: {error}") from error
+                raise SourceError(f"{where}: line {line_number}: {error}") from error
             if len(values) != _LABEL - 1:
-                raise SourceError(f"{where}: line {at} has {len(row)} columns, wanted are {_LABEL}")
+                raise SourceError(
+                    f"{where}: line {line_number} has {len(row)} columns, wanted are {_LABEL}"
+                )
             if row[0] != _TYPE_TO_IGNORE:
                 kinds.append(row[0])
-                found.append(values[3:14])
-        *bounds, height, width, length, x, y, z, turn = np.array(found).reshape(-1, 11).T
+                numbers_read.append(values[3:14])
+        *bounds, height, width, length, x, y, z, turn = np.array(numbers_read).reshape(-1, 11).T
         centre = np.stack([x, y - height / 2, z], 1)
         cos = np.cos(turn)
         sin = np.sin(turn)

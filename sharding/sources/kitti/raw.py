@@ -1,7 +1,7 @@
 """KITTI raw: synchronised and rectified drives with oxts and tracklets.
 
-Files of one number belong together; a number that a sensor lacks is a hole. Each sensor has its own times. They are
-local, without a zone, so the time base is none of 1970.
+Files of one number belong together; a number that a sensor lacks is a hole. Each sensor has its own
+times. They are local, without a zone, so the time base is none of 1970.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     def sensors(self) -> Sensors:
         """Return the colour cameras, with the option also the gray ones."""
-        return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
+        return Sensors.from_names(self._cameras, {LIDAR: POINT_COLUMNS})
 
     @property
     def _cameras(self) -> tuple[str, ...]:
@@ -140,35 +140,37 @@ class Kitti(FrameSource[KittiSettings]):
     @cached_property
     def _layout(self) -> _Layout:
         """Drives and calibrations in any folder: each zip brings a folder of the date."""
-        found = _Layout({}, {})
+        layout = _Layout({}, {})
         waiting = [("", 0)]
         while waiting:
             folder, depth = waiting.pop()
             prefix = f"{folder}/" if folder else ""
             names = self.files.listed(folder)
-            own = PurePosixPath(folder or self.location.rstrip("/")).name
-            if _CALIBRATION[0] in names and (date := _DATE.match(own)):
-                found.calibrations.setdefault(date[0], prefix)
-            if _DRIVE.match(own) and "oxts" in names:
+            folder_name = PurePosixPath(folder or self.location.rstrip("/")).name
+            if _CALIBRATION[0] in names and (date := _DATE.match(folder_name)):
+                layout.calibrations.setdefault(date[0], prefix)
+            if _DRIVE.match(folder_name) and "oxts" in names:
                 if not folder:
                     raise SourceError(
                         f"'{self.files.shown}' is one drive; give the folder that holds it"
                     )
-                if own in found.drives:
+                if folder_name in layout.drives:
                     raise SourceError(
-                        f"drive {own} is there twice: '{self.files.shown}/{folder}' and "
-                        f"'{self.files.shown}/{found.drives[own]}'"
+                        f"drive {folder_name} is there twice: '{self.files.shown}/{folder}' and "
+                        f"'{self.files.shown}/{layout.drives[folder_name]}'"
                     )
-                found.drives[own] = folder
+                layout.drives[folder_name] = folder
             elif depth < _DEPTH:
                 inside = [name for name in names if _DATE.match(name) and "." not in name]
                 waiting += [(f"{prefix}{name}", depth + 1) for name in reversed(inside)]
-        return found
+        return layout
 
     def poses(self, clip: Clip) -> Trajectory:
-        """Return poses of oxts, in metres east, north and up of its first row, by Mercator's projection scaled there.
+        """Return poses of oxts, in metres east, north and up of its first row, by Mercator's
+        projection scaled there.
 
-        One row more at each end, 0.1 s away by the measured velocity: sensors fire up to 0.1 s before the first row.
+        One row more at each end, 0.1 s away by the measured velocity: sensors fire up to 0.1 s
+        before the first row.
         """
         folder = self._layout.drives[clip.name]
         times, rows = self._oxts_of(folder)
@@ -197,14 +199,15 @@ class Kitti(FrameSource[KittiSettings]):
     def _oxts(self, name: str) -> list[float]:
         text = read_file(self.files, name)
         try:
-            found = list(map(float, text.split()))
+            numbers = list(map(float, text.split()))
         except ValueError:
-            found = []
-        if len(found) != len(_OXTS) or not all(map(isfinite, found)):
+            numbers = []
+        if len(numbers) != len(_OXTS) or not all(map(isfinite, numbers)):
             raise SourceError(
-                f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}"
+                f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: "
+                f"{text[:60]!r}"
             )
-        return found
+        return numbers
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
         """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.
@@ -214,19 +217,21 @@ class Kitti(FrameSource[KittiSettings]):
         where = f"file '{self.files.shown}/{name}'"
         lines = read_text(read_file(self.files, name), where).splitlines()
         try:
-            found = np.array([line.strip() for line in lines], "datetime64[ns]")
+            times = np.array([line.strip() for line in lines], "datetime64[ns]")
         except ValueError as error:
             raise SourceError(
                 f"{where}: {error}; wanted are lines such as 2011-09-26 13:02:25.951199337"
             ) from error
-        if last >= len(found):
+        if last >= len(times):
             raise SourceError(
-                f"{where} has {len(found)} rows, the sensor has a file of number {last}"
+                f"{where} has {len(times)} rows, the sensor has a file of number {last}"
             )
-        return found.astype(np.int64)
+        return times.astype(np.int64)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """Yield a frame for each number that a camera has, at the lidar's time, or else the first camera's."""
+        """Yield a frame for each number that a camera has, at the lidar's time, or else the
+        first camera's.
+        """
         folder = self._layout.drives[clip.name]
         rig = self._rig(clip)
         files = {
@@ -240,9 +245,9 @@ class Kitti(FrameSource[KittiSettings]):
                 f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}"
             )
         times = {
-            name: self._times(f"{folder}/{name}/timestamps.txt", max(found))
-            for name, found in files.items()
-            if found
+            name: self._times(f"{folder}/{name}/timestamps.txt", max(names))
+            for name, names in files.items()
+            if names
         }
         reference = next(iter(times.values()))
         if "velodyne_points" in self.files.listed(folder):
@@ -267,12 +272,12 @@ class Kitti(FrameSource[KittiSettings]):
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
-        for at, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             images: dict[str, Image | Absent] = {}
-            for name, found in files.items():
-                if number not in found:
+            for name, names in files.items():
+                if number not in names:
                     continue
-                ref = f"{folder}/{name}/data/{found[number]}"
+                ref = f"{folder}/{name}/data/{names[number]}"
                 image_ns = int(times[name][number])
                 images[name] = Absent("no time", ref)
                 if image_ns != _NO_TIME:
@@ -288,7 +293,7 @@ class Kitti(FrameSource[KittiSettings]):
                 images=images,
                 sweeps={LIDAR: sweep} if number in scans else {},
                 boxes=None if boxes is None else boxes.get(number, NO_BOXES),
-                members=members[at],
+                members=members[index],
             )
 
     @property
@@ -304,8 +309,8 @@ class Kitti(FrameSource[KittiSettings]):
         folder = self._layout.calibrations.get(clip.name[:10])
         if folder is None:
             raise SourceError(
-                f"drive {clip.name} has no calibration: the file {_CALIBRATION[0]} of {clip.name[:10]} is nowhere in "
-                f"'{self.files.shown}'"
+                f"drive {clip.name} has no calibration: the file {_CALIBRATION[0]} of "
+                f"{clip.name[:10]} is nowhere in '{self.files.shown}'"
             )
         cams, velo, imu = (read_numbers(self.files, f"{folder}{name}") for name in _CALIBRATION)
         velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
@@ -318,20 +323,23 @@ class Kitti(FrameSource[KittiSettings]):
         return _Rig(cameras, invert_rigid(imu2velo))
 
     def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
-        """Read boxes by frame number; None without tracklets. Their places are bottom centres in the lidar's frame."""
+        """Read boxes by frame number; None without tracklets.
+
+        Their places are bottom centres in the lidar's frame.
+        """
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
         tracks = []
         builder = ElementTree.TreeBuilder()
-        what = "is not as tracklets are"
+        problem = "is not as tracklets are"
         where = f"file '{self.files.shown}/{name}'"
-        read_xml(read_file(self.files, name), where, builder, what)
-        with parsing(where, what):
+        read_xml(read_file(self.files, name), where, builder, problem)
+        with parsing(where, problem):
             for item in builder.close().iterfind("tracklets/item"):
                 poses = item.findall("poses/item")
                 place = [
-                    [float(one.findtext(tag, "")) for one in poses]
+                    [float(pose_item.findtext(tag, "")) for pose_item in poses]
                     for tag in ("tx", "ty", "tz", "rz")
                 ]
                 size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
@@ -342,7 +350,9 @@ class Kitti(FrameSource[KittiSettings]):
 
 
 def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
-    """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size in each."""
+    """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size
+    in each.
+    """
     if not tracks:
         return {}
     x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
@@ -351,22 +361,26 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     turned = lidar2ego[:3, :3] @ rotation_matrices(
         np.stack([np.cos(half), none, none, np.sin(half)], 1)
     )
-    names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
-    found = BoxRows(
+    names = [
+        (kind, f"{number}")
+        for number, (kind, frame_numbers, _) in enumerate(tracks)
+        for _ in frame_numbers
+    ]
+    rows = BoxRows(
         centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
         size_lwh=np.stack([length, width, height], 1),
         rotation_wxyz=quaternions(turned),
         category=[kind for kind, _ in names],
         track=[number for _, number in names],
     )
-    return boxes_by_key(found, np.concatenate([own for _, own, _ in tracks]))
+    return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
 
 
 def oxts_poses(rows: F64) -> F64:
     """Return IMU to metres east, north and up of the first row (P, 4, 4), for rows (P, 30) of oxts.
 
-    Mercator's projection, scaled by the cosine of the first row's latitude; roll, pitch and yaw about x, y and z, yaw
-    first, from east (the development kit's convertOxtsToPose).
+    Mercator's projection, scaled by the cosine of the first row's latitude; roll, pitch and yaw
+    about x, y and z, yaw first, from east (the development kit's convertOxtsToPose).
     """
     latitude, longitude, altitude, roll, pitch, yaw = rows[:, :6].T
     scale = np.cos(np.radians(latitude[0])) * EARTH_M
@@ -384,17 +398,19 @@ def oxts_poses(rows: F64) -> F64:
 
 
 def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray[np.int64], F64]:
-    """Add a pose before the first and one after the last, 0.1 s away at their velocity and rates of turn."""
+    """Add a pose before the first and one after the last, 0.1 s away at their velocity and rates
+    of turn.
+    """
     ends = []
-    for at, sign in ((0, -1), (-1, 1)):
+    for end, sign in ((0, -1), (-1, 1)):
         seconds = sign * EDGE_NS * 1e-9
-        north = rows[at, 6]
-        east = rows[at, 7]
-        up = rows[at, 10]
-        rates = rows[at, 17:20]
+        north = rows[end, 6]
+        east = rows[end, 7]
+        up = rows[end, 10]
+        rates = rows[end, 17:20]
         speed = max(float(np.linalg.norm(rates)), 1e-12)
         half = speed * seconds / 2
-        moved = poses[at].copy()
+        moved = poses[end].copy()
         moved[:3, :3] = moved[:3, :3] @ rotation_matrices(
             np.array([np.cos(half), *(rates / speed * np.sin(half))])
         )

@@ -1,4 +1,6 @@
-"""The frames of one log: for each time of the reference, the message of each sensor that belongs to it."""
+"""The frames of one log: for each time of the reference, the message of each sensor that belongs
+to it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
 
 
 class FrameMaker:
-    """Makes frames of one log. ``noted`` takes estimated delays, ``poses`` are the clip's, None without any."""
+    """Makes frames of one log.
+
+    ``noted`` takes estimated delays, ``poses`` are the clip's, None without any.
+    """
 
     def __init__(
         self,
@@ -83,15 +88,15 @@ class FrameMaker:
         marks = {channel: self._marks(channel) for channel in self._given.boxes2d}
         fixes = self._fixes(times)
         members = self._members(times.tolist(), rows)
-        for at, time in enumerate(times.tolist()):
+        for number, time in enumerate(times.tolist()):
             images = {
-                channel: self._image(topic, rows[channel][at], stamps[topic], models[channel])
+                channel: self._image(topic, rows[channel][number], stamps[topic], models[channel])
                 for channel, topic in self._cameras.items()
                 if channel in models
             }
             sweeps = {}
             for channel, matrix in lidar2ego.items():
-                row = rows[channel][at]
+                row = rows[channel][number]
                 if row >= 0:
                     swept, items = index.series[self._lidars[channel]]
                     num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
@@ -100,24 +105,24 @@ class FrameMaker:
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
             boxes2d = {
-                channel: _image_boxes(own[row])
-                for channel, own in marks.items()
-                if (row := rows[channel][at]) in own
+                channel: _image_boxes(marks_of_channel[row])
+                for channel, marks_of_channel in marks.items()
+                if (row := rows[channel][number]) in marks_of_channel
             }
             yield Frame(
                 timestamp_ns=time,
                 images=images,
                 boxes2d=boxes2d,
                 sweeps=sweeps,
-                attributes=fixes[at] if fixes else {},
-                members=members[at],
+                attributes=fixes[number] if fixes else {},
+                members=members[number],
             )
 
     def _members(
         self, times: Sequence[int], rows: Mapping[str, Sequence[int]]
     ) -> list[list[Reference]]:
         """Return the members of each time's radars, by the rows of each channel, and signals."""
-        found: list[list[Reference]] = [[] for _ in times]
+        members: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
             parts: Iterable[list[Reference]]
             if channel.name in self._given.radars:
@@ -126,25 +131,30 @@ class FrameMaker:
                 parts = signals(channel, *self._index.signals[channel.source_name], times)
             else:
                 continue
-            for own, more in zip(found, parts, strict=True):
-                own += more
-        return found
+            for time_members, more in zip(members, parts, strict=True):
+                time_members += more
+        return members
 
     def _marks(self, channel: str) -> dict[int, Marks]:
         """Return the boxes in a camera's pictures, by the picture's row."""
-        given = self._given
+        settings = self._given
         offset_ns, tolerance_ns = (
             round(delay_ms * 1e6)
-            for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
+            for delay_ms in (
+                settings.offsets_ms.get(f"boxes2d_{channel}", 0),
+                settings.tolerance_ms,
+            )
         )
         return self._index.marks_of(
-            self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns
+            self._cameras[channel], settings.boxes2d[channel], offset_ns, tolerance_ns
         )
 
     def _radar(
         self, channel: Channel, rows: Sequence[int], times: Sequence[int]
     ) -> Iterator[list[Reference]]:
-        """Yield the member of a radar at each time, moved to ego there by the poses at both times if there are any."""
+        """Yield the member of a radar at each time, moved to ego there by the poses at both
+        times if there are any.
+        """
         index = self._index
         topic = channel.source_name
         vectors = channel.law.roles.get("vectors", ())
@@ -160,7 +170,7 @@ class FrameMaker:
             if not isinstance(item, LogSweep) or np.isnan(sensor2ego).any():
                 yield []
                 continue
-            made = RadarSweep(
+            sweep = RadarSweep(
                 channel.columns,
                 vectors,
                 (time - int(stamps[row])) * 1e-9,
@@ -171,42 +181,49 @@ class FrameMaker:
                 topic=topic,
                 place=item.place,
                 key=None,
-                log=msgspec.json.encode(made).decode(),
+                log=msgspec.json.encode(sweep).decode(),
             )
             num_bytes = 128 + item.num_points * 4 * len(channel.columns)
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
-        """Return the position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
+        """Return the position nearest to each time, at most ``max_gap_s`` away; None where there
+        is none.
+        """
         if self._gps not in self._index.signals:
             return []
         stamps, values = self._index.signals[self._gps]
         column = self._index.columns[self._gps].index
         places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
         rows = sync.nearest(stamps, times)
-        known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(
+        is_known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(
             places[rows]
         ).any(1)
-        known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
-        both = zip(known.tolist(), places[rows].tolist(), strict=True)
+        is_known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
+        pairs = zip(is_known.tolist(), places[rows].tolist(), strict=True)
         return [
-            dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True))
-            for there, place in both
+            dict(zip(FIX_COLUMNS, place if has_fix else (None,) * 3, strict=True))
+            for has_fix, place in pairs
         ]
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""
+        """Return the row of a channel's message for each time, -1 for none.
+
+        Note the delay that was estimated.
+        """
         index = self._index
         stamps = index.series[topic].stamps
         if channel == self._reference:
             return sync.matched(times, stamps, 0, 0)
-        given = self._given.offsets_ms.get(channel)
+        stated_ms = self._given.offsets_ms.get(channel)
         tolerance_ns = round(self._given.tolerance_ms * 1e6)
         all_times = index.series[self._all[self._reference]].stamps
         offset_ns = (
-            sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
+            sync.estimated_offset_ns(all_times, stamps)
+            if stated_ms is None
+            else round(stated_ms * 1e6)
         )
-        if given is None:
+        if stated_ms is None:
             self._noted[f"{channel}: estimated delay in {index.name} [us]"] = offset_ns // 1000
         rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
         if len(stamps) and (rows < 0).all():
@@ -217,11 +234,11 @@ class FrameMaker:
     def _info_topic(self, channel: str, topic: str) -> str:
         """Return the topic of a camera's calibration."""
         index = self._index
-        given = self._given.camera_infos.get(channel)
+        stated = self._given.camera_infos.get(channel)
         parts = topic.split("/")
         beside = (
-            [given]
-            if given
+            [stated]
+            if stated
             else [
                 "/".join([*parts[:end], name])
                 for end in (-1, -2, -3)
@@ -229,19 +246,20 @@ class FrameMaker:
             ]
         )
         frame = index.frame_ids.get(topic, "")
-        found = next((name for name in beside if name in index.calibrations), None)
-        if found is None and not given:
+        info_topic = next((name for name in beside if name in index.calibrations), None)
+        if info_topic is None and not stated:
             same = [
                 name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame
             ]
-            found = same[0] if len(same) == 1 else None
-        if found is None:
-            known = ", ".join(sorted(index.calibrations)) or "none"
+            info_topic = same[0] if len(same) == 1 else None
+        if info_topic is None:
+            names = ", ".join(sorted(index.calibrations)) or "none"
             raise SourceError(
-                f"log '{index.name}': camera {channel} ('{topic}') is without calibration; looked for {beside[0]}; "
-                f"topics with calibrations: {known}; the options camera_infos and cameras choose"
+                f"log '{index.name}': camera {channel} ('{topic}') is without calibration; "
+                f"looked for {beside[0]}; topics with calibrations: {names}; the options "
+                "camera_infos and cameras choose"
             )
-        return found
+        return info_topic
 
     def _image(
         self, topic: str, row: int, stamps: list[int], models: list[CameraModel]
@@ -251,8 +269,9 @@ class FrameMaker:
             if apart_s is None:
                 return Absent("no message in time")
             return Absent(
-                f"the nearest message is {abs(apart_s):.1f} s {'after' if apart_s > 0 else 'before'} one of "
-                f"{self._reference}: their clocks differ; see the options clock, offsets_ms and reference"
+                f"the nearest message is {abs(apart_s):.1f} s "
+                f"{'after' if apart_s > 0 else 'before'} one of {self._reference}: their "
+                "clocks differ; see the options clock, offsets_ms and reference"
             )
         shot = self._index.series[topic].items[row]
         stamp_ns = stamps[row]

@@ -1,4 +1,6 @@
-"""What a scan keeps of one log: the heads of pictures and sweeps, and all calibrations, transforms and poses."""
+"""What a scan keeps of one log: the heads of pictures and sweeps, and all calibrations,
+transforms and poses.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,11 @@ _AT_ONCE: Final = 4096
 
 
 class Shot(msgspec.Struct, frozen=True, gc=False):
-    """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
+    """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not
+    in it as they are.
 
-    ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the keyframe to decode
-    from: None if there is none. ``fault`` is why its bytes are no picture.
+    ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the
+    keyframe to decode from: None if there is none. ``fault`` is why its bytes are no picture.
     """
 
     place: Locator
@@ -72,18 +75,23 @@ class LogSweep(NamedTuple):
 
 
 class Series(NamedTuple):
-    """The pictures or sweeps of one topic in time order: stamps (N,) [ns], ascending, and what is there."""
+    """The pictures or sweeps of one topic in time order: stamps (N,) [ns], ascending, and what
+    is there.
+    """
 
     stamps: NDArray[np.int64]
     items: list[Shot] | list[LogSweep]
 
 
 class LogIndex:
-    """One log: files in the order of recording; ``topics`` says which of its topics count. Raises SourceError.
+    """One log: files in the order of recording; ``topics`` says which of its topics count.
+
+    Raises SourceError.
 
     ``noted`` counts what was found odd on the way, ``num_read`` the messages by topic. By topic,
     ``videos`` are the packets of video and their bytes,
-    ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns`` are their names.
+    ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns``
+    are their names.
     """
 
     def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
@@ -147,7 +155,8 @@ class LogIndex:
             if name in cameras:
                 if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
-                    self._keys.clear()  # a part of a video is lost: the rest of the group cannot be decoded
+                    # a part of a video is lost: the rest of the group cannot be decoded
+                    self._keys.clear()
                 stamp_ns, shot = self._shot(file, topics[name], readers[name], message)
                 self._found[name].append((stamp_ns, message.log_ns, shot))
             elif name in lidars:
@@ -182,20 +191,20 @@ class LogIndex:
         poses: str,
     ) -> None:
         """Read the messages of each topic together, and forget them."""
-        for name, found in self._found.items():
-            stamps, log_ns = np.array([one[:2] for one in found], np.int64).reshape(-1, 2).T
-            kept = self._kept(name, stamps, log_ns, [one[2].place for one in found])
-            self._stamped[name].append(stamps[kept])
-            self._items[name] += [one[2] for one in itertools.compress(found, kept.tolist())]
-            found.clear()
+        for name, entries in self._found.items():
+            stamps, log_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2).T
+            mask = self._ascending_mask(name, stamps, log_ns, [entry[2].place for entry in entries])
+            self._stamped[name].append(stamps[mask])
+            self._items[name] += [entry[2] for entry in itertools.compress(entries, mask.tolist())]
+            entries.clear()
         for name, messages in pending.items():
             reader = readers[name]
             if not messages:
                 continue
             if name in self._signals:
                 self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
-                stamps, kept = self._timed(name, messages, stamps, " (signals)")
-                self._signals[name].append((stamps[kept], values[kept]))
+                stamps, mask = self._timed(name, messages, stamps, " (signals)")
+                self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
                 self._mark(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
@@ -212,32 +221,39 @@ class LogIndex:
     def _mark(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
         """Keep boxes in pictures; of annotations, those without boxes may have no stamp."""
         if self._clock == "header":
-            stamped = [at for at, one in enumerate(marks) if one.stamp_ns or one.box]
+            stamped = [number for number, mark in enumerate(marks) if mark.stamp_ns or mark.box]
             if len(stamped) < len(marks):
                 self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
-            messages = [messages[at] for at in stamped]
-            marks = [marks[at] for at in stamped]
-        stamps, kept = self._timed(
-            topic, messages, np.array([one.stamp_ns for one in marks], np.int64)
+            messages = [messages[number] for number in stamped]
+            marks = [marks[number] for number in stamped]
+        stamps, mask = self._timed(
+            topic, messages, np.array([mark.stamp_ns for mark in marks], np.int64)
         )
         self.marks[topic] += [
-            marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()
+            marks[number]._replace(stamp_ns=int(stamps[number]))
+            for number in np.flatnonzero(mask).tolist()
         ]
 
     def marks_of(
         self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int
     ) -> dict[int, Marks]:
-        """Return the boxes of pictures by row: each message belongs to the picture nearest to it, less its delay."""
-        found = self._marked.get((pictures, topic))
-        if found is None:
-            by_time = {one.stamp_ns: one for one in self.marks[topic]}
+        """Return the boxes of pictures by row: each message belongs to the picture nearest to
+        it, less its delay.
+        """
+        marked = self._marked.get((pictures, topic))
+        if marked is None:
+            by_time = {mark.stamp_ns: mark for mark in self.marks[topic]}
             stamps = np.array(sorted(by_time), np.int64)
             rows = matched(self.series[pictures].stamps, stamps, offset_ns, tolerance_ns).tolist()
-            found = {at: by_time[int(stamps[row])] for at, row in enumerate(rows) if row >= 0}
-            if number := len(self.marks[topic]) - len(found):
+            marked = {
+                row_number: by_time[int(stamps[row])]
+                for row_number, row in enumerate(rows)
+                if row >= 0
+            }
+            if number := len(self.marks[topic]) - len(marked):
                 self.noted[f"{topic}: messages of no picture"] = number
-            self._marked[pictures, topic] = found
-        return found
+            self._marked[pictures, topic] = marked
+        return marked
 
     def _shot(
         self, file: LogFile, topic: Topic, reader: Reader, message: Message
@@ -329,35 +345,37 @@ class LogIndex:
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
-                whole = memoryview(file.read(message.place).data)[
+                packet = memoryview(file.read(message.place).data)[
                     picture.offset : picture.offset + picture.length
                 ]
-                self._sizes[topic.name] = stream_size(whole, codec, where)
+                self._sizes[topic.name] = stream_size(packet, codec, where)
         key = self._keys.get(topic.name)
         size = self._sizes.get(topic.name, (0, 0))
         return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
 
     def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
         """Read the codec of a topic from its first message, which states it behind the picture."""
-        found = self._codecs.get(topic.name)
-        if found is None:
-            found = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
-        return found
+        codec = self._codecs.get(topic.name)
+        if codec is None:
+            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
+        return codec
 
-    def _kept(
+    def _ascending_mask(
         self,
-        what: str,
+        topic_name: str,
         stamps: NDArray[np.int64],
         log_ns: NDArray[np.int64],
         places: Sequence[Locator],
     ) -> NDArray[np.bool_]:
-        """Return which messages (N,) of a topic are not before others by a set clock; raise SourceError if an error.
+        """Return which messages (N,) of a topic are not before others by a set clock; raise
+        SourceError if an error.
 
-        A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
+        A clock that was set forward, so that stamps went on by more than the recording did, is a
+        gap, and noted.
         """
         if not len(stamps):
             return np.ones(0, np.bool_)
-        latest, recorded_ns = self._latest.get(what, (int(stamps[0]), int(log_ns[0])))
+        latest, recorded_ns = self._latest.get(topic_name, (int(stamps[0]), int(log_ns[0])))
         passed_ns = stamps - np.maximum.accumulate(np.concatenate([[latest], stamps]))[:-1]
         newest = np.flatnonzero(passed_ns >= 0)
         jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
@@ -368,52 +386,63 @@ class LogIndex:
                 np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns))
             )
             if number:
-                self.noted[f"{what}: clock set forward"] += number
+                self.noted[f"{topic_name}: clock set forward"] += number
         if len(newest):
-            self._latest[what] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
-        kept = np.asarray(passed_ns >= -self._max_gap_ns)
-        if kept.all():
-            return kept
+            self._latest[topic_name] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
+        mask = np.asarray(passed_ns >= -self._max_gap_ns)
+        if mask.all():
+            return mask
         if self._clock_jumps == "error":
-            at = int(np.argmin(kept))
+            first_bad = int(np.argmin(mask))
             raise SourceError(
-                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {places[at]}: "
+                (
+                    f"log '{self.name}': topic '{topic_name}' goes back in time by "
+                    f"{-passed_ns[first_bad] / 1e9:.3f} s at {places[first_bad]}: "
+                )
                 + (
-                    "the file is not in the order of recording: sort it, as by `mcap sort`, or try clock_jumps=drop"
+                    (
+                        "the file is not in the order of recording: sort it, as by `mcap sort`, "
+                        "or try clock_jumps=drop"
+                    )
                     if self._clock == "log_time"
-                    else "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
+                    else (
+                        "its clock was set; cut the log there, or try the options "
+                        "clock_jumps=drop or clock=log_time"
+                    )
                 )
             )
-        self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
-        return kept
+        self.noted[f"{topic_name}: messages after the clock was set back"] += int(
+            np.count_nonzero(~mask)
+        )
+        return mask
 
     def _sorted(self, topic: str) -> Series:
         items = self._items.pop(topic)
         stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
-            keys = [isinstance(one, Shot) and one.key == one.place for one in items]
+            keys = [isinstance(item, Shot) and item.key == item.place for item in items]
             items = list(itertools.compress(items, keys))
             stamps = stamps[np.array(keys, np.bool_)]
         times, first = np.unique(stamps, return_index=True)
-        for what, number in (
+        for fault, number in (
             ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
             ("with the stamp of another", len(stamps) - len(times)),
         ):
             if number:
-                self.noted[f"{topic}: messages {what}"] = number
-        return Series(times, [items[at] for at in first.tolist()])
+                self.noted[f"{topic}: messages {fault}"] = number
+        return Series(times, [items[row] for row in first.tolist()])
 
     def _moved(
         self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
     ) -> list[Edges]:
         """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
-        found = []
+        edges = []
         for part in parts:
-            own = [messages[row] for row in part.row.tolist()]
-            stamps, kept = self._timed(topic, own, part.stamp_ns, f" ({part.child})")
-            if kept.any():
-                found.append(part._replace(stamp_ns=stamps).rows(kept))
-        return found
+            part_messages = [messages[row] for row in part.row.tolist()]
+            stamps, mask = self._timed(topic, part_messages, part.stamp_ns, f" ({part.child})")
+            if mask.any():
+                edges.append(part._replace(stamp_ns=stamps).rows(mask))
+        return edges
 
     def _timed(
         self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64], part: str = ""
@@ -427,7 +456,7 @@ class LogIndex:
             stamp_ns = log_ns
         elif not stamp_ns.all():
             self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
-        return stamp_ns, self._kept(
+        return stamp_ns, self._ascending_mask(
             topic + part, stamp_ns, log_ns, [message.place for message in messages]
         )
 
@@ -436,8 +465,8 @@ class LogIndex:
             return message.log_ns
         if not stamp_ns:
             raise SourceError(
-                f"log '{self.name}': topic '{topic}' has a message without a stamp ({message.place}); the option "
-                "clock=log_time takes the times of the recording"
+                f"log '{self.name}': topic '{topic}' has a message without a stamp "
+                f"({message.place}); the option clock=log_time takes the times of the recording"
             )
         return stamp_ns
 

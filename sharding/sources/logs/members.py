@@ -1,7 +1,7 @@
 """Makes members of messages: bytes out of chunks, raw pictures, frames of video, and points.
 
-All that is asked for is read in the order of the recording: a chunk is decompressed once, and a frame of video decoded
-once, from the keyframe before it on.
+All that is asked for is read in the order of the recording: a chunk is decompressed once, and a
+frame of video decoded once, from the keyframe before it on.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ class Job(NamedTuple):
         return f"{self.kind}|{self.topic}|{self.place}{more}"
 
     @classmethod
-    def of(cls, ref: str) -> Job:
+    def parse(cls, ref: str) -> Job:
         """Parse a reference."""
         kind, topic, place, key, log = (*ref.split("|", 4), "", "")[:5]
-        return cls(kind, topic, Locator.of(place), Locator.of(key) if key else None, log)
+        return cls(kind, topic, Locator.parse(place), Locator.parse(key) if key else None, log)
 
 
 class _Group(NamedTuple):
-    """Messages of one video that are decoded one after the other; ``wanted`` are numbers in ``places``."""
+    """Messages of one video that are decoded one after the other; ``wanted`` are numbers in
+    ``places``.
+    """
 
     topic: str
     places: Sequence[Locator]
     first: int
     last: int
-    wanted: dict[int, Job]
+    jobs: dict[int, Job]
 
 
 class LogMembers:
@@ -90,8 +92,8 @@ class LogMembers:
     def following(self, first: Job, number: int) -> list[Job]:
         """Return up to ``number`` frames of the video of this one, from its keyframe on."""
         places = self._all_places(first.log, first.topic)
-        at = places.index(first.key or first.place)
-        return [first._replace(place=place) for place in places[at : at + number]]
+        first_place = places.index(first.key or first.place)
+        return [first._replace(place=place) for place in places[first_place : first_place + number]]
 
     def jpegs(self, jobs: Sequence[Job], form: JpegForm) -> Iterator[tuple[Job, Buffer]]:
         """Read frames of video as JPEGs of this form."""
@@ -109,15 +111,17 @@ class LogMembers:
                 todo.setdefault(group.places[number], []).append((group, number))
         decoders: dict[int, StreamDecoder] = {}
         rank = {
-            name: at
-            for at, name in enumerate(name for _, files in self._recordings.logs for name in files)
+            name: file_rank
+            for file_rank, name in enumerate(
+                name for _, files in self._recordings.logs for name in files
+            )
         }
         for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
-            for one in todo[place]:
-                if isinstance(one, Job):
-                    yield one, self._member(one)
+            for task in todo[place]:
+                if isinstance(task, Job):
+                    yield task, self._member(task)
                 else:
-                    yield from self._decoded(*one, decoders)
+                    yield from self._decoded(*task, decoders)
 
     def _member(self, job: Job) -> Buffer:
         if job.kind in ("points", "radar"):
@@ -142,47 +146,47 @@ class LogMembers:
             )
         picture = reader.picture(message)
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
-        left = set(group.wanted)
-        made = list(decoder.push(number, data, left))
+        remaining = set(group.jobs)
+        jpegs = list(decoder.push(number, data, remaining))
         if number == group.last:
-            made += decoder.flush(left)
+            jpegs += decoder.flush(remaining)
             self.num_decoded += decoder.num_decoded
             del decoders[id(group)]
-        for at, jpeg in made:
-            yield group.wanted.pop(at), jpeg
-        if number == group.last and group.wanted:
-            raise SourceError(
-                f"{where}: message {group.places[min(group.wanted)]} cannot be decoded"
-            )
+        for frame, jpeg in jpegs:
+            yield group.jobs.pop(frame), jpeg
+        if number == group.last and group.jobs:
+            raise SourceError(f"{where}: message {group.places[min(group.jobs)]} cannot be decoded")
 
     def _groups(self, jobs: Sequence[Job]) -> list[_Group]:
-        """Return the runs of messages from a keyframe to the last one wanted; runs that touch are one."""
+        """Return the runs of messages from a keyframe to the last one wanted; runs that touch
+        are one.
+        """
         by_topic: dict[tuple[str, str], list[Job]] = {}
         for job in jobs:
             by_topic.setdefault((job.log, job.topic), []).append(job)
-        found: list[_Group] = []
-        for (log, topic), own in by_topic.items():
+        groups: list[_Group] = []
+        for (log, topic), topic_jobs in by_topic.items():
             places = self._all_places(log, topic)
             number_of = {place: number for number, place in enumerate(places)}
             rows = sorted(
-                (number_of[job.key or job.place], number_of[job.place], job) for job in own
+                (number_of[job.key or job.place], number_of[job.place], job) for job in topic_jobs
             )
             last = -2
             for key, number, job in rows:
                 if key > last + 1:
-                    found.append(
-                        _Group(topic=topic, places=places, first=key, last=number, wanted={})
+                    groups.append(
+                        _Group(topic=topic, places=places, first=key, last=number, jobs={})
                     )
                 last = number
-                found[-1].wanted[number] = job
-                found[-1] = found[-1]._replace(last=number)
-        return found
+                groups[-1].jobs[number] = job
+                groups[-1] = groups[-1]._replace(last=number)
+        return groups
 
     def _places(self, log: str, topic: str) -> list[Locator]:
         parts = [self._file(name).places(topic) for name in dict(self._recordings.logs)[log]]
         if any(part != sorted(part) for part in parts):
             raise SourceError(
-                f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the file, as "
-                "by `mcap sort`"
+                f"log '{log}': the video of topic '{topic}' is not stored in the order of "
+                "its times: sort the file, as by `mcap sort`"
             )
         return list(itertools.chain.from_iterable(parts))

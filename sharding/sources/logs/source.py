@@ -1,4 +1,6 @@
-"""The kinds ``mcap``, ``rosbag2`` and ``rosbag1``: cameras, lidars and poses of a robot's logs, synchronised."""
+"""The kinds ``mcap``, ``rosbag2`` and ``rosbag1``: cameras, lidars and poses of a robot's logs,
+synchronised.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signal_series
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
-from fuelrail.sharding.sources.adapter.members import MADE, POINTS
+from fuelrail.sharding.sources.adapter.members import MADE_PREFIX, POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
@@ -75,14 +77,18 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
         """ "clip" where chunks are compressed, or where there is video."""
-        found = self.recordings
+        recordings = self.recordings
         in_order = any(
-            found.log_file(name).reads_in_order for _, files in found.logs for name in files
+            recordings.log_file(name).reads_in_order
+            for _, files in recordings.logs
+            for name in files
         )
         return "clip" if in_order or self.topics.videos else "random"
 
     def sensors(self) -> Sensors:
-        """Return cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        """Return cameras and lidars by their channels; a lidar has the columns x, y, z,
+        intensity, ring, time.
+        """
         assert self.channels is not None, "they are checked first"
         self.topics.check(f"the {self.kind} source '{self.files.shown}'")
         self.time_base = (
@@ -91,11 +97,11 @@ class LogSource(FrameSource[LogSettings]):
         self.image_boxes = {
             channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()
         }
-        return Sensors.of(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
+        return Sensors.from_names(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
         """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
-        given = self.given
+        settings = self.given
         reference = self.topics.reference
         self.noted.update(self.recordings.noted)
         for name, files in self.recordings.logs:
@@ -103,23 +109,24 @@ class LogSource(FrameSource[LogSettings]):
             if self._is_unix(index) != (self.time_base == "unix"):
                 first = self.recordings.logs[0][0]
                 raise SourceError(
-                    f"the times of log '{name}' and those of log '{first}' are not of one kind: of one they count from "
-                    "1970, of the other from a start of the machine; shard them apart, or with clock=log_time"
+                    f"the times of log '{name}' and those of log '{first}' are not of one "
+                    "kind: of one they count from 1970, of the other from a start of the "
+                    "machine; shard them apart, or with clock=log_time"
                 )
             topic = {**self.topics.cameras, **self.topics.lidars}[reference]
-            stamps = thinned(index.series[topic].stamps, given.rate)
+            stamps = thinned(index.series[topic].stamps, settings.rate)
             parts = sync.cuts(
                 stamps,
-                max(given.max_gap_s, 1.5 / given.rate if given.rate else 0) * 1e9,
-                given.clip_seconds * 1e9,
+                max(settings.max_gap_s, 1.5 / settings.rate if settings.rate else 0) * 1e9,
+                settings.clip_seconds * 1e9,
             )
             for number, part in enumerate(parts):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
                 self._cuts[clip] = name, part
                 series = {
                     f"can_{channel}": signal_series(*index.signals[topic], part.tolist())
-                    for channel, topic in given.signals.items()
-                    if given.series and topic in index.signals
+                    for channel, topic in settings.signals.items()
+                    if settings.series and topic in index.signals
                 }
                 yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
             self.noted.update(index.noted)
@@ -127,21 +134,25 @@ class LogSource(FrameSource[LogSettings]):
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
-        given = self.given
+        settings = self.given
         index = self._indexed(clip.log_id)
         if not self.has_poses:
             return None
-        if given.poses == "tf":
-            return index.tree.trajectory(given.ego_frame, given.global_frame, given.max_gap_s)
+        if settings.poses == "tf":
+            return index.tree.trajectory(
+                settings.ego_frame, settings.global_frame, settings.max_gap_s
+            )
         child = next((part.child for part in index.poses), "").lstrip("/")
         moved = edges_trajectory(
-            index.poses, f"log '{clip.log_id}': {given.poses}", given.max_gap_s
+            index.poses, f"log '{clip.log_id}': {settings.poses}", settings.max_gap_s
         )
-        if child in ("", given.ego_frame):
+        if child in ("", settings.ego_frame):
             return moved
         times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
-        ego2child = index.tree.sensor2ego(given.ego_frame, child)
-        return Trajectory(times, moved.at(times) @ ego2child, clip.name, max_gap_s=given.max_gap_s)
+        ego2child = index.tree.sensor2ego(settings.ego_frame, child)
+        return Trajectory(
+            times, moved.at(times) @ ego2child, clip.name, max_gap_s=settings.max_gap_s
+        )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each remaining message of the reference."""
@@ -151,21 +162,21 @@ class LogSource(FrameSource[LogSettings]):
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a sweep."""
-        return self._members.points(Job.of(ref))
+        return self._members.points(Job.parse(ref))
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Read pictures out of chunks, encode raw ones, and decode video."""
-        jobs = {Job.of(ref): ref for ref in refs}
+        jobs = {Job.parse(ref): ref for ref in refs}
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
 
     def videos(self, refs: Iterable[str], number: int) -> list[VideoStart]:
         """Return the video of each log and topic."""
         first = dict[tuple[str, str], Job]()
-        kept = Counter[tuple[str, str]]()
-        for job in map(Job.of, refs):
+        counts = Counter[tuple[str, str]]()
+        for job in map(Job.parse, refs):
             if job.kind == "video":
-                kept[job.log, job.topic] += 1
+                counts[job.log, job.topic] += 1
                 first.setdefault((job.log, job.topic), job)
 
         members = LogMembers(
@@ -173,19 +184,21 @@ class LogSource(FrameSource[LogSettings]):
         )  # one, for it keeps where messages are
         return [
             VideoStart(
-                *self._videos[name], kept[name], members.following(job, number), lambda: members
+                *self._videos[name], counts[name], members.following(job, number), lambda: members
             )
             for name, job in first.items()
         ]
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield members in the order of the recording, so that a chunk is decompressed once."""
-        made = [ref for ref in refs if ref.startswith((MADE, POINTS))]
-        jobs = {Job.of(ref.removeprefix(MADE).removeprefix(POINTS)): ref for ref in made}
+        made_refs = [ref for ref in refs if ref.startswith((MADE_PREFIX, POINTS))]
+        jobs = {
+            Job.parse(ref.removeprefix(MADE_PREFIX).removeprefix(POINTS)): ref for ref in made_refs
+        }
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
         for ref in refs:
-            if not ref.startswith((MADE, POINTS)):
+            if not ref.startswith((MADE_PREFIX, POINTS)):
                 yield ref, self.open(ref)
 
     @property
@@ -199,7 +212,9 @@ class LogSource(FrameSource[LogSettings]):
         return self.topics.channels
 
     def _is_unix(self, index: LogIndex) -> bool:
-        """Return whether the times of a log count from 1970: they are after the year 2000, or there are none."""
+        """Return whether the times of a log count from 1970: they are after the year 2000, or
+        there are none.
+        """
         topics = {**self.topics.cameras, **self.topics.lidars}
         stamps = index.series[topics[self.topics.reference]].stamps
         return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)

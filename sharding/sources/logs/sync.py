@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     I64 = NDArray[np.int64]
 
 _STEADY = 0.7
-"""Length of the mean direction of offsets [0, 1] from which on a sensor counts as triggered with the reference."""
+"""Length of the mean direction of offsets [0, 1] from which on a sensor counts as triggered with
+the reference.
+"""
 
 
 def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
-    """Return how long after the reference a sensor exposes [ns], modulo its period nearest to 0; 0 if it runs free.
+    """Return how long after the reference a sensor exposes [ns], modulo its period nearest to 0; 0
+    if it runs free.
 
-    Offsets are angles of the sensor's period, so that one near half a period does not jump between its two signs: their
-    direction is the circular mean (Mardia and Jupp 2000, 2.2), refined by the median of what is left.
+    Offsets are angles of the sensor's period, so that one near half a period does not jump between
+    its two signs: their direction is the circular mean (Mardia and Jupp 2000, 2.2), refined by the
+    median of what is left.
     """
     if len(stamps_ns) < 2 or not len(reference_ns):
         return 0
@@ -38,7 +42,9 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
 
 
 def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
-    """Return rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of ``wanted_ns``."""
+    """Return rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of
+    ``wanted_ns``.
+    """
     after = np.clip(np.searchsorted(stamps_ns, wanted_ns), 1, max(len(stamps_ns) - 1, 1))
     after = np.minimum(after, len(stamps_ns) - 1)
     before = np.maximum(after - 1, 0)
@@ -48,20 +54,21 @@ def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
 def matched(
     reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
 ) -> NDArray[np.intp]:
-    """Return for each reference time the row of the message nearest to it plus the offset; -1 beyond the tolerance.
+    """Return for each reference time the row of the message nearest to it plus the offset; -1
+    beyond the tolerance.
 
     A message belongs to one frame, the nearer one.
     """
-    found = np.full(len(reference_ns), -1, np.intp)
+    rows_matched = np.full(len(reference_ns), -1, np.intp)
     if not len(stamps_ns):
-        return found
+        return rows_matched
     rows = nearest(stamps_ns, reference_ns + offset_ns)
-    away = np.abs(stamps_ns[rows] - reference_ns - offset_ns)
-    near = np.flatnonzero(away <= tolerance_ns)
-    near = near[np.lexsort((away[near], rows[near]))]
+    distance = np.abs(stamps_ns[rows] - reference_ns - offset_ns)
+    near = np.flatnonzero(distance <= tolerance_ns)
+    near = near[np.lexsort((distance[near], rows[near]))]
     one_each = near[np.diff(rows[near], prepend=-1) != 0]
-    found[one_each] = rows[one_each]
-    return found
+    rows_matched[one_each] = rows[one_each]
+    return rows_matched
 
 
 def cuts(reference_ns: I64, max_gap_ns: float, most_ns: float) -> list[I64]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class LogTopics:
     """The topics of cameras, lidars, radars, signals and positions."""
 
-    def __init__(self, recordings: Recordings, given: LogSettings) -> None:
+    def __init__(self, recordings: Recordings, settings: LogSettings) -> None:
         """Take the recordings and the options; reads nothing."""
         self._recordings = recordings
-        self.given = given
+        self.given = settings
 
     @cached_property
     def cameras(self) -> dict[str, str]:
@@ -44,9 +44,9 @@ class LogTopics:
     @cached_property
     def lidars(self) -> dict[str, str]:
         """Channel to topic."""
-        found = self._recordings.chosen("lidars", self.given.lidars, CLOUDS)
+        topics = self._recordings.chosen("lidars", self.given.lidars, CLOUDS)
         radars = self.given.radars.values()
-        return {channel: topic for channel, topic in found.items() if topic not in radars}
+        return {channel: topic for channel, topic in topics.items() if topic not in radars}
 
     @property
     def reference(self) -> str:
@@ -69,7 +69,9 @@ class LogTopics:
 
     @property
     def gps(self) -> str:
-        """The topic of positions, empty without one; raises ConfigError for a missing one that the options name."""
+        """The topic of positions, empty without one; raises ConfigError for a missing one that
+        the options name.
+        """
         topics = sorted(
             name for name, topic in self._recordings.topics.items() if topic.type in FIXES
         )
@@ -81,7 +83,7 @@ class LogTopics:
     def channels(self) -> tuple[Channel, ...]:
         """The channels of signals and of radars."""
         topics = self._recordings.topics
-        found = []
+        channels_found = []
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
                 listed = ", ".join(sorted(topics))
@@ -89,24 +91,29 @@ class LogTopics:
                     f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}"
                 )
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(
+            channels_found.append(
                 signals_channel(
                     f"can_{name}", units, topic, has_unknown=True, series=self.given.series
                 )
             )
-        return (*found, *self._radars())
+        return (*channels_found, *self._radars())
 
     def _radars(self) -> list[Channel]:
-        """Return the channels of radars by the first message of each topic; raise SourceError where there is none."""
+        """Return the channels of radars by the first message of each topic; raise SourceError
+        where there is none.
+        """
         if not self.given.radars:
             return []
         topics = self._recordings.chosen("radars", self.given.radars, CLOUDS)
-        taken = {*self.cameras, *self.lidars}
-        if bad := [name for name in self.given.radars if name in taken or name not in topics]:
+        names_in_use = {*self.cameras, *self.lidars}
+        if bad := [
+            name for name in self.given.radars if name in names_in_use or name not in topics
+        ]:
             raise ConfigError(
-                f"radars: '{bad[0]}' must be in lower case, and no other channel: {', '.join(sorted(taken))}"
+                f"radars: '{bad[0]}' must be in lower case, and no other channel: "
+                f"{', '.join(sorted(names_in_use))}"
             )
-        found = []
+        channels_found = []
         for channel, name in topics.items():
             files = (
                 self._recordings.log_file(file)
@@ -117,15 +124,17 @@ class LogTopics:
             if first is None:
                 raise SourceError(f"radars: topic '{name}' of {channel} has no messages")
             file, place = first
-            found.append(
+            channels_found.append(
                 radar_channel(
                     channel, Reader(self._recordings.topics[name]).cloud(file.read(place)), name
                 )
             )
-        return found
+        return channels_found
 
     def check(self, where: str) -> None:
-        """Raise SourceError or ConfigError for options that do not fit the topics of the source ``where``."""
+        """Raise SourceError or ConfigError for options that do not fit the topics of the source
+        ``where``.
+        """
         if not self.cameras:
             listed = (
                 ", ".join(
@@ -137,39 +146,49 @@ class LogTopics:
             )
             raise SourceError(f"{where} has no image topic; topics: {listed}")
         of_boxes = sorted(
-            name for name, one in self._recordings.topics.items() if one.type in MARKS
+            name for name, candidate in self._recordings.topics.items() if candidate.type in MARKS
         )
         for channel, name in self.given.boxes2d.items():
             if channel not in self.cameras or name not in of_boxes:
                 raise ConfigError(
-                    f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a camera; such topics: "
-                    f"{', '.join(of_boxes) or 'none'}; cameras: {', '.join(self.cameras)}"
+                    f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a "
+                    f"camera; such topics: {', '.join(of_boxes) or 'none'}; cameras: "
+                    f"{', '.join(self.cameras)}"
                 )
-        known = [*self.cameras, *self.lidars, *self.given.radars]
+        channels_known = [*self.cameras, *self.lidars, *self.given.radars]
         for channel, (black, white) in self.given.levels.items():
             if channel not in self.cameras or not black < white:
                 listed = ", ".join(self.cameras)
                 raise ConfigError(
-                    f"levels: {channel}: [{black}, {white}] must be a camera and ascending; cameras: {listed}"
+                    f"levels: {channel}: [{black}, {white}] must be a camera and ascending; "
+                    f"cameras: {listed}"
                 )
         for option in ("offsets_ms", "camera_infos"):
             for channel in getattr(self.given, option):
-                if channel not in (*known, *(f"boxes2d_{camera}" for camera in self.given.boxes2d)):
+                if channel not in (
+                    *channels_known,
+                    *(f"boxes2d_{camera}" for camera in self.given.boxes2d),
+                ):
                     raise ConfigError(
-                        f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}"
+                        f"{option}: there is no channel '{channel}'; channels: "
+                        f"{', '.join(channels_known)}"
                     )
-        if self.reference not in known or self.reference in self.given.radars:
+        if self.reference not in channels_known or self.reference in self.given.radars:
             raise ConfigError(
-                f"reference: there is no channel '{self.reference}'; channels: {', '.join(known)}"
+                f"reference: there is no channel '{self.reference}'; channels: "
+                f"{', '.join(channels_known)}"
             )
         if self.given.poses not in ("tf", "none"):
             topic = self._recordings.topics.get(self.given.poses)
             if topic is None or topic.type not in POSES:
                 names = sorted(
-                    name for name, one in self._recordings.topics.items() if one.type in POSES
+                    name
+                    for name, candidate in self._recordings.topics.items()
+                    if candidate.type in POSES
                 )
                 raise ConfigError(
-                    f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}"
+                    f"poses: '{self.given.poses}' is not tf, none or one of: "
+                    f"{', '.join(names) or '-'}"
                 )
         if self.videos:
             check_decoder(f"topic '{self.videos[0]}'")

@@ -1,8 +1,8 @@
 """nuScenes annotations as columns, and a scene's boxes.
 
-A box in the tables: centre in global coordinates, size as width, length, height, rotation w, x, y, z box to global.
-Velocity is not stored; it is the difference of the neighbouring annotations' centres over their time, as the
-devkit's ``NuScenes.box_velocity`` has it.
+A box in the tables: centre in global coordinates, size as width, length, height, rotation w, x, y,
+z box to global. Velocity is not stored; it is the difference of the neighbouring annotations'
+centres over their time, as the devkit's ``NuScenes.box_velocity`` has it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ CATEGORIES: Final[dict[str, str | None]] = {
         )
     ),
 }
-"""Category to detection class (nuScenes detection task), None for those that are no detection class."""
+"""Category to detection class (nuScenes detection task), None for those that are no detection
+class.
+"""
 
 VISIBILITY: Final = {
     "v0-40": 1,
@@ -73,7 +75,10 @@ NOT_STATED: Final = "not stated"
 
 
 class Annotations:
-    """The annotations of joined tables, found by sample. ``columns`` and ``links`` are those of the table."""
+    """The annotations of joined tables, found by sample.
+
+    ``columns`` and ``links`` are those of the table.
+    """
 
     def __init__(self, joined: Joined, disk: Disk) -> None:
         self._joined = joined
@@ -93,7 +98,9 @@ class Annotations:
         return len(self._joined["sample_annotation"])
 
     def _sort_by_sample(self, num_samples: int) -> None:
-        """Sort annotations by sample into ``_order``: rows of the table plus a sample's number times ``_radix``."""
+        """Sort annotations by sample into ``_order``: rows of the table plus a sample's number
+        times ``_radix``.
+        """
         self._radix = max(len(self), 1)
         order = self._disk.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
@@ -109,7 +116,9 @@ class Annotations:
         self._disk.release()
 
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the annotations of samples (S,), sample by sample, and their numbers (S,)."""
+        """Return rows of the annotations of samples (S,), sample by sample, and their numbers
+        (S,).
+        """
         starts = self._starts[samples]
         ends = self._starts[samples + 1]
         rows = (
@@ -130,24 +139,27 @@ class Annotations:
     def _velocity(
         self, rows: NDArray[np.int64], timestamp_us: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
+        """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations
+        of their tracks.
+        """
         neighbours = [self.links[name][rows] for name in ("prev", "next")]
-        needed, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
-        own, *linked = np.split(place, 3)
-        prev, following = np.full((2, len(needed)), -1)
-        prev[own], following[own] = (
-            np.where(link < 0, -1, at) for link, at in zip(neighbours, linked, strict=True)
+        rows_used, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
+        own_places, *linked = np.split(place, 3)
+        prev, following = np.full((2, len(rows_used)), -1)
+        prev[own_places], following[own_places] = (
+            np.where(link < 0, -1, linked_place)
+            for link, linked_place in zip(neighbours, linked, strict=True)
         )
-        sample = self.links["sample_token"][needed]
+        sample = self.links["sample_token"][rows_used]
         return velocities(
-            self.columns["translation"][needed], timestamp_us[sample], prev, following
-        )[own]
+            self.columns["translation"][rows_used], timestamp_us[sample], prev, following
+        )[own_places]
 
-    def of_scene(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
+    def scene_boxes(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
         """Return the boxes of a scene's samples in global; ``attributes`` are the source's.
 
-        Velocities are those that T4 states; the adapter follows tracks where a sample has none. nuScenes' are by the
-        links between annotations.
+        Velocities are those that T4 states; the adapter follows tracks where a sample has none.
+        nuScenes' are by the links between annotations.
         """
         rows, counts = self._rows(scene.samples)
         number = np.array([*map(list(attributes).index, self.attribute_names), -1], np.int64)
@@ -168,22 +180,24 @@ class Annotations:
             "attribute": number[self.links["attribute_tokens"][rows]],
         }
         last = np.cumsum(counts)
-        found = []
+        boxes = []
         for part in map(slice, (last - counts).tolist(), last.tolist()):
-            own = {name: values[part] for name, values in columns.items()}
-            if stated is not None and np.isnan(own["velocity"]).all():
-                own["velocity"] = None
-            unknown = visibility[part][own["visibility"] < 0]
+            box_columns = {name: values[part] for name, values in columns.items()}
+            if stated is not None and np.isnan(box_columns["velocity"]).all():
+                box_columns["velocity"] = None
+            unknown = visibility[part][box_columns["visibility"] < 0]
             levels = Counter([*self._levels, NOT_STATED][row] for row in unknown.tolist())
-            found.append(BoxRows(**own, in_global=True, unknown_visibility=levels))
-        return found
+            boxes.append(BoxRows(**box_columns, in_global=True, unknown_visibility=levels))
+        return boxes
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:
         """Return rows of one sample's annotations, in the order of its boxes."""
         return self._rows(np.array([sample]))[0]
 
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
-        """Return tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
+        """Return tokens of one sample's annotations, of their instances and of their
+        visibilities ("" for none).
+        """
         rows = self.rows_of(sample)
         visibilities = self.links["visibility_token"][rows].tolist()
         levels = self._joined["visibility"].records

@@ -1,10 +1,11 @@
-"""Keyframes of joined tables: which rows a sample has of each sensor, and where sensors and ego vehicle were.
+"""Keyframes of joined tables: which rows a sample has of each sensor, and where sensors and ego
+vehicle were.
 
-* A sample's ``ego2global`` is the ego pose of its row of a leading sensor, in nuScenes LIDAR_TOP, whose time is the
-  sample's. Without such a row it is that of the sensor row nearest in time.
+* A sample's ``ego2global`` is the ego pose of its row of a leading sensor, in nuScenes LIDAR_TOP,
+  whose time is the sample's. Without such a row it is that of the sensor row nearest in time.
 * Annotations are valid at that time (the devkit hands them out so); boxes go to ego with that pose.
-* nuScenes' images are rectified: ``dist`` is NaN and ``dist_model`` "none". T4 states ``camera_distortion``: 4 or 5
-  values are ``opencv_radtan``, 8, 12 or 14 ``opencv_rational``.
+* nuScenes' images are rectified: ``dist`` is NaN and ``dist_model`` "none". T4 states
+  ``camera_distortion``: 4 or 5 values are ``opencv_radtan``, 8, 12 or 14 ``opencv_rational``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ LENS_OF_LENGTH: Final = {
         for length in MODELS[model][1]
     },
 }
-"""Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's order."""
+"""Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's
+order.
+"""
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 _FAR_US: Final = 2**62
 
@@ -81,10 +84,12 @@ class SceneRows(NamedTuple):
     lidars: list[dict[str, Sweep]]
     radars: list[dict[str, Sweep]]
 
-    def row_of(self, at: int, channel: str) -> int:
-        """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for none."""
+    def row_of(self, number: int, channel: str) -> int:
+        """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for
+        none.
+        """
         return int(
-            self.keyframes.sensor_rows[self.samples[at], self.keyframes.channels.index(channel)]
+            self.keyframes.sensor_rows[self.samples[number], self.keyframes.channels.index(channel)]
         )
 
 
@@ -108,8 +113,10 @@ class SensorPoses:
 
     def sensor_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return numbers of the sensors of rows of ``sample_data``."""
-        found: NDArray[np.int64] = self._calibrated.links["sensor_token"][self.calibrated_of[rows]]
-        return found
+        numbers: NDArray[np.int64] = self._calibrated.links["sensor_token"][
+            self.calibrated_of[rows]
+        ]
+        return numbers
 
     def sensor2ego(self, calibrated: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return matrices (..., 4, 4) of rows of ``calibrated_sensor`` (...)."""
@@ -124,22 +131,26 @@ class SensorPoses:
         return np.asarray(rigid(columns["rotation"][poses], columns["translation"][poses]))
 
     def calibrations(self, rows: NDArray[np.int64]) -> dict[int, dict[str, Any]]:
-        """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of ``calibrated_sensor``."""
+        """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of
+        ``calibrated_sensor``.
+        """
         columns = self._calibrated.columns
         rows = np.unique(rows)
-        found = {}
+        calibration_of = {}
         for row, sensor2ego in zip(rows.tolist(), self.sensor2ego(rows), strict=True):
             num_dist, *dist = columns["camera_distortion"][row].tolist()
-            found[row] = {
+            calibration_of[row] = {
                 "intrinsics": columns["camera_intrinsic"][row],
                 "cam2ego": sensor2ego,
                 "dist": tuple(dist[: int(num_dist)]),
                 "dist_model": LENS_OF_LENGTH.get(num_dist, UNBENT),
             }
-        return found
+        return calibration_of
 
     def check_cameras(self, cameras: Collection[int]) -> None:
-        """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
+        """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of
+        no known model.
+        """
         table = self._calibrated
         columns = self._calibrated.columns
         of_camera = np.isin(table.links["sensor_token"], list(cameras))
@@ -148,22 +159,25 @@ class SensorPoses:
             of_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])
         ).tolist():
             raise SourceError(
-                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 intrinsics"
+                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 "
+                "intrinsics"
             )
         for row in np.flatnonzero(of_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
             allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
             raise SourceError(
-                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has {lengths[row]} values in "
-                f"camera_distortion; allowed are {allowed}, in OpenCV's order k1, k2, p1, p2, k3, ...; for an image "
-                "that is rectified, state an empty list"
+                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has "
+                f"{lengths[row]} values in camera_distortion; allowed are {allowed}, in "
+                "OpenCV's order k1, k2, p1, p2, k3, ...; for an image that is rectified, "
+                "state an empty list"
             )
 
 
 class Keyframes:
     """Samples with the rows that they have of each sensor.
 
-    ``channels`` are those of sensors with keyframes: ``cameras`` in the order of the rig, ``lidars``, ``radars``.
-    ``sensor_rows`` (samples, sensors) are rows of ``sample_data`` of these, in that order, -1 for none.
+    ``channels`` are those of sensors with keyframes: ``cameras`` in the order of the rig,
+    ``lidars``, ``radars``. ``sensor_rows`` (samples, sensors) are rows of ``sample_data`` of these,
+    in that order, -1 for none.
     """
 
     def __init__(
@@ -175,7 +189,8 @@ class Keyframes:
         *,
         stay: bool,
     ) -> None:
-        """Take the channels whose pose is the sample's, None for all lidars, and the folder of files.
+        """Take the channels whose pose is the sample's, None for all lidars, and the folder of
+        files.
 
         ``stay`` is `Image.stays`. Raises SourceError.
         """
@@ -221,15 +236,19 @@ class Keyframes:
             flat[place[::-1]] = rows[::-1]  # the first stays
             is_again |= flat[place] != rows
             if is_again.any():
-                at = int(is_again.argmax())
+                index = int(is_again.argmax())
                 raise SourceError(
-                    f"table 'sample_data': row '{self.joined['sample_data'].tokens[first + at]}' is a second keyframe "
-                    f"of {self.channels[column[at]]} for sample '{samples[int(sample[at])]}'"
+                    "table 'sample_data': row "
+                    f"'{self.joined['sample_data'].tokens[first + index]}' is a second "
+                    f"keyframe of {self.channels[column[index]]} for sample "
+                    f"'{samples[int(sample[index])]}'"
                 )
             self.disk.used(len(sample))
 
     def _pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at all."""
+        """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at
+        all.
+        """
         rows = self.sensor_rows[samples]
         if not rows.size or not len(self.joined["sample_data"]):
             return np.full(len(samples), -1)
@@ -241,16 +260,16 @@ class Keyframes:
         )
         leading_us = np.where(self._is_leading, away_us, _FAR_US)
         column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
-        at = np.arange(len(rows))
-        is_known = away_us[at, column] < _FAR_US
-        return np.where(is_known, self.sensor_poses.pose_of[rows[at, column]], -1)
+        row_index = np.arange(len(rows))
+        is_known = away_us[row_index, column] < _FAR_US
+        return np.where(is_known, self.sensor_poses.pose_of[rows[row_index, column]], -1)
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""
         poses = self._pose_rows(samples)
-        found = np.full((len(samples), 4, 4), np.nan)
-        found[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
-        return found
+        matrices = np.full((len(samples), 4, 4), np.nan)
+        matrices[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
+        return matrices
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield each row of table ``scene`` with its samples in time order, which may be none."""
@@ -266,29 +285,29 @@ class Keyframes:
         """Return the joined rows of some samples of a scene (S,)."""
         rows = self.sensor_rows[samples]
         has = rows >= 0
-        there = rows[has]
+        data_rows = rows[has]
         data = self.joined["sample_data"]
         scene = int(self.joined["sample"].links["scene_token"][samples[0]])
-        calibrated = self.sensor_poses.calibrated_of[there]
+        calibrated = self.sensor_poses.calibrated_of[data_rows]
         self.disk.used(rows.size)
         calibrations = self.sensor_poses.calibrations(calibrated)
         columns = zip(
             *np.nonzero(has),
-            data.tokens.take(there),
-            data.columns["filename"].take(there),
-            (data.columns["timestamp"][there] * NS_PER_US).tolist(),
-            data.columns["width"][there].tolist(),
-            data.columns["height"][there].tolist(),
-            data.columns["is_valid"][there].tolist(),
+            data.tokens.take(data_rows),
+            data.columns["filename"].take(data_rows),
+            (data.columns["timestamp"][data_rows] * NS_PER_US).tolist(),
+            data.columns["width"][data_rows].tolist(),
+            data.columns["height"][data_rows].tolist(),
+            data.columns["is_valid"][data_rows].tolist(),
             map(calibrations.__getitem__, calibrated.tolist()),
-            self.sensor_poses.ego2global(self.sensor_poses.pose_of[there]),
+            self.sensor_poses.ego2global(self.sensor_poses.pose_of[data_rows]),
             strict=True,
         )
         images: list[dict[str, Image]] = [{} for _ in samples]
         lidars: list[dict[str, Sweep]] = [{} for _ in samples]
         radars: list[dict[str, Sweep]] = [{} for _ in samples]
         for (
-            at,
+            sample_number,
             number,
             token,
             file,
@@ -299,26 +318,26 @@ class Keyframes:
             calibration,
             ego2global,
         ) in columns:
-            about: Any = {
+            facts: Any = {
                 "ref": f"{self._folder}{file}",
                 "timestamp_ns": time_ns,
                 "ego2global": ego2global,
             }
-            about["absent"] = "" if is_valid else NOT_VALID
+            facts["absent"] = "" if is_valid else NOT_VALID
             channel = self.channels[number]
             if number < len(self.cameras):
                 image = Image(
-                    **about,
+                    **facts,
                     **calibration,
                     width=width,
                     height=height,
                     token=token,
                     stays=self._stay,
                 )
-                images[at][channel.lower()] = image
+                images[sample_number][channel.lower()] = image
             else:
                 sweeps = lidars if channel in self.lidars else radars
-                sweeps[at][channel] = Sweep(**about, lidar2ego=calibration["cam2ego"])
+                sweeps[sample_number][channel] = Sweep(**facts, lidar2ego=calibration["cam2ego"])
         return SceneRows(
             keyframes=self,
             scene=self.joined["scene"].records[scene],
@@ -339,14 +358,17 @@ def in_rig_order(cameras: Iterable[str]) -> list[str]:
 
 
 def _check_channels(names: Sequence[str]) -> None:
-    """Check that channels can be parts of members' names: these characters, and differing in lower case."""
-    seen: dict[str, str] = {}
+    """Check that channels can be parts of members' names: these characters, and differing in
+    lower case.
+    """
+    names_seen: dict[str, str] = {}
     for name in names:
         if not _CHANNEL.match(name.lower()):
             raise SourceError(
                 f"table 'sensor': channel '{name}' has other characters than letters, digits and _"
             )
-        if seen.setdefault(name.lower(), name) != name:
+        if names_seen.setdefault(name.lower(), name) != name:
             raise SourceError(
-                f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone"
+                f"table 'sensor': channels '{names_seen[name.lower()]}' and '{name}' differ "
+                "in case alone"
             )

@@ -1,7 +1,9 @@
-"""The tables as columns on disk, joined: each is read once, and its links to others become row numbers.
+"""The tables as columns on disk, joined: each is read once, and its links to others become row
+numbers.
 
-Which fields are kept, and what they link to, is a plan: one entry a table, in the order in which they are read. Links
-to tables of few rows become row numbers as they are read; all links to a large table are joined at once.
+Which fields are kept, and what they link to, is a plan: one entry a table, in the order in which
+they are read. Links to tables of few rows become row numbers as they are read; all links to a large
+table are joined at once.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ _LARGE: Final = ("sample", "sample_data", "ego_pose", "instance", "sample_annota
 class Link(NamedTuple):
     """A field with the token of a row of the table ``to``.
 
-    ``if_cut`` says what a cut-out source does where that row is not there: raise an error, ``drop`` the record, or
-    ``clear`` the link.
+    ``if_cut`` says what a cut-out source does where that row is not there: raise an error, ``drop``
+    the record, or ``clear`` the link.
     """
 
     to: str
@@ -52,7 +54,9 @@ class Link(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of records: its type in JSON, and what makes an array (R, ...) or texts of its values in R records."""
+    """A field of records: its type in JSON, and what makes an array (R, ...) or texts of its
+    values in R records.
+    """
 
     type: Any
     column: Callable[[list[Any]], Any]
@@ -92,7 +96,7 @@ def _lenses(values: list[Sequence[float] | None]) -> Any:
     """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
     lenses = [value if value and any(value) else () for value in values]
     return vectors(
-        [(len(one), *(*one, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for one in lenses], 1 + NUM_DIST
+        [(len(lens), *(*lens, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for lens in lenses], 1 + NUM_DIST
     )
 
 
@@ -132,9 +136,10 @@ _LINKS: Final = {
 class Stored(NamedTuple):
     """How a table is stored: its columns, and the fields that link to other tables.
 
-    ``record`` has the fields that records of a table of few rows are asked for. ``optional`` are links that records may
-    lack, ``may_dangle`` those whose row is -1 where it is not there, in any source. ``keyframes``: other rows are left
-    out. Fields that are not named are allowed, and ignored.
+    ``record`` has the fields that records of a table of few rows are asked for. ``optional`` are
+    links that records may lack, ``may_dangle`` those whose row is -1 where it is not there, in any
+    source. ``keyframes``: other rows are left out. Fields that are not named are allowed, and
+    ignored.
     """
 
     columns: tuple[str, ...] = ()
@@ -145,7 +150,9 @@ class Stored(NamedTuple):
     keyframes: bool = False
 
     def link(self, table: str, field: str) -> Link:
-        """Return a link of this table, whose name is ``table``: prev and next are to its own rows."""
+        """Return a link of this table, whose name is ``table``: prev and next are to its own
+        rows.
+        """
         return _LINKS.get(field) or Link(table, may_be_empty=True, if_cut="clear")
 
 
@@ -169,8 +176,12 @@ def _record_type(table: str, stored: Stored) -> Any:
 
 def _tokens(records: list[Any], field: str) -> list[str]:
     """Return the tokens of a link, "" for none; of several attributes the first counts."""
-    found = list(map(attrgetter(field), records))
-    return [tokens[0] if tokens else "" for tokens in found] if field == _ATTRIBUTES else found
+    field_tokens = list(map(attrgetter(field), records))
+    return (
+        [tokens[0] if tokens else "" for tokens in field_tokens]
+        if field == _ATTRIBUTES
+        else field_tokens
+    )
 
 
 _POSE: Final = ("translation", "rotation")
@@ -208,7 +219,9 @@ T4_KEYFRAMES: Final = {
         (*_BOX, "velocity"), _BOX_LINKS, optional=_OPTIONAL, may_dangle=_OPTIONAL
     ),
 }
-"""T4's: its samples are ordered by time and its tracks by their instances, whatever prev and next say."""
+"""T4's: its samples are ordered by time and its tracks by their instances, whatever prev and
+next say.
+"""
 SWEEPS: Final = {
     **_CALIBRATION,
     "sample_data": Stored(
@@ -225,8 +238,9 @@ SWEEPS: Final = {
 class JoinedTable:
     """A table's rows: their tokens, their columns, and for each link the rows of the other table.
 
-    ``columns`` are arrays (R, ...) or :class:`Texts`; ``links`` are row numbers (R,), -1 for none, and
-    ``link_texts`` the tokens of those to large tables. ``records`` are those of a table of few rows.
+    ``columns`` are arrays (R, ...) or :class:`Texts`; ``links`` are row numbers (R,), -1 for none,
+    and ``link_texts`` the tokens of those to large tables. ``records`` are those of a table of few
+    rows.
     """
 
     def __init__(self, name: str, stored: Stored, disk: Disk) -> None:
@@ -240,10 +254,10 @@ class JoinedTable:
         }
         self.columns: dict[str, Any] = {}
         for field in stored.columns:
-            made = _COLUMNS[field].column([])
-            of_numbers = isinstance(made, np.ndarray)
+            empty = _COLUMNS[field].column([])
+            of_numbers = isinstance(empty, np.ndarray)
             self.columns[field] = (
-                disk.column(made.dtype, made.shape[1:]) if of_numbers else disk.texts()
+                disk.column(empty.dtype, empty.shape[1:]) if of_numbers else disk.texts()
             )
         self.links: dict[str, Any] = {
             field: disk.column(np.int64) for field in self.to.keys() - self.link_texts
@@ -253,26 +267,32 @@ class JoinedTable:
         return len(self.tokens)
 
     def append(self, records: list[Any], rows: Mapping[str, NDArray[np.int64]]) -> None:
-        """Add records and the rows of tables of few rows that they link to; raises SourceError for bad numbers."""
-        own = list(map(_TOKEN, records))
-        self.tokens.append(own)
+        """Add records and the rows of tables of few rows that they link to; raises SourceError
+        for bad numbers.
+        """
+        tokens_added = list(map(_TOKEN, records))
+        self.tokens.append(tokens_added)
         if self.name not in _LARGE:
             self.records += records
         for field, column in self.columns.items():
-            made = _COLUMNS[field].column(list(map(attrgetter(field), records)))
+            values = _COLUMNS[field].column(list(map(attrgetter(field), records)))
             if field in _CHECKED and self.name != "ego_pose":
-                check_finite(made, own, table=self.name, column=field)
-            column.append(made)
+                check_finite(values, tokens_added, table=self.name, column=field)
+            column.append(values)
         for field, tokens in self.link_texts.items():
             tokens.append(_tokens(records, field))
-        for field, found in rows.items():
-            self.links[field].append(found)
+        for field, row_numbers in rows.items():
+            self.links[field].append(row_numbers)
 
     def close(self) -> None:
         """Make arrays of the numbers: all records are there."""
-        for of in (self.columns, self.links):
-            of.update(
-                {field: column.values for field, column in of.items() if isinstance(column, Column)}
+        for columns in (self.columns, self.links):
+            columns.update(
+                {
+                    field: column.values
+                    for field, column in columns.items()
+                    if isinstance(column, Column)
+                }
             )
 
 
@@ -286,7 +306,8 @@ def all_sensors(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
 class Joined:
     """The tables of a plan, joined.
 
-    ``wanted`` says of all sensors (S,) whose rows of ``sample_data`` are kept; all plans but `SWEEPS` keep keyframes.
+    ``wanted`` says of all sensors (S,) whose rows of ``sample_data`` are kept; all plans but
+    `SWEEPS` keep keyframes.
     """
 
     def __init__(
@@ -294,12 +315,14 @@ class Joined:
         tables: Tables,
         disk: Disk,
         plan: Mapping[str, Stored],
-        wanted: Callable[[Sequence[Sensor]], NDArray[np.bool_]] = all_sensors,
+        select_sensors: Callable[[Sequence[Sensor]], NDArray[np.bool_]] = all_sensors,
         cut: Cut | None = None,
     ) -> None:
-        """Read all tables of the plan; raise SourceError for what is wrong in them, and for links that dangle."""
+        """Read all tables of the plan; raise SourceError for what is wrong in them, and for
+        links that dangle.
+        """
         self._cut = cut or Cut(is_on=False)
-        self._wanted = wanted
+        self._wanted = select_sensors
         self._tables: dict[str, JoinedTable] = {}
         poses = Wanted()
         for name, stored in plan.items():
@@ -328,11 +351,11 @@ class Joined:
 
     def _add(self, table: JoinedTable, records: list[Any]) -> list[Any]:
         """Add what is wanted of some records, and return it."""
-        needed = {
+        required = {
             field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
         }
-        records = self._cut.kept(records, table.name, **needed)
-        own = list(map(_TOKEN, records))
+        records = self._cut.kept(records, table.name, **required)
+        tokens_added = list(map(_TOKEN, records))
         rows = dict[str, NDArray[np.int64]]()
         for field in table.links:
             link = table.to[field]
@@ -344,14 +367,14 @@ class Joined:
                     tokens,
                     table=table.name,
                     column=field,
-                    owners=own,
+                    owners=tokens_added,
                     may_be_empty=link.may_be_empty,
                 )
         if table.name == "sample_data":
             calibrated = rows["calibrated_sensor_token"]
             is_wanted = (calibrated >= 0) & self._is_wanted[calibrated]
             records = list(itertools.compress(records, is_wanted.tolist()))
-            rows = {field: found[is_wanted] for field, found in rows.items()}
+            rows = {field: row_numbers[is_wanted] for field, row_numbers in rows.items()}
         table.append(records, rows)
         return records
 
@@ -373,10 +396,13 @@ class Joined:
         if not into:
             return
         target = self[name].tokens
-        # Tokens are compared with themselves too, to find one that is there twice; of poses not all are there.
-        own = [] if name == "ego_pose" else [target]
-        found = target.rows_of(*own, *(table.link_texts[field] for table, field in into))
-        for (table, field), rows in zip(into, found[len(own) :], strict=True):
+        # Tokens are compared with themselves too, to find one that is there twice; of poses not all
+        # are there.
+        self_links = [] if name == "ego_pose" else [target]
+        rows_found = target.rows_of(
+            *self_links, *(table.link_texts[field] for table, field in into)
+        )
+        for (table, field), rows in zip(into, rows_found[len(self_links) :], strict=True):
             link = table.to[field]
             table.links[field] = rows
             if field not in table.stored.may_dangle:

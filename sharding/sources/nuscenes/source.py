@@ -1,8 +1,8 @@
 """The adapter for nuScenes, and the splits that its scenes belong to.
 
-``splits.json`` beside the tables (split name to scene names, as the devkit reads it) comes first; else the official
-split of v1.0-trainval, v1.0-mini and v1.0-test, where all scenes are the official ones. The lists are those of the
-devkit's ``utils/splits.py``, written as runs of scene numbers.
+``splits.json`` beside the tables (split name to scene names, as the devkit reads it) comes first;
+else the official split of v1.0-trainval, v1.0-mini and v1.0-test, where all scenes are the official
+ones. The lists are those of the devkit's ``utils/splits.py``, written as runs of scene numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.joined import KEYFRAMES, Joined
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import Tables, check_time, of_rig
+from fuelrail.sharding.sources.nuscenes.tables import Tables, check_time, select_sensors
 from fuelrail.sharding.sources.shared.joins import Cut
 from fuelrail.sharding.sources.shared.points import parse_points
 
@@ -126,10 +126,10 @@ def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]]
         val = _VAL
     else:
         return None
-    both: dict[str, list[str]] = {"train": [], "val": []}
+    splits: dict[str, list[str]] = {"train": [], "val": []}
     for name, number in zip(scenes, numbers, strict=True):
-        both["val" if number in val else "train"].append(name)
-    return both
+        splits["val" if number in val else "train"].append(name)
+    return splits
 
 
 _POINT_FILES: Final = (".bin", ".npy", ".pcd")
@@ -165,38 +165,40 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
     sweeps: Annotated[
         int,
         Meta(
-            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: every sweep once; "
-            "default: 0)"
+            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: every "
+            "sweep once; default: 0)"
         ),
     ] = 0
     dangling_links: Annotated[
         Literal["error", "cut"],
         Meta(
-            description="records of a cut-out set that refer to ones that it lacks: raise an error, or cut: drop links "
-            "to neighbours, and records without their sample, scene, calibration, track or category"
+            description="records of a cut-out set that refer to ones that it lacks: raise an error, or "
+            "cut: drop links to neighbours, and records without their sample, scene, "
+            "calibration, track or category"
         ),
     ] = "error"
     classes: Annotated[
         ClassOption,
         Meta(
-            description="classes of boxes: nuscenes10 (its ten detection classes), source (all categories of the "
-            "tables), or a YAML file that maps category to class"
+            description="classes of boxes: nuscenes10 (its ten detection classes), source (all "
+            "categories of the tables), or a YAML file that maps category to class"
         ),
     ] = NUSCENES10
     channels: Annotated[
         tuple[GroupName, ...],
         Meta(
-            description="further channels to store, as a list: radar (all radars), can (CAN bus messages between "
-            "keyframes), boxes2d (2-D boxes), tokens (tokens of the tables of each box), trajectories (past and future "
-            "of ego vehicle and boxes), description (text), map (vectors of the map expansion about the ego vehicle)"
+            description="further channels to store, as a list: radar (all radars), can (CAN bus "
+            "messages between keyframes), boxes2d (2-D boxes), tokens (tokens of the tables "
+            "of each box), trajectories (past and future of ego vehicle and boxes), "
+            "description (text), map (vectors of the map expansion about the ego vehicle)"
         ),
     ] = ()
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     radar_sweeps: Annotated[
         int,
         Meta(
-            description="number of earlier nuScenes radar sweeps to store with every keyframe, ego-motion compensated "
-            "(6: about every sweep once; default: 0)"
+            description="number of earlier nuScenes radar sweeps to store with every keyframe, "
+            "ego-motion compensated (6: about every sweep once; default: 0)"
         ),
     ] = 0
 
@@ -204,7 +206,8 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
         """Check that the options go together."""
         if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
             raise ConfigError(
-                f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without channels=[radar]"
+                f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without "
+                "channels=[radar]"
             )
         if self.series and "can" not in self.channels:
             raise ConfigError("series=true needs signals: channels=[can]")
@@ -251,10 +254,12 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     @property
     def attribute_types(self) -> dict[str, type]:
-        """Columns of attributes; classes of the source's own are not known before the tables are read: no counts."""
+        """Columns of attributes; classes of the source's own are not known before the tables are
+        read: no counts.
+        """
         names = ClassMap(self.given.classes, ()).names
-        known = attribute_types(names, self.columns)
-        return {name: known[name] for name in (*_ATTRIBUTES, *map(count_column, names))}
+        types = attribute_types(names, self.columns)
+        return {name: types[name] for name in (*_ATTRIBUTES, *map(count_column, names))}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -263,18 +268,20 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
-        given = self.given
+        settings = self.given
         cut = Cut(is_on=self.given.dangling_links == "cut")
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()
-            wanted = partial(
-                of_rig,
-                cameras=given.cameras,
+            sensor_filter = partial(
+                select_sensors,
+                cameras=settings.cameras,
                 where=self.files.shown,
-                radars="radar" in given.channels,
+                radars="radar" in settings.channels,
             )
-            joined = Joined(tables=tables, disk=out.disk, plan=KEYFRAMES, wanted=wanted, cut=cut)
+            joined = Joined(
+                tables=tables, disk=out.disk, plan=KEYFRAMES, select_sensors=sensor_filter, cut=cut
+            )
             self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
                 raise SourceError(
@@ -283,19 +290,22 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             self._annotations = annotations = Annotations(joined, out.disk)
             self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
-            own = OwnChannels(
+            own_channels = OwnChannels(
                 tuple(channel for channel in load_channels(tables) if lies_on(channel, rig))
             )
             groups = self._chosen(tables, out.disk)
-            self._groups = [own, *groups.values()]
-            if given.sweeps:
-                self._groups.append(LidarSweeps(tables, out.disk, "lidar", keyframes, given.sweeps))
-            made = {channel.name for group in groups.values() for channel in group.channels}
-            for channel in own.channels:
-                if channel.name in made:
+            self._groups = [own_channels, *groups.values()]
+            if settings.sweeps:
+                self._groups.append(
+                    LidarSweeps(tables, out.disk, "lidar", keyframes, settings.sweeps)
+                )
+            names_made = {channel.name for group in groups.values() for channel in group.channels}
+            for channel in own_channels.channels:
+                if channel.name in names_made:
                     raise SourceError(
-                        f"'{self.files.shown}/{tables.folder}/{CHANNELS_FILE}' has the channel '{channel.name}', which "
-                        "the option channels makes too: rename or leave out one"
+                        f"'{self.files.shown}/{tables.folder}/{CHANNELS_FILE}' has the "
+                        f"channel '{channel.name}', which the option channels makes too: "
+                        "rename or leave out one"
                     )
             self.channels = [
                 channel
@@ -315,7 +325,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             for channel in groups[name].channels
         }
         channels = tuple(
-            one for one in info.channels if one.name not in if_found or one.field in info.names
+            entry
+            for entry in info.channels
+            if entry.name not in if_found or entry.field in info.names
         )
         for name, group in groups.items():
             if not any(channel in channels for channel in group.channels):
@@ -323,7 +335,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         return replace(info, name=f"nuscenes-{tables.folder}", channels=channels, splits=splits)
 
     def _chosen(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
-        """Return the groups that the option ``channels`` names, in the order of the table of channels."""
+        """Return the groups that the option ``channels`` names, in the order of the table of
+        channels.
+        """
         keyframes = self._keyframes
         annotations = self._annotations
         is_labelled = len(annotations) > 0
@@ -345,7 +359,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def sensors(self) -> Sensors:
         """Return the cameras and lidars that have keyframes."""
-        return Sensors.of(
+        return Sensors.from_names(
             self._keyframes.cameras, dict.fromkeys(self._keyframes.lidars, POINT_COLUMNS)
         )
 
@@ -362,8 +376,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             self._check_chain(scene, samples)
             if not len(samples):
                 continue
-            for own in samples[[0, -1]].tolist():
-                check_time(int(keyframes.timestamp_us[own]), joined["sample"].tokens[own])
+            for sample in samples[[0, -1]].tolist():
+                check_time(int(keyframes.timestamp_us[sample]), joined["sample"].tokens[sample])
             tags = {
                 "location": log.location,
                 "description": scene.description,
@@ -385,7 +399,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             )
 
     def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:
-        """Raise SourceError where samples in time order are not the scene's ``next`` links, or not ``nbr_samples``."""
+        """Raise SourceError where samples in time order are not the scene's ``next`` links, or
+        not ``nbr_samples``.
+        """
         is_cut = self.given.dangling_links == "cut"
         table = self._keyframes.joined["sample"]
         if len(samples) != scene.nbr_samples and not is_cut:
@@ -399,60 +415,69 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         )
         if wrong.any():
             raise SourceError(
-                f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of scene '{scene.name}': its next "
-                "is not the scene's following sample in time"
+                f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of "
+                f"scene '{scene.name}': its next is not the scene's following sample in time"
             )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """Yield the samples of a scene; raises SourceError for one that has no pose, and for files of unknown kinds."""
+        """Yield the samples of a scene; raises SourceError for one that has no pose, and for
+        files of unknown kinds.
+        """
         assert isinstance(clip, _SceneClip), "it is of this source"
         keyframes = self._keyframes
-        given = self.given.channels
+        channel_groups = self.given.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
         boxes: Sequence[BoxRows | None] = [None] * len(
             rows.tokens
         )  # a test split has no annotations
         if len(self._annotations):
-            boxes = self._annotations.of_scene(rows, self.box_attributes)
-        for at, token in enumerate(rows.tokens):
-            if np.isnan(rows.ego2global[at, 0, 0]):
+            boxes = self._annotations.scene_boxes(rows, self.box_attributes)
+        for number, token in enumerate(rows.tokens):
+            if np.isnan(rows.ego2global[number, 0, 0]):
                 raise SourceError(f"table 'sample': row '{token}' has no sensor data at all")
-            for lidar, sweep in rows.lidars[at].items():
+            for lidar, sweep in rows.lidars[number].items():
                 if not sweep.absent and not sweep.ref.endswith(_POINT_FILES):
-                    row = keyframes.joined["sample_data"].tokens[rows.row_of(at, lidar)]
+                    row = keyframes.joined["sample_data"].tokens[rows.row_of(number, lidar)]
                     raise SourceError(
-                        f"table 'sample_data': row '{row}' of a lidar has the file '{sweep.ref}', of a kind that is "
-                        f"not read; read are {', '.join(_POINT_FILES)}"
+                        f"table 'sample_data': row '{row}' of a lidar has the file "
+                        f"'{sweep.ref}', of a kind that is not read; read are "
+                        f"{', '.join(_POINT_FILES)}"
                     )
-            own = boxes[at]
+            sample_boxes = boxes[number]
             values = dict[str, str]()
-            if "tokens" in given and own is not None:
-                tokens = self._annotations.tokens_of(int(rows.samples[at]))
+            if "tokens" in channel_groups and sample_boxes is not None:
+                tokens = self._annotations.tokens_of(int(rows.samples[number]))
                 values[TOKENS.name] = msgspec.json.encode(tokens).decode()
-            if "description" in given and rows.scene.description:
+            if "description" in channel_groups and rows.scene.description:
                 values[DESCRIPTION.name] = rows.scene.description
             yield Frame(
-                timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
-                images={name: rows.images[at].get(name, _NO_ROW) for name in cameras},
-                ego2global=rows.ego2global[at],
-                sweeps={lidar.lower(): sweep for lidar, sweep in rows.lidars[at].items()},
-                boxes=own,
-                boxes2d=image_boxes(rows, at, own)
-                if "boxes2d" in given and own is not None
+                timestamp_ns=rows.timestamp_us[number] * NS_PER_US,
+                images={name: rows.images[number].get(name, _NO_ROW) for name in cameras},
+                ego2global=rows.ego2global[number],
+                sweeps={lidar.lower(): sweep for lidar, sweep in rows.lidars[number].items()},
+                boxes=sample_boxes,
+                boxes2d=image_boxes(rows, number, sample_boxes)
+                if "boxes2d" in channel_groups and sample_boxes is not None
                 else {},
                 values=values,
-                members=[member for group in self._groups for member in group.members(rows, at)],
+                members=[
+                    member for group in self._groups for member in group.members(rows, number)
+                ],
                 token=token,
                 ego_velocity=_NOT_STATED,
             )
 
     def place(self, ref: str) -> Place | None:
-        """Return file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
+        """Return file of an image on this machine; None for lidar, which :meth:`open` makes
+        arrays of, and at a URL.
+        """
         return None if ref.startswith(("[", "{")) else super().place(ref)
 
     def open(self, ref: str) -> Buffer:
-        """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
+        """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar
+        frame.
+        """
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
         return (
@@ -464,34 +489,36 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     def _version(self) -> str:
         """Name of the tables' folder."""
         version = self.given.version
-        shown = self.files.shown
+        root = self.files.shown
         if version is None:
-            found = self.files.folders_with("sample.json")
-            if len(found) != 1:
+            folders = self.files.folders_with("sample.json")
+            if len(folders) != 1:
                 raise ConfigError(
-                    f"'{shown}' needs the option version to choose the tables, such as -o version={found[0]}; there "
-                    f"are: {', '.join(found)}"
-                    if found
-                    else f"'{shown}' has no nuScenes tables: no folder such as v1.0-mini with a sample.json; give the "
-                    "folder that holds it, with samples/ beside it"
+                    f"'{root}' needs the option version to choose the tables, such as -o "
+                    f"version={folders[0]}; there are: {', '.join(folders)}"
+                    if folders
+                    else f"'{root}' has no nuScenes tables: no folder such as v1.0-mini with a "
+                    "sample.json; give the folder that holds it, with samples/ beside it"
                 )
-            version = found[0]
-        elif version not in (found := self.files.folders_with("sample.json")):
+            version = folders[0]
+        elif version not in (folders := self.files.folders_with("sample.json")):
             if version in ("", "..") or Path(version).name != version:
-                raise ConfigError(f"version {version!r} is not the name of a folder in '{shown}'")
-            if found:
+                raise ConfigError(f"version {version!r} is not the name of a folder in '{root}'")
+            if folders:
                 raise SourceError(
-                    f"nuScenes version '{version}': '{shown}/{version}' is not a folder with tables; there are: "
-                    f"{', '.join(found)}"
+                    f"nuScenes version '{version}': '{root}/{version}' is not a folder with "
+                    f"tables; there are: {', '.join(folders)}"
                 )
         return version
 
 
 def _conditions(scene: Scene, log: Log) -> dict[str, bool]:
-    """Return night and rain as far as the free-text description states them, and nothing that it does not state.
+    """Return night and rain as far as the free-text description states them, and nothing that it
+    does not state.
 
-    nuScenes' own descriptions name both wherever they occur, so there a description without the word is a denial. Those
-    of others deny nothing by silence, and an empty one (nuScenes' test split) says nothing at all.
+    nuScenes' own descriptions name both wherever they occur, so there a description without the
+    word is a denial. Those of others deny nothing by silence, and an empty one (nuScenes' test
+    split) says nothing at all.
     """
     text = scene.description.lower()
     stated = {word: bool(pattern.search(text)) for word, pattern in _CONDITIONS.items()}

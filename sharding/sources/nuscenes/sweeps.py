@@ -1,8 +1,9 @@
-"""The sweeps between nuScenes' keyframes: which files come before each keyframe's own, and where the sensor was.
+"""The sweeps between nuScenes' keyframes: which files come before each keyframe's own, and where
+the sensor was.
 
-nuScenes' lidar turns at 20 Hz and keyframes come at 2 Hz, so nine earlier sweeps for each keyframe are every sweep
-once; of its radars, which measure at 13 Hz, six are. The table of sensor files is read a second time for them, only if
-the options ask for sweeps or radars.
+nuScenes' lidar turns at 20 Hz and keyframes come at 2 Hz, so nine earlier sweeps for each keyframe
+are every sweep once; of its radars, which measure at 13 Hz, six are. The table of sensor files is
+read a second time for them, only if the options ask for sweeps or radars.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class SweepList(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker needs to build the member: of each earlier sweep file, time and pose (3 x 4), the latest first."""
+    """What a worker needs to build the member: of each earlier sweep file, time and pose (3 x
+    4), the latest first.
+    """
 
     files: list[str]
     timestamp_ns: list[int]
@@ -50,7 +53,9 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SensorSweeps:
-    """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
+    """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked
+    backwards in time.
+    """
 
     def __init__(
         self,
@@ -60,7 +65,9 @@ class SensorSweeps:
         keyframes: Keyframes,
         num_sweeps: int,
     ) -> None:
-        """Read the table of sensor files again, for the ``num_sweeps`` before each keyframe; raises SourceError."""
+        """Read the table of sensor files again, for the ``num_sweeps`` before each keyframe;
+        raises SourceError.
+        """
 
         def of_modality(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
@@ -73,29 +80,33 @@ class SensorSweeps:
         self._num_sweeps = num_sweeps
 
     def rows_up_to(self, key: int) -> list[int]:
-        """Return the number of a keyframe's row among these, and of valid rows before it, latest first; SourceError."""
+        """Return the number of a keyframe's row among these, and of valid rows before it, latest
+        first; SourceError.
+        """
         row = int(self._row_of[key])
-        found = [row]
+        rows = [row]
         timestamp_us = self._data.columns["timestamp"]
-        while len(found) <= self._num_sweeps and (prev := self._data.link_texts["prev"][row]):
+        while len(rows) <= self._num_sweeps and (prev := self._data.link_texts["prev"][row]):
             before = int(self._data.links["prev"][row])
             if before < 0 or timestamp_us[before] >= timestamp_us[row]:
-                what = (
+                problem = (
                     f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
                 )
-                own = self._data.tokens[row]
+                token = self._data.tokens[row]
                 raise SourceError(
-                    f"table 'sample_data': row '{own}' has the prev '{prev}', which {what}"
+                    f"table 'sample_data': row '{token}' has the prev '{prev}', which {problem}"
                 )
             row = before
             if self._data.columns["is_valid"][row]:
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
     def files(
         self, numbers: Sequence[int]
     ) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
-        """Return the files of rows, their times [ns], and their sensors then to global, rigid (N, 4, 4)."""
+        """Return the files of rows, their times [ns], and their sensors then to global, rigid
+        (N, 4, 4).
+        """
         rows = np.array(numbers, np.int64)
         columns = self._data.columns
         poses = self._sensor_poses
@@ -110,17 +121,21 @@ class LidarSweeps(SensorSweeps):
 
     channels: tuple[Channel, ...] = ()
 
-    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+    def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the earlier sweeps of each lidar, fewer where its links end; raises SourceError."""
-        for lidar, sweep in rows.lidars[at].items():
-            before = () if sweep.absent else self.rows_up_to(rows.row_of(at, lidar))[1:]
+        for lidar, sweep in rows.lidars[number].items():
+            before = () if sweep.absent else self.rows_up_to(rows.row_of(number, lidar))[1:]
             if before:
                 files, timestamp_ns, lidar2global = self.files(before)
-                found = SweepList(
+                sweep_list = SweepList(
                     files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist()
                 )
                 hint = "the option sweeps=0 leaves earlier sweeps out"
                 name = f"{lidar.lower()}{SWEEPS_FIELD}"
                 yield FileMember(
-                    name, msgspec.json.encode(found).decode(), found.files, hint, is_estimate=False
+                    name,
+                    msgspec.json.encode(sweep_list).decode(),
+                    sweep_list.files,
+                    hint,
+                    is_estimate=False,
                 )

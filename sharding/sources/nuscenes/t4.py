@@ -1,7 +1,8 @@
-"""The adapter for T4 datasets (TIER IV, Autoware): nuScenes' tables in ``annotation/``, one scene a dataset.
+"""The adapter for T4 datasets (TIER IV, Autoware): nuScenes' tables in ``annotation/``, one scene a
+dataset.
 
-What T4 has beyond nuScenes is used: lens coefficients (``camera_distortion``), data marked as not valid, visibility by
-words, stored velocities, merged lidars (``LIDAR_CONCAT``), PCD files. Layout:
+What T4 has beyond nuScenes is used: lens coefficients (``camera_distortion``), data marked as not
+valid, visibility by words, stored velocities, merged lidars (``LIDAR_CONCAT``), PCD files. Layout:
 https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_detailed.md
 """
 
@@ -86,8 +87,9 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="a sample without the image of a camera, or with one that is marked as not valid: error; mask "
-            "(leave the member out, mark it invalid); drop (leave the sample out)"
+            description="a sample without the image of a camera, or with one that is marked as not "
+            "valid: error; mask (leave the member out, mark it invalid); drop (leave the "
+            "sample out)"
         ),
     ] = "mask"
     boxes2d: Annotated[
@@ -97,7 +99,10 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     vehicle_state: Annotated[
         bool,
         Meta(
-            description="true stores pedals, steering, indicators and speed as the channel can_vehicle_state"
+            description=(
+                "true stores pedals, steering, indicators and speed as the channel "
+                "can_vehicle_state"
+            )
         ),
     ] = False
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
@@ -126,33 +131,38 @@ class T4(TableSource[T4Settings]):
         self._state_channel = vehicle_state.state_channel(series=self.given.series)
 
     def scan(self, out: ScanWriter) -> ScanInfo:
-        """Write a row for each frame that is kept; columns of the tables are on the disk of the scan table."""
+        """Write a row for each frame that is kept; columns of the tables are on the disk of the
+        scan table.
+        """
         self._folder = out.disk.folder
         return super().scan(out)
 
     def _datasets(self) -> list[str]:
-        """Return folders of datasets below the root, with a slash at the end; for several versions of one the last."""
-        found = []
+        """Return folders of datasets below the root, with a slash at the end; for several
+        versions of one the last.
+        """
+        folders = []
         names = self.files.listed()
         if _FOLDER in names:
             return [""]
         for name in names:
             inside = _inside(self.files, name)
             if _FOLDER in inside:
-                found.append(f"{name}/")
+                folders.append(f"{name}/")
                 continue
             versions = [
-                one
-                for one in inside
-                if one.isdigit() and _FOLDER in _inside(self.files, f"{name}/{one}")
+                version
+                for version in inside
+                if version.isdigit() and _FOLDER in _inside(self.files, f"{name}/{version}")
             ]
             if versions:
-                found.append(f"{name}/{max(versions, key=int)}/")
-        if not found:
+                folders.append(f"{name}/{max(versions, key=int)}/")
+        if not folders:
             raise SourceError(
-                f"the t4 source '{self.files.shown}' has no dataset: no folder with the folder {_FOLDER}"
+                f"the t4 source '{self.files.shown}' has no dataset: no folder with the "
+                f"folder {_FOLDER}"
             )
-        return found
+        return folders
 
     def _tables(self, dataset: str) -> Tables:
         return Tables(self.files, f"{dataset}{_FOLDER}")
@@ -175,7 +185,8 @@ class T4(TableSource[T4Settings]):
             for sensor in self._tables(dataset).all("sensor", Sensor):
                 if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", sensor.channel):
                     raise SourceError(
-                        f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is not a word"
+                        f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is "
+                        "not a word"
                     )
                 {"camera": cameras, "lidar": lidars, "radar": radars}.get(sensor.modality, {})[
                     sensor.channel
@@ -189,7 +200,9 @@ class T4(TableSource[T4Settings]):
         )
         self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
         self.channels += (self._state_channel,) if self.given.vehicle_state else ()
-        return Sensors.of(in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS))
+        return Sensors.from_names(
+            in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS)
+        )
 
     def clips(self) -> Iterator[Clip]:
         """Yield the scene of each dataset."""
@@ -199,7 +212,8 @@ class T4(TableSource[T4Settings]):
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
                 raise SourceError(
-                    f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one"
+                    f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, "
+                    "expected one"
                 )
             log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
             (scene,) = scenes
@@ -227,7 +241,7 @@ class T4(TableSource[T4Settings]):
             in_images = self._in_images(joined, dataset) if self.given.boxes2d else None
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
-        boxes = Annotations(joined, disk).of_scene(rows, self.box_attributes)
+        boxes = Annotations(joined, disk).scene_boxes(rows, self.box_attributes)
         windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1
@@ -237,31 +251,35 @@ class T4(TableSource[T4Settings]):
         if self.given.vehicle_state and not self.given.series:
             times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
             states = signals(self._state_channel, *self._states(dataset), times_ns)
-        for at, own_boxes in enumerate(boxes):
-            ego2global = None if np.isnan(rows.ego2global[at, 0, 0]) else rows.ego2global[at]
+        for number, own_boxes in enumerate(boxes):
+            ego2global = (
+                None if np.isnan(rows.ego2global[number, 0, 0]) else rows.ego2global[number]
+            )
             images: dict[str, Image | Absent] = {}
             boxes2d: dict[str, ImageBoxRows] = {}
-            for channel, image in rows.images[at].items():
+            for channel, image in rows.images[number].items():
                 images[channel] = Absent(NOT_VALID) if image.absent else image
                 if in_images is not None and not image.absent:
                     boxes2d[channel] = _image_boxes(in_images.get(image.token, []), own_boxes)
             sweeps = {
-                name.lower(): sweep for name, sweep in rows.lidars[at].items() if not sweep.absent
+                name.lower(): sweep
+                for name, sweep in rows.lidars[number].items()
+                if not sweep.absent
             }
-            members: list[Reference | FileMember] = [*states[at]]
+            members: list[Reference | FileMember] = [*states[number]]
             if self.given.radars:
-                members += self._radars(rows, at)
+                members += self._radars(rows, number)
             if windows is not None and ego2global is not None:
-                members.append(windows.made(dataset, ego2global))
+                members.append(windows.make_window(dataset, ego2global))
             yield Frame(
-                timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
+                timestamp_ns=rows.timestamp_us[number] * NS_PER_US,
                 ego2global=ego2global,
                 images=images,
                 sweeps=sweeps,
                 boxes=own_boxes,
                 boxes2d=boxes2d,
                 members=members,
-                token=rows.tokens[at],
+                token=rows.tokens[number],
             )
 
     def _states(self, dataset: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -273,22 +291,28 @@ class T4(TableSource[T4Settings]):
             self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
         return vehicle_state.state_signals(rows)
 
-    def _radars(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
-        """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them out."""
-        for channel, sweep in rows.radars[at].items():
+    def _radars(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
+        """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them
+        out.
+        """
+        for channel, sweep in rows.radars[number].items():
             if not sweep.absent and sweep.ref.endswith(".json"):
                 self.noted[f"{channel}: radar files of JSON, not read"] += 1
             elif not sweep.absent:
                 assert sweep.ego2global is not None, "every row has a pose"
-                sensor2key = invert_rigid(rows.ego2global[at]) @ sweep.ego2global @ sweep.lidar2ego
-                age_s = (rows.timestamp_us[at] - sweep.timestamp_ns // NS_PER_US) * 1e-6
-                made = RadarFiles(channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()])
-                ref = POINTS + msgspec.json.encode(made).decode()
+                sensor2key = (
+                    invert_rigid(rows.ego2global[number]) @ sweep.ego2global @ sweep.lidar2ego
+                )
+                age_s = (rows.timestamp_us[number] - sweep.timestamp_ns // NS_PER_US) * 1e-6
+                radar_files = RadarFiles(
+                    channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()]
+                )
+                ref = POINTS + msgspec.json.encode(radar_files).decode()
                 hint = "the option radars=false leaves radars out"
                 yield FileMember(
                     name=radar_channel(channel).field,
                     ref=ref,
-                    files=made.files,
+                    files=radar_files.files,
                     hint=hint,
                     num_bytes=_RADAR_BYTES,
                 )
@@ -299,8 +323,8 @@ class T4(TableSource[T4Settings]):
         """Return annotations in images with their categories, by row of ``sample_data``."""
         category = joined["category"]
         records = self._tables(dataset).all("object_ann", _ImageAnnotation)
-        links = [one.category_token for one in records]
-        owners = [one.token for one in records]
+        links = [record.category_token for record in records]
+        owners = [record.token for record in records]
         numbers = category.tokens.find(links)
         category.tokens.check(
             numbers,
@@ -310,10 +334,12 @@ class T4(TableSource[T4Settings]):
             owners=owners,
             may_be_empty=False,
         )
-        found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
-        for one, number in zip(records, numbers.tolist(), strict=True):
-            found.setdefault(one.sample_data_token, []).append((one, category.records[number].name))
-        return found
+        annotations: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
+        for record, number in zip(records, numbers.tolist(), strict=True):
+            annotations.setdefault(record.sample_data_token, []).append(
+                (record, category.records[number].name)
+            )
+        return annotations
 
 
 def _inside(files: SourceFiles, folder: str) -> list[str]:
@@ -331,17 +357,17 @@ def _map_file(files: SourceFiles, dataset: str) -> list[str]:
 
 def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMap:
     name = f"{dataset}{lanelet2.FILE}"
-    found, num_others = lanelet2.parse_map(files.read(name), f"map '{files.shown}/{name}'")
+    vector_map, num_others = lanelet2.parse_map(files.read(name), f"map '{files.shown}/{name}'")
     if num_others:
         noted["lines of maps whose type is not stored"] += num_others
-    return found
+    return vector_map
 
 
 def _image_boxes(rows: list[tuple[_ImageAnnotation, str]], in_space: BoxRows) -> ImageBoxRows:
-    row_of = {track: at for at, track in enumerate(in_space.track or ())}
+    row_of = {track: row for row, track in enumerate(in_space.track or ())}
     return ImageBoxRows(
-        box=[one.bbox for one, _ in rows],
+        box=[annotation.bbox for annotation, _ in rows],
         category=[name for _, name in rows],
-        track=[one.instance_token for one, _ in rows],
-        row=[row_of.get(one.instance_token, -1) for one, _ in rows],
+        track=[annotation.instance_token for annotation, _ in rows],
+        row=[row_of.get(annotation.instance_token, -1) for annotation, _ in rows],
     )

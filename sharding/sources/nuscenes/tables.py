@@ -1,11 +1,12 @@
 """nuScenes' thirteen JSON tables, read strictly and piece by piece.
 
-A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces, each checked against its record type,
-and so small that text and records stay in a core's cache (with pieces of half a megabyte a scan takes a tenth longer).
-What stays of a piece is for the caller to say; of the large tables only columns do, and those on disk
-(:mod:`fuelrail.pipeline.storage.columns`).
+A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces, each checked
+against its record type, and so small that text and records stay in a core's cache (with pieces of
+half a megabyte a scan takes a tenth longer). What stays of a piece is for the caller to say; of the
+large tables only columns do, and those on disk (:mod:`fuelrail.pipeline.storage.columns`).
 
-Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
+Layout of the tables:
+https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
 """
 
 from __future__ import annotations
@@ -85,17 +86,22 @@ class Sensor(Record, frozen=True, gc=False):
     modality: str
 
 
-def of_rig(
+def select_sensors(
     sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool
 ) -> NDArray[np.bool_]:
-    """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError for an unknown one."""
-    named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
-    kept = choose_cameras(list(named), cameras or None, where)
+    """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError
+    for an unknown one.
+    """
+    named = dict.fromkeys(
+        sensor.channel.lower() for sensor in sensors if sensor.modality == "camera"
+    )
+    cameras_kept = choose_cameras(list(named), cameras or None, where)
     kinds = ("lidar", "radar") if radars else ("lidar",)
     return np.array(
         [
-            one.modality in kinds or (one.modality == "camera" and one.channel.lower() in kept)
-            for one in sensors
+            sensor.modality in kinds
+            or (sensor.modality == "camera" and sensor.channel.lower() in cameras_kept)
+            for sensor in sensors
         ],
         np.bool_,
     )
@@ -121,47 +127,55 @@ _LAST_US = 4_102_444_800_000_000
 
 
 class Tables:
-    """The tables of one version of a dataroot, JSON files in ``folder`` below the root of ``files``."""
+    """The tables of one version of a dataroot, JSON files in ``folder`` below the root of
+    ``files``.
+    """
 
     def __init__(self, files: SourceFiles, folder: str) -> None:
         self.files = files
         self.folder = folder
 
     def check(self) -> None:
-        """Raise SourceError unless all thirteen tables are there; name every one that is missing."""
-        there = self.files.listed(self.folder)
-        missing = [f"{table}.json" for table in TABLES if f"{table}.json" not in there]
+        """Raise SourceError unless all thirteen tables are there; name every one that is
+        missing.
+        """
+        names = self.files.listed(self.folder)
+        missing = [f"{table}.json" for table in TABLES if f"{table}.json" not in names]
         if missing:
             raise SourceError(
-                f"nuScenes tables in '{self.files.shown}/{self.folder}': {', '.join(missing)} missing; a dataroot has "
-                f"all {len(TABLES)} tables"
+                f"nuScenes tables in '{self.files.shown}/{self.folder}': "
+                f"{', '.join(missing)} missing; a dataroot has all {len(TABLES)} tables"
             )
 
     def path(self, table: str) -> str:
         """Return the file of a table, as messages show it."""
         return f"{self.files.shown}/{self.folder}/{table}.json"
 
-    def beside(self, name: str, of: type[T], what: str) -> T | None:
-        """Return a JSON file beside the tables, None where it is not there; raise SourceError saying ``what`` it is."""
+    def beside(self, name: str, kind: type[T], problem: str) -> T | None:
+        """Return a JSON file beside the tables, None where it is not there; raise SourceError
+        saying ``what`` it is.
+        """
         if name not in self.files.listed(self.folder):
             return None
         where = f"'{self.files.shown}/{self.folder}/{name}'"
-        return read_json(self.files.read(f"{self.folder}/{name}"), where, of, what)
+        return read_json(self.files.read(f"{self.folder}/{name}"), where, kind, problem)
 
-    def read(self, table: str, of: type[R]) -> Iterator[list[R]]:
-        """Yield a table's records in pieces, in order; raise SourceError where it is not a list of such records."""
+    def read(self, table: str, kind: type[R]) -> Iterator[list[R]]:
+        """Yield a table's records in pieces, in order; raise SourceError where it is not a list
+        of such records.
+        """
         path = self.path(table)
-        strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
+        strict = msgspec.json.Decoder(list[kind]).decode  # type: ignore[valid-type]
         count = 0
 
         def decode(data: bytes) -> list[R]:
             try:
                 return strict(data)
             except msgspec.ValidationError:
-                whole = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
-                if whole == data:
+                corrected = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+                if corrected == data:
                     raise
-                return strict(whole)
+                return strict(corrected)
             except msgspec.DecodeError:
                 without, count = without_nan(data)  # null is unknown here, as NaN is
                 if not count:
@@ -181,16 +195,17 @@ class Tables:
                     f"table '{path}', counted from record {count}: {fault_in_words(error)}"
                 ) from error
 
-    def all(self, table: str, of: type[R]) -> list[R]:
+    def all(self, table: str, kind: type[R]) -> list[R]:
         """Return all records of a small table."""
-        return [record for piece in self.read(table, of) for record in piece]
+        return [record for piece in self.read(table, kind) for record in piece]
 
 
 def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
     """Cut a JSON list of objects into lists of whole objects, and decode those.
 
-    A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a string that happens
-    to hold these characters leaves an unterminated string, is not valid JSON, and the piece grows instead.
+    A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a
+    string that happens to hold these characters leaves an unterminated string, is not valid JSON,
+    and the piece grows instead.
     """
     start = file.read(_PIECE_BYTES)
     check_no_pointer(start, f"table '{path}'")
@@ -199,8 +214,8 @@ def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> It
         raise SourceError(f"table '{path}' is not a JSON list")
     pending = body[1:]
     while more := file.read(_PIECE_BYTES):
-        whole = (b"[", memoryview(pending)[: (cut := _last_gap(pending))], b"]")
-        if cut and (records := _decoded(b"".join(whole), decode)) is not None:
+        piece = (b"[", memoryview(pending)[: (cut := _last_gap(pending))], b"]")
+        if cut and (records := _decoded(b"".join(piece), decode)) is not None:
             yield records
             pending = pending[cut:].lstrip()[1:]
         pending += more
@@ -209,7 +224,9 @@ def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> It
 
 
 def _last_gap(data: bytes) -> int:
-    """Return the position after the last ``}`` that is followed by a comma and the next record, 0 without one."""
+    """Return the position after the last ``}`` that is followed by a comma and the next record,
+    0 without one.
+    """
     end = len(data)
     while (end := data.rfind(b"}", 0, end)) > 0:
         rest = data[end + 1 : end + 64].lstrip()
@@ -228,16 +245,19 @@ def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None
         return None
 
 
-def _rounded(found: re.Match[bytes]) -> bytes:
-    return found[1] + str(round(float(found[2]))).encode()
+def _rounded(match: re.Match[bytes]) -> bytes:
+    return match[1] + str(round(float(match[2]))).encode()
 
 
 def check_time(timestamp_us: int, token: str) -> None:
-    """Raise SourceError for a sample's time that is not between the years 2000 and 2100: its unit is another one."""
+    """Raise SourceError for a sample's time that is not between the years 2000 and 2100: its
+    unit is another one.
+    """
     if not _FIRST_US <= timestamp_us <= _LAST_US:
         raise SourceError(
-            f"table 'sample': row '{token}' has the timestamp {timestamp_us}, which is not between the years 2000 and "
-            "2100: times are in microseconds since 1970, not in seconds or nanoseconds"
+            f"table 'sample': row '{token}' has the timestamp {timestamp_us}, which is not "
+            "between the years 2000 and 2100: times are in microseconds since 1970, not in "
+            "seconds or nanoseconds"
         )
 
 
@@ -250,12 +270,14 @@ def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.floa
 def check_finite(
     values: NDArray[np.float64], owners: Sequence[str] | Texts, *, table: str, column: str
 ) -> None:
-    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without unit length."""
+    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without
+    unit length.
+    """
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":
         wrong |= ~are_unit(values)
     if wrong.any():
-        at = int(np.flatnonzero(wrong)[0])
+        row = int(np.flatnonzero(wrong)[0])
         raise SourceError(
-            f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}"
+            f"table '{table}': row '{owners[row]}' has the {column} {values[row].tolist()}"
         )

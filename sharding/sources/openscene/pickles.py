@@ -1,8 +1,9 @@
-"""Foreign pickles as plain values: numbers, texts, lists, tuples, dicts, and numpy arrays of numbers and texts.
+"""Foreign pickles as plain values: numbers, texts, lists, tuples, dicts, and numpy arrays of
+numbers and texts.
 
-Nothing that a pickle names is imported or called: the names that numpy's arrays need are answered by functions of this
-module, and every other name is an error. The reader is the one in Python, whose memo is a dict: the one in C takes
-memory for as many entries as a pickle claims.
+Nothing that a pickle names is imported or called: the names that numpy's arrays need are answered
+by functions of this module, and every other name is an error. The reader is the one in Python,
+whose memo is a dict: the one in C takes memory for as many entries as a pickle claims.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ for _core in ("numpy.core", "numpy._core"):
 
 class _Reader(pickle._Unpickler):  # noqa: SLF001 - the class in Python has no public name
     def find_class(self, module: str, name: str) -> Any:
-        found = _NAMES.get((module, name))
-        if found is None:
+        entry = _NAMES.get((module, name))
+        if entry is None:
             raise ValueError(f"it holds an object of '{module}.{name}'")
-        return _Name(found)
+        return _Name(entry)

@@ -1,8 +1,10 @@
-"""OpenScene v1.1 and NAVSIM: nuPlan's logs at 2 Hz, one pickle a log, eight cameras and a merged lidar.
+"""OpenScene v1.1 and NAVSIM: nuPlan's logs at 2 Hz, one pickle a log, eight cameras and a merged
+lidar.
 
-The files are described at https://github.com/OpenDriveLab/OpenScene (``docs/dataset_stats.md``). Times of single images
-are not in the logs: all have the time of the frame. ``lidar2ego`` of the merged lidar is the identity in nuPlan; boxes
-are in ego, their velocities in the lidar's axes, as the program that wrote the logs has them.
+The files are described at https://github.com/OpenDriveLab/OpenScene (``docs/dataset_stats.md``).
+Times of single images are not in the logs: all have the time of the frame. ``lidar2ego`` of the
+merged lidar is the identity in nuPlan; boxes are in ego, their velocities in the lidar's axes, as
+the program that wrote the logs has them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
 from fuelrail.sharding.sources.adapter.frame import F64, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.poses import pose
@@ -48,7 +50,9 @@ class OpenSceneSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class OpenScene(FrameSource[OpenSceneSettings]):
-    """OpenScene and NAVSIM: eight cameras, lidar, boxes, ego status, commands and trajectories of nuPlan at 2 Hz."""
+    """OpenScene and NAVSIM: eight cameras, lidar, boxes, ego status, commands and trajectories
+    of nuPlan at 2 Hz.
+    """
 
     kind = "openscene"
     settings = OpenSceneSettings
@@ -73,7 +77,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
 
     def sensors(self) -> Sensors:
         """Return nuPlan's cameras and its merged lidar."""
-        return Sensors.of(_CAMERAS, {_LIDAR: _POINTS})
+        return Sensors.from_names(_CAMERAS, {_LIDAR: _POINTS})
 
     def category_names(self) -> tuple[str, ...]:
         """Return nuPlan's classes."""
@@ -89,14 +93,16 @@ class OpenScene(FrameSource[OpenSceneSettings]):
 
     def clips(self) -> Iterator[Clip]:
         """Yield the logs of the parts."""
-        there = self.files.listed()
-        folder = next((name for name in _LOGS if name in there), "")
+        names = self.files.listed()
+        folder = next((name for name in _LOGS if name in names), "")
         parts = self.files.folders(folder) if folder else []
         if self.given.part:
             if self.given.part not in parts:
                 raise SourceError(
-                    f"'{self.files.shown}' has no logs of part '{shown(self.given.part)}'; it has: "
-                    f"{', '.join(map(shown, parts)) or 'none'} (folders in {' or '.join(_LOGS)})"
+                    f"'{self.files.shown}' has no logs of part "
+                    f"'{shortened(self.given.part)}'; it has: "
+                    f"{', '.join(map(shortened, parts)) or 'none'} (folders in "
+                    f"{' or '.join(_LOGS)})"
                 )
             parts = [self.given.part]
         for part in parts:
@@ -128,19 +134,19 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             poses = pose(rotations, translations, where)
             times_ns = times_us * 1000
             steps = _steps(times_ns)
-            for at, row in enumerate(rows):
-                there = steps[at] >= 0
-                later_s = (times_ns[steps[at][there]] - times_ns[at]) * 1e-9
+            for number, row in enumerate(rows):
+                exists = steps[number] >= 0
+                later_s = (times_ns[steps[number][exists]] - times_ns[number]) * 1e-9
                 trajectory = ego_trajectory(
-                    invert_rigid(poses[at]), poses[steps[at][there]], later_s, there
+                    invert_rigid(poses[number]), poses[steps[number][exists]], later_s, exists
                 )
                 yield self._frame(
                     row,
                     blobs=blobs,
-                    ego2global=poses[at],
-                    time_ns=int(times_ns[at]),
+                    ego2global=poses[number],
+                    time_ns=int(times_ns[number]),
                     trajectory=trajectory,
-                    where=f"{where}, frame {at}",
+                    where=f"{where}, frame {number}",
                 )
 
     def _frame(
@@ -209,11 +215,13 @@ class OpenScene(FrameSource[OpenSceneSettings]):
 
 
 def _steps(times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for frames at ascending times (N,) the frame of each step (N, 17) of the trajectory, -1 for none."""
-    wanted = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
-    after = np.searchsorted(times_ns, wanted).clip(1, max(len(times_ns) - 1, 1))
+    """Return for frames at ascending times (N,) the frame of each step (N, 17) of the
+    trajectory, -1 for none.
+    """
+    step_times = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
+    after = np.searchsorted(times_ns, step_times).clip(1, max(len(times_ns) - 1, 1))
     near = np.stack([after - 1, after.clip(max=len(times_ns) - 1)])
-    distance = abs(times_ns[near] - wanted)
+    distance = abs(times_ns[near] - step_times)
     return np.where(distance.min(0) <= _NEAR_NS, np.where(distance[0] <= distance[1], *near), -1)
 
 
@@ -232,7 +240,7 @@ def _boxes(anns: Mapping[str, Any], lidar2ego: F64) -> BoxRows:
 
 def _numbers(value: Any, *shape: int) -> F64:
     """Return an array of this shape."""
-    found: F64 = np.asarray(value, np.float64)
-    if found.shape != shape:
-        raise ValueError(f"numbers {list(found.shape)} where {list(shape)} are expected")
-    return found
+    array: F64 = np.asarray(value, np.float64)
+    if array.shape != shape:
+        raise ValueError(f"numbers {list(array.shape)} where {list(shape)} are expected")
+    return array

@@ -38,7 +38,9 @@ def read_file(files: SourceFiles, name: str) -> bytes:
 
 
 def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
-    """Return the names in the folder ``folder/parts[0]/...``, sorted; none where it, or one above it, is missing."""
+    """Return the names in the folder ``folder/parts[0]/...``, sorted; none where it, or one
+    above it, is missing.
+    """
     for part in parts:
         if part not in files.listed(folder):
             return []
@@ -59,7 +61,8 @@ def read_feather(
 
 
 def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[int, int]]:
-    """Return offset and length in a mapped Arrow file of each value of a column of bytes; the length of null is 0.
+    """Return offset and length in a mapped Arrow file of each value of a column of bytes; the
+    length of null is 0.
 
     Raises ValueError, with ``advice``, for a file whose record batches are compressed.
     """
@@ -76,37 +79,39 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
 def columns(
     table: pa.Table, where: str, types: Mapping[str, pa.DataType]
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
+    """Return columns of a table by name, cast where no value changes; texts are arrays of objects,
+    lists are rows.
 
-    Raises SourceError, naming ``where``, for a column that is missing, has nulls, or is of a type that does not go:
-    floating-point numbers are never taken for integers, because times in nanoseconds do not fit into them.
+    Raises SourceError, naming ``where``, for a column that is missing, has nulls, or is of a type
+    that does not go: floating-point numbers are never taken for integers, because times in
+    nanoseconds do not fit into them.
     """
     if missing := [name for name in types if name not in table.column_names]:
         raise SourceError(
             f"{where} has no column '{missing[0]}'; it has {', '.join(table.column_names)}"
         )
-    found: dict[str, NDArray[Any]] = {}
-    for name, wanted in types.items():
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, kind in types.items():
         column = table.column(name)
         if column.null_count:
             raise SourceError(f"{where}: column '{name}' has {column.null_count} nulls")
         try:
-            if pa.types.is_integer(wanted) and pa.types.is_floating(column.type):
+            if pa.types.is_integer(kind) and pa.types.is_floating(column.type):
                 raise pa.ArrowInvalid("integers are needed")
-            values = column.cast(wanted)
+            values = column.cast(kind)
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
             raise SourceError(
-                f"{where}: column '{name}' is {column.type}, expected {wanted}: {text}"
+                f"{where}: column '{name}' is {column.type}, expected {kind}: {text}"
             ) from error
-        if pa.types.is_fixed_size_list(wanted):
+        if pa.types.is_fixed_size_list(kind):
             parts = [chunk.flatten().to_numpy() for chunk in values.chunks]
-            found[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, wanted.list_size)
+            arrays[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, kind.list_size)
         else:
-            found[name] = (
-                values.to_numpy() if values.num_chunks else np.empty(0, wanted.to_pandas_dtype())
+            arrays[name] = (
+                values.to_numpy() if values.num_chunks else np.empty(0, kind.to_pandas_dtype())
             )
-    return found
+    return arrays
 
 
 def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float64]:
@@ -114,36 +119,41 @@ def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[
     return np.stack([table[name] for name in names], 1).astype(np.float64)
 
 
-def check_unique(names: Sequence[Any], where: str, what: str) -> None:
+def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
     """Raise SourceError, naming ``where``, for a value that is there twice."""
     if len(set(names)) != len(names):
-        twice = next(name for at, name in enumerate(names) if name in names[:at])
-        raise SourceError(f"{where} has two rows for {what} {twice}")
+        twice = next(name for position, name in enumerate(names) if name in names[:position])
+        raise SourceError(f"{where} has two rows for {noun} {twice}")
 
 
 def read_parquet(
-    files: SourceFiles, name: str, types: Mapping[str, pa.DataType], *, whole: bool = False
+    files: SourceFiles, name: str, types: Mapping[str, pa.DataType], *, read_whole: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in :func:`open_parquet`."""
+    """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in
+    :func:`open_parquet`.
+    """
     where = f"table '{files.shown}/{name}'"
-    with open_parquet(files, name, whole=whole) as file:
+    with open_parquet(files, name, read_whole=read_whole) as file:
         with parsing(where):
-            known = [column for column in types if column in file.schema_arrow.names]
-            table = file.read(known, use_threads=False)
+            names_known = [column for column in types if column in file.schema_arrow.names]
+            table = file.read(names_known, use_threads=False)
         names = file.schema_arrow.names
     if missing := [column for column in types if column not in names]:
         raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
     return columns(table, where, types)
 
 
-def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> BoundedParquet:
-    """Open a file; at a URL by ranges, or ``whole``, which no scan needs. Raise SourceError for other files."""
+def open_parquet(files: SourceFiles, name: str, *, read_whole: bool = False) -> BoundedParquet:
+    """Open a file; at a URL by ranges, or ``whole``, which no scan needs.
+
+    Raise SourceError for other files.
+    """
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
     if path is not None and files.facts(name) is None:
         raise SourceError(f"{where} is not there")
     with parsing(where, "cannot be read as Parquet"):
-        if path is None and whole:
+        if path is None and read_whole:
             return BoundedParquet(pa.BufferReader(files.read(name)), where)
         return BoundedParquet(path or pa.PythonFile(open_file(files, name), "r"), where)
 
@@ -151,9 +161,10 @@ def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> Bound
 class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no types
     """A Parquet file whose values take no more memory than a limit, however well they are encoded.
 
-    A text that a dictionary has once, or that shares its beginning with the one before, is as long in every row that
-    has it, and a number takes its bytes: the size that the file states says nothing of that. Columns whose rows may
-    take more than the limit are read as dictionaries, and are decoded when it is known how long they are.
+    A text that a dictionary has once, or that shares its beginning with the one before, is as long
+    in every row that has it, and a number takes its bytes: the size that the file states says
+    nothing of that. Columns whose rows may take more than the limit are read as dictionaries, and
+    are decoded when it is known how long they are.
     """
 
     def __init__(self, source: Any, where: str, **options: Any) -> None:
@@ -202,7 +213,9 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         columns: Sequence[str] | None = None,
         **options: Any,
     ) -> Iterator[pa.RecordBatch]:
-        """Yield batches of at most these rows; raise SourceError for one that takes more than the limit."""
+        """Yield batches of at most these rows; raise SourceError for one that takes more than
+        the limit.
+        """
         size = min(batch_size, self._rows_at_once)
         groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
         options |= {"row_groups": groups, "columns": columns}

@@ -1,9 +1,9 @@
 """The files of a source: in a folder of this machine, or at a URL that fsspec knows.
 
-Only regular files are read: a FIFO would wait for a writer for ever, a device has no end. A link is followed where it
-leads to something in the source's folder, or in one that the environment variable ``FUELRAIL_LINKED_FOLDERS`` names
-(several with a colon between them): a source that somebody else made cannot bring other files of this machine into a
-dataset.
+Only regular files are read: a FIFO would wait for a writer for ever, a device has no end. A link is
+followed where it leads to something in the source's folder, or in one that the environment variable
+``FUELRAIL_LINKED_FOLDERS`` names (several with a colon between them): a source that somebody else
+made cannot bring other files of this machine into a dataset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.files import open_descriptor
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.storage.retry import Fault
@@ -56,29 +56,32 @@ LFS_MAGIC: Final = b"version https://git-lfs"
 
 
 def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
-    """Return ``look(item)`` for each item, in order: in 64 threads where the first ones take over 0.1 ms each.
+    """Return ``look(item)`` for each item, in order: in 64 threads where the first ones take over
+    0.1 ms each.
 
     So a network file system is asked many things at once, and a fast disk pays for no threads.
     """
     start = time.perf_counter()
-    found = [look(item) for item in items[:_NUM_TRIED]]
+    results = [look(item) for item in items[:_NUM_TRIED]]
     rest = items[_NUM_TRIED:]
-    if time.perf_counter() - start < _SLOW_LOOK_S * len(found) or not rest:
-        return found + [look(item) for item in rest]
+    if time.perf_counter() - start < _SLOW_LOOK_S * len(results) or not rest:
+        return results + [look(item) for item in rest]
     size = min(
         -(-len(rest) // _NUM_THREADS), _MOST_TOGETHER
     )  # a task takes as long as a look at a fast file
     parts = [rest[first : first + size] for first in range(0, len(rest), size)]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(parts)), "look") as pool:
-        return found + [
-            one
+        return results + [
+            result
             for part in pool.map(lambda part: [look(item) for item in part], parts)
-            for one in part
+            for result in part
         ]
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is one that systems and editors leave beside data: hidden, or known by name."""
+    """Return whether a file or folder is one that systems and editors leave beside data: hidden,
+    or known by name.
+    """
     is_dotted = name.startswith(".") and name not in (".", "..")
     return is_dotted or name.lower() in _OF_SYSTEMS
 
@@ -98,14 +101,19 @@ class _Shown:
 
 
 class FileFacts(NamedTuple):
-    """Size [bytes], and what changes when a file is written again: its time of change, or its ETag at a URL."""
+    """Size [bytes], and what changes when a file is written again: its time of change, or its
+    ETag at a URL.
+    """
 
     num_bytes: int
     stamp: str
 
 
 def source_files(location: str, named: str = "") -> SourceFiles:
-    """Return files at a folder or URL; read nothing. ``named``: a file that the user named, which may be any link."""
+    """Return files at a folder or URL; read nothing.
+
+    ``named``: a file that the user named, which may be any link.
+    """
     return (
         UrlFiles(location)
         if is_url(location)
@@ -116,21 +124,23 @@ def source_files(location: str, named: str = "") -> SourceFiles:
 class FolderFiles(_Shown):
     """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
 
-    Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is the root as
-    messages may show it.
+    Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is
+    the root as messages may show it.
     """
 
     def __init__(self, root: str, named: str = "") -> None:
         super().__init__()
         self._root = self.shown = root
-        linked = [one for one in os.environ.get(LINKED, "").split(os.pathsep) if one]
-        self._roots = [os.path.realpath(one) for one in (root, *linked)]
+        linked = [folder for folder in os.environ.get(LINKED, "").split(os.pathsep) if folder]
+        self._roots = [os.path.realpath(folder) for folder in (root, *linked)]
         if named:
             self._roots.append(os.path.realpath(os.path.join(root, named)))  # noqa: PTH118
         self._inside: set[str] = set()
 
     def folders_with(self, name: str) -> list[str]:
-        """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
+        """Return the root's folders that have a file of this name, sorted; raise SourceError
+        without a root.
+        """
         return [
             folder
             for folder in self.folders()
@@ -145,19 +155,19 @@ class FolderFiles(_Shown):
         """Return size and time of change of a file; None where it does not exist."""
         path = self._place(name)
         try:
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
-                found = os.stat(self._followed(path))  # noqa: PTH116
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                status = os.stat(self._followed(path))  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
-        if stat.S_IFMT(found.st_mode) not in (
+        if stat.S_IFMT(status.st_mode) not in (
             stat.S_IFREG,
             stat.S_IFDIR,
         ):  # a FIFO would wait for a writer
             raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
-        return FileFacts(found.st_size, str(found.st_mtime_ns))
+        return FileFacts(status.st_size, str(status.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
         """Return the names directly in a folder below the root, sorted, without hidden ones.
@@ -168,9 +178,11 @@ class FolderFiles(_Shown):
         try:
             return self.without_hidden(sorted(os.listdir(path)), folder)  # noqa: PTH208 - names
         except NotADirectoryError:
-            raise SourceError(f"source '{shown(path)}' is not a folder") from None
+            raise SourceError(f"source '{shortened(path)}' is not a folder") from None
         except (OSError, ValueError) as error:
-            raise SourceError(f"source '{shown(path)}' cannot be read: {_reason(error)}") from error
+            raise SourceError(
+                f"source '{shortened(path)}' cannot be read: {_reason(error)}"
+            ) from error
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the folders in a folder; of links too, which are followed when they are read."""
@@ -185,15 +197,18 @@ class FolderFiles(_Shown):
         return looks(self.facts, names)
 
     def read(
-        self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES
+        self, name: str, offset: int = 0, length: int | None = None, limit: int = MOST_BYTES
     ) -> bytes:
-        """Read a file, or a range of it; fewer bytes where it ends before. Refuse more than ``most``."""
+        """Read a file, or a range of it; fewer bytes where it ends before.
+
+        Refuse more than ``most``.
+        """
         descriptor = self.descriptor(
             name
         )  # a file object takes twice as long, and scans read many heads
         try:
             num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
-            check_most(num_bytes, f"file '{self._root}/{name}'", most)
+            check_most(num_bytes, f"file '{self._root}/{name}'", limit)
             if length is not None:
                 return os.pread(descriptor, num_bytes, offset)
             os.lseek(descriptor, offset, os.SEEK_SET)
@@ -216,7 +231,9 @@ class FolderFiles(_Shown):
             raise _unread(path, error) from error
 
     def path(self, name: str) -> str | None:
-        """Return the path of a regular file, or of a missing one, for a library that opens it; None at a URL."""
+        """Return the path of a regular file, or of a missing one, for a library that opens it;
+        None at a URL.
+        """
         self.facts(name)
         return self._place(name)
 
@@ -231,25 +248,31 @@ class FolderFiles(_Shown):
         return f"{self._root}/{name}"
 
     def _followed(self, path: str) -> str:
-        """Follow the links of a path; raise SourceError where they lead outside of what the source may read."""
+        """Follow the links of a path; raise SourceError where they lead outside of what the
+        source may read.
+        """
         try:
-            found = os.path.realpath(path)
+            target = os.path.realpath(path)
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
         if not any(
-            found == root or found.startswith(f"{root.rstrip('/')}/") for root in self._roots
+            target == root or target.startswith(f"{root.rstrip('/')}/") for root in self._roots
         ):
             raise SourceError(
-                f"'{shown(path)}' leads to '{shown(found)}', which is outside of the source: bring it into the "
-                f"source's folder, or name the folder that it leads to in the environment variable {LINKED}"
+                f"'{shortened(path)}' leads to '{shortened(target)}', which is outside of "
+                "the source: bring it into the source's folder, or name the folder that it "
+                f"leads to in the environment variable {LINKED}"
             )
-        return found
+        return target
 
 
 class UrlFiles(_Shown):
-    """Files under a prefix of an object store. Facts come from listings, one for each top folder, kept on disk.
+    """Files under a prefix of an object store.
 
-    The listings are there while :meth:`scanning` is open; without one the store is asked about each file.
+    Facts come from listings, one for each top folder, kept on disk.
+
+    The listings are there while :meth:`scanning` is open; without one the store is asked about each
+    file.
     """
 
     def __init__(self, url: str) -> None:
@@ -261,8 +284,8 @@ class UrlFiles(_Shown):
 
     def folders_with(self, name: str) -> list[str]:
         """Return the prefixes that have an object of this name."""
-        found = self._try("", lambda: self._fs.glob(f"{self._root}/*/{name}"))
-        folders = (path.split("/")[-2] for path in found)
+        paths = self._try("", lambda: self._fs.glob(f"{self._root}/*/{name}"))
+        folders = (path.split("/")[-2] for path in paths)
         return sorted(folder for folder in folders if not is_hidden(folder))
 
     @contextlib.contextmanager
@@ -283,8 +306,8 @@ class UrlFiles(_Shown):
     def facts(self, name: str) -> FileFacts | None:
         """Return size and ETag."""
         if self._listings is None:  # of one file, while samples are written
-            found = self._try(name, functools.partial(self._fs.info, self._path(name)))
-            return FileFacts(found["size"], stated_version(found))
+            info = self._try(name, functools.partial(self._fs.info, self._path(name)))
+            return FileFacts(info["size"], stated_version(info))
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
         if top not in self._listings.folders:
@@ -297,19 +320,21 @@ class UrlFiles(_Shown):
     def listed(self, folder: str = "") -> list[str]:
         """Return the names under a prefix, without hidden ones."""
         path = self._path(folder).rstrip("/")
-        found = self._try(folder, functools.partial(self._listed, path))
-        if not found:
+        entries = self._try(folder, functools.partial(self._listed, path))
+        if not entries:
             raise SourceError(f"'{self.shown}/{folder}' has no objects")
         names = sorted(
-            entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path
+            entry["name"].rstrip("/").rpartition("/")[2]
+            for entry in entries
+            if entry["name"] != path
         )
         return self.without_hidden(names, folder)
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the prefixes under a prefix."""
         path = self._path(folder).rstrip("/")
-        found = self._try(folder, functools.partial(self._listed, path))
-        names = {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"} - {
+        entries = self._try(folder, functools.partial(self._listed, path))
+        names = {entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"} - {
             path
         }
         visible = (name.rpartition("/")[2] for name in names)
@@ -320,16 +345,16 @@ class UrlFiles(_Shown):
         return [self.facts(name) for name in names]
 
     def read(
-        self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES
+        self, name: str, offset: int = 0, length: int | None = None, limit: int = MOST_BYTES
     ) -> bytes:
         """Read an object, or a range of it."""
-        check_most(length or 0, f"'{self.shown}/{name}'", most)
+        check_most(length or 0, f"'{self.shown}/{name}'", limit)
 
         def get() -> bytes:
-            whole = not offset and length is None
+            is_whole = not offset and length is None
             end = None if length is None else offset + length
             data: bytes = self._fs.cat_file(
-                self._path(name), **({} if whole else {"start": offset, "end": end})
+                self._path(name), **({} if is_whole else {"start": offset, "end": end})
             )
             return data
 
@@ -350,29 +375,27 @@ class UrlFiles(_Shown):
         if hasattr(self._fs, "call_s3"):
             start = len(self._root) + 1
             bucket, _, prefix = self._path(top).partition("/")
-            wanted = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+            query = {"Bucket": bucket, "Prefix": f"{prefix}/"}
             while True:
                 page = self._try(
-                    top, functools.partial(self._fs.call_s3, "list_objects_v2", **wanted)
+                    top, functools.partial(self._fs.call_s3, "list_objects_v2", **query)
                 )
                 yield {
-                    f"{bucket}/{found['Key']}"[start:]: FileFacts(
-                        found["Size"], stated_version(found)
-                    )
-                    for found in page.get("Contents", ())
+                    f"{bucket}/{item['Key']}"[start:]: FileFacts(item["Size"], stated_version(item))
+                    for item in page.get("Contents", ())
                 }
                 if not page.get("IsTruncated"):
                     return
-                wanted["ContinuationToken"] = page["NextContinuationToken"]
+                query["ContinuationToken"] = page["NextContinuationToken"]
         folders = [self._path(top)]
         while folders:
             folder = folders.pop()
             entries = self._try(top, functools.partial(self._listed, folder))
             self._fs.invalidate_cache()
             folders += [
-                found["name"]
-                for found in entries
-                if found["type"] == "directory" and found["name"] != folder
+                item["name"]
+                for item in entries
+                if item["type"] == "directory" and item["name"] != folder
             ]
             yield self._files_in(entries)
 
@@ -380,17 +403,17 @@ class UrlFiles(_Shown):
         """Return the files among what a store says of a folder."""
         start = len(self._root) + 1
         return {
-            found["name"][start:]: FileFacts(found["size"], stated_version(found))
-            for found in entries
-            if found["type"] == "file"
+            item["name"][start:]: FileFacts(item["size"], stated_version(item))
+            for item in entries
+            if item["type"] == "file"
         }
 
     def _listed(self, folder: str) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = self._fs.ls(folder, detail=True)
+            entries: list[dict[str, Any]] = self._fs.ls(folder, detail=True)
         except FileNotFoundError:
             return []
-        return found
+        return entries
 
     def _try(self, name: str, work: Callable[[], T]) -> T:
         def report(fault: Fault, pause_s: float | None) -> None:
@@ -419,7 +442,8 @@ class _Listings:
         self._database = database
         database.executescript(
             "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
-            "CREATE TABLE facts (name TEXT PRIMARY KEY, num_bytes INTEGER, stamp TEXT) WITHOUT ROWID"
+            "CREATE TABLE facts (name TEXT PRIMARY KEY, num_bytes INTEGER, stamp TEXT) "
+            "WITHOUT ROWID"
         )
 
     def add(self, folder: str, pages: Iterable[dict[str, FileFacts]]) -> None:
@@ -431,10 +455,10 @@ class _Listings:
 
     def facts(self, name: str) -> FileFacts | None:
         """Return the facts of one of them; None where it does not exist."""
-        found = self._database.execute(
+        row = self._database.execute(
             "SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)
         ).fetchone()
-        return None if found is None else FileFacts(*found)
+        return None if row is None else FileFacts(*row)
 
 
 def check_no_pointer(data: bytes, where: str) -> None:
@@ -443,11 +467,12 @@ def check_no_pointer(data: bytes, where: str) -> None:
         raise SourceError(f"{where} is a git-LFS pointer; run `git lfs pull` in the source first")
 
 
-def check_most(num_bytes: int, where: str, most: int = MOST_BYTES) -> None:
+def check_most(num_bytes: int, where: str, limit: int = MOST_BYTES) -> None:
     """Raise SourceError, naming ``where``, for more bytes than are read at once."""
-    if num_bytes > most:
+    if num_bytes > limit:
         raise SourceError(
-            f"{where} has {num_bytes} bytes, of which at most {most} are read at once: is it damaged?"
+            f"{where} has {num_bytes} bytes, of which at most {limit} are read at once: is "
+            "it damaged?"
         )
 
 
@@ -456,4 +481,4 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _unread(path: str, error: OSError | ValueError) -> SourceError:
-    return SourceError(f"file '{shown(path)}' cannot be read: {_reason(error)}")
+    return SourceError(f"file '{shortened(path)}' cannot be read: {_reason(error)}")

@@ -1,7 +1,7 @@
 """Foreign text as values: JSON, YAML, XML and plain text, with limits of size and depth.
 
-Whatever is wrong with it is a SourceError that names the file. Every reader takes ``where``, the file as messages name
-it, and refuses a Git LFS pointer.
+Whatever is wrong with it is a SourceError that names the file. Every reader takes ``where``, the
+file as messages name it, and refuses a Git LFS pointer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 
 
 @contextlib.contextmanager
-def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
-    """Turn any error that a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
+def parsing(where: str, problem: str = "cannot be read") -> Iterator[None]:
+    """Turn any error that a parser raises at foreign bytes into a SourceError: ``where``,
+    ``what``, and why.
+    """
     try:
         yield
     except FuelrailError:
@@ -51,7 +53,7 @@ def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
         text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         if isinstance(error, msgspec.ValidationError):
             text = fault_in_words(error)
-        raise SourceError(f"{where} {what}: {why or text or type(error).__name__}") from error
+        raise SourceError(f"{where} {problem}: {why or text or type(error).__name__}") from error
 
 
 def read_text(data: bytes, where: str) -> str:
@@ -63,29 +65,30 @@ def read_text(data: bytes, where: str) -> str:
 
 @overload
 def read_json(
-    data: bytes, where: str, kind: type[T], what: str = ..., noted: Counter[str] | None = ...
+    data: bytes, where: str, kind: type[T], problem: str = ..., noted: Counter[str] | None = ...
 ) -> T: ...
 @overload
 def read_json(
-    data: bytes, where: str, kind: Any = ..., what: str = ..., noted: Counter[str] | None = ...
+    data: bytes, where: str, kind: Any = ..., problem: str = ..., noted: Counter[str] | None = ...
 ) -> Any: ...
 def read_json(
     data: bytes,
     where: str,
     kind: Any = Any,
-    what: str = "is not JSON as it should be",
+    problem: str = "is not JSON as it should be",
     noted: Counter[str] | None = None,
 ) -> Any:
     """Decode the value of a JSON text of this type, with or without a byte order mark.
 
-    NaN and infinities, which Python's ``json`` writes and JSON does not have, are read as null, but for those in lists
-    of no stated type, which stay; ``noted`` counts them. Without ``noted`` they are refused by name.
+    NaN and infinities, which Python's ``json`` writes and JSON does not have, are read as null, but
+    for those in lists of no stated type, which stay; ``noted`` counts them. Without ``noted`` they
+    are refused by name.
     """
     check_no_pointer(data, where)
     if kind is Any:
         _check_size(data, where)
     text = data.removeprefix(codecs.BOM_UTF8)
-    with parsing(where, what):
+    with parsing(where, problem):
         try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.ValidationError:
@@ -114,7 +117,9 @@ def _without_nan_outside_lists(value: Any) -> Any:
 
 
 def without_nan(text: bytes) -> tuple[bytes, int]:
-    """Return a JSON text with null for each bare NaN, Infinity and -Infinity, and how many these were."""
+    """Return a JSON text with null for each bare NaN, Infinity and -Infinity, and how many these
+    were.
+    """
     if b"NaN" not in text and b"Infinity" not in text:
         return text, 0
     count = 0
@@ -130,20 +135,24 @@ def without_nan(text: bytes) -> tuple[bytes, int]:
 
 
 def read_yaml(
-    data: bytes, where: str, kind: type[T], what: str = "is not YAML as it should be"
+    data: bytes, where: str, kind: type[T], problem: str = "is not YAML as it should be"
 ) -> T:
-    """Decode the value of a YAML text of this type. Merge keys, which may grow without bound, are refused."""
+    """Decode the value of a YAML text of this type.
+
+    Merge keys, which may grow without bound, are refused.
+    """
     check_no_pointer(data, where)
     _check_size(data, where)
-    with parsing(where, what):
+    with parsing(where, problem):
         _, value = parse_yaml(str(data, "utf-8-sig"), takes_merges=False)
         return msgspec.convert(value, kind)
 
 
 def read_xml(
-    data: bytes, where: str, target: Any, what: str = "is not XML, or it is cut off"
+    data: bytes, where: str, target: Any, problem: str = "is not XML, or it is cut off"
 ) -> None:
-    """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for an XML text.
+    """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for
+    an XML text.
 
     Entities of the document's own, which may be files or grow without bound, are refused.
     """
@@ -152,7 +161,7 @@ def read_xml(
     def refuse(*_: object) -> None:
         raise ValueError("it declares entities")
 
-    with parsing(where, what):
+    with parsing(where, problem):
         parser = expat.ParserCreate()
         parser.buffer_text = True
         parser.EntityDeclHandler = refuse
@@ -180,7 +189,9 @@ class JsonFacts(NamedTuple):
     where: str
 
     def at(self, path: str, camera: str = "") -> Any:
-        """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where nothing is."""
+        """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where
+        nothing is.
+        """
         value = self.values
         path = path.replace("{camera}", camera)
         try:
@@ -190,7 +201,7 @@ class JsonFacts(NamedTuple):
             raise SourceError(f"{self.where}: the JSON has no {path}") from error
         return value
 
-    def whole(self, path: str) -> int:
+    def integer(self, path: str) -> int:
         """Return a whole number of nanoseconds."""
         value = self.at(path)
         if not isinstance(value, int) or isinstance(value, bool):

@@ -1,7 +1,8 @@
 """Tokens of a source's tables and the links between tables by them, looked up by Arrow.
 
-The tokens are columns on disk (:mod:`fuelrail.pipeline.storage.columns`). A part of a table's tokens at a time is made
-a hash table, and all links are looked up in it: so a join takes the memory of a part, however many rows there are.
+The tokens are columns on disk (:mod:`fuelrail.pipeline.storage.columns`). A part of a table's
+tokens at a time is made a hash table, and all links are looked up in it: so a join takes the memory
+of a part, however many rows there are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ R = TypeVar("R")
 
 
 class Tokens(Texts):
-    """The tokens that name a table's rows; resolves links to row numbers once all of them are added."""
+    """The tokens that name a table's rows; resolves links to row numbers once all of them are
+    added.
+    """
 
     def __init__(self, table: str, disk: Disk) -> None:
         super().__init__(disk)
@@ -44,7 +47,9 @@ class Tokens(Texts):
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
-        """The rows in memory: for tables of few rows, and for sources that are cut out, which are small."""
+        """The rows in memory: for tables of few rows, and for sources that are cut out, which
+        are small.
+        """
         tokens = itertools.chain.from_iterable(part.to_pylist() for part in self.parts())
         return {token: row for row, token in enumerate(tokens)}
 
@@ -97,30 +102,32 @@ class Tokens(Texts):
     ) -> None:
         """Raise SourceError for links without a row, with ``may_be_empty`` but for empty ones.
 
-        ``rows`` were found for ``links``, which are of this table and column; ``owners`` are the tokens of its rows.
-        With ``cut``, links that dangle are counted instead.
+        ``rows`` were found for ``links``, which are of this table and column; ``owners`` are the
+        tokens of its rows. With ``cut``, links that dangle are counted instead.
         """
         findings = Findings()
         for first in range(0, len(rows), ROWS_AT_ONCE):
             lacking = first + np.flatnonzero(rows[first : first + ROWS_AT_ONCE] < 0)
             if may_be_empty and isinstance(links, Texts):
                 lacking = lacking[links.num_bytes(lacking) > 0]
-            for at in lacking.tolist():
-                token = links[at]
+            for row in lacking.tolist():
+                token = links[row]
                 if token and cut is not None and cut.is_on:
                     cut.count(table, column)
                 elif token:
-                    what = f"has {column} '{token}', not found in table '{self.table}'"
-                    findings.add(table, f"table '{table}': row '{owners[at]}' {what}")
+                    problem = f"has {column} '{token}', not found in table '{self.table}'"
+                    findings.add(table, f"table '{table}': row '{owners[row]}' {problem}")
                 elif not may_be_empty:
                     findings.add(
-                        table, f"table '{table}': row '{owners[at]}' has an empty {column}"
+                        table, f"table '{table}': row '{owners[row]}' has an empty {column}"
                     )
         findings.check()
 
 
 class Wanted:
-    """Texts to look for, as bits of their hashes: memory does not grow, but a few others are taken for one of them."""
+    """Texts to look for, as bits of their hashes: memory does not grow, but a few others are
+    taken for one of them.
+    """
 
     @cached_property
     def _is_wanted(self) -> NDArray[np.bool_]:
@@ -140,7 +147,8 @@ def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
 
 
 class Cut:
-    """What is done about links to rows that a cut-out source does not have: an error, or with ``is_on`` they are cut.
+    """What is done about links to rows that a cut-out source does not have: an error, or with
+    ``is_on`` they are cut.
 
     ``counts``: table and column to number of links that were cut.
     """
@@ -156,7 +164,9 @@ class Cut:
             self.counts[name] = self.counts.get(name, 0) + number
 
     def kept(self, records: list[R], table: str, **links: Tokens) -> list[R]:
-        """Return the records all of whose ``links``, by column, are there; without ``is_on`` all of them."""
+        """Return the records all of whose ``links``, by column, are there; without ``is_on`` all
+        of them.
+        """
         for column, tokens in links.items() if self.is_on else ():
             rows = tokens.find([getattr(record, column) for record in records]).tolist()
             self.count(table, column, sum(row < 0 for row in rows))

@@ -1,4 +1,6 @@
-"""Encoded images of a source: what they are by their heads, whether they are whole, and whether their pixels decode."""
+"""Encoded images of a source: what they are by their heads, whether they are whole, and whether
+their pixels decode.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,17 @@ if TYPE_CHECKING:
 JPEG_QUALITY: Final = 90
 """The quality of images that a source makes, where none is stated."""
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
-"""How much of an image is read for its size; the second where the first does not reach the frame header."""
+"""How much of an image is read for its size; the second where the first does not reach the frame
+header.
+"""
 EXTENSION_OF: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 Depth = Literal["head", "ends", "pixels"]
 """How much of an image a scan looks at."""
 
 MaxDamaged = Annotated[float, Meta(ge=0, le=1)]
 CHECK_IMAGES: Final = (
-    "what the scan reads of images: head (where the size is not stated), ends (head and end of each, as `--check` and "
-    "damaged_image do at least), pixels (each whole, and decodes it)"
+    "what the scan reads of images: head (where the size is not stated), ends (head and end "
+    "of each, as `--check` and damaged_image do at least), pixels (each whole, and decodes it)"
 )
 _OF_DAMAGED: Final = ("damaged_image", "max_damaged", "check_images")
 _LATER: Final = {"ignore_zeros": False, "gather": False}
@@ -49,7 +53,8 @@ _END_OF_IMAGE: Final = b"\xff\xd9"
 
 
 class JpegForm(NamedTuple):
-    """How frames become JPEGs: their quality, and the size of the JPEG for a frame's, (w, h) [px]; None: the same.
+    """How frames become JPEGs: their quality, and the size of the JPEG for a frame's, (w, h) [px];
+    None: the same.
 
     A `StoredJpeg` comes of a stated size: it is scaled and encoded as it is to be stored.
     """
@@ -63,7 +68,8 @@ class StoredJpeg(bytes):
 
 
 class ImagePolicy(NamedTuple):
-    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at.
+    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan
+    looks at.
 
     ``looks_at_made``: also at those that a source makes, for which it reads all of each.
     """
@@ -75,9 +81,11 @@ class ImagePolicy(NamedTuple):
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors.
+    """Return the options of a source for its recipe: those of damaged images change no byte where
+    these are errors.
 
-    Options that came later are in a recipe where they are not the default, so that older recipes are the same.
+    Options that came later are in a recipe where they are not the default, so that older recipes
+    are the same.
     """
     omitted = [name for name, default in _LATER.items() if options.get(name) == default]
     if options["damaged_image"] == "error":
@@ -88,20 +96,20 @@ def recorded(options: dict[str, Any]) -> dict[str, Any]:
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     """Return width and height [px] of a whole encoded image (``jpg`` or ``png``).
 
-    Raises ImageError for bytes of another kind, an image that is cut short, and all that the loader refuses by the
-    header (`fuelrail.pipeline.sample.image_header.probe`).
+    Raises ImageError for bytes of another kind, an image that is cut short, and all that the loader
+    refuses by the header (`fuelrail.pipeline.sample.image_header.probe`).
     """
     view = memoryview(data)
     if bytes(view[: len(LFS_MAGIC)]) == LFS_MAGIC:
         raise ImageError("a git-LFS pointer, not an image; run `git lfs pull` in the source first")
     start = _STARTS[extension]
     if bytes(view[: len(start)]) != start:
-        other = next(
-            (one for one, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None
+        actual = next(
+            (name for name, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None
         )
-        if other is not None:
+        if actual is not None:
             raise ImageError(
-                f"a {_NAMES[other]}, not a {_NAMES[extension]} as its name says; name it .{other}"
+                f"a {_NAMES[actual]}, not a {_NAMES[extension]} as its name says; name it .{actual}"
             )
         raise ImageError(
             f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}"
@@ -113,11 +121,15 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
 
 
 class ConvertiblePng(ImageInfo):
-    """The header of a PNG with a palette, or of fewer than 8 bits, which :func:`plain_png` makes one that is stored."""
+    """The header of a PNG with a palette, or of fewer than 8 bits, which :func:`plain_png` makes
+    one that is stored.
+    """
 
 
 def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePng | None:
-    """Return the header of a PNG that can be converted without a change of its colours; None for other images."""
+    """Return the header of a PNG that can be converted without a change of its colours; None for
+    other images.
+    """
     if bytes(head[: len(_STARTS["png"])]) != _STARTS["png"] or len(head) < _PNG_HEADER_BYTES:
         return None
     width, height, bits, colour = struct.unpack_from(">IIBB", head, 16)
@@ -139,7 +151,8 @@ def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePn
 
 
 def plain_png(data: Buffer) -> Buffer:
-    """Return a PNG with a palette, or of fewer than 8 bits, as one of 8 bits, and other images as they are.
+    """Return a PNG with a palette, or of fewer than 8 bits, as one of 8 bits, and other images as
+    they are.
 
     Colours stay what they are. Raises ImageError for one that is damaged.
     """
@@ -164,7 +177,9 @@ def _is_end(tail: Buffer, extension: str) -> bool:
 
 
 def _check_end(data: Buffer, extension: str) -> None:
-    """Raise ImageError for an image without an end, which other bytes may follow: zeros, a line feed, a film."""
+    """Raise ImageError for an image without an end, which other bytes may follow: zeros, a line
+    feed, a film.
+    """
     if extension == "png" and png_length(data) is None:
         raise ImageError(f"a truncated PNG: {len(data)} bytes without the IEND chunk")
     if extension == "jpg" and jpeg_length(data) is None:
@@ -174,13 +189,15 @@ def _check_end(data: Buffer, extension: str) -> None:
 
 
 def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -> ImageInfo:
-    """Return what an image of ``num_bytes`` is by its head, after a look at as much of it as ``depth`` says.
+    """Return what an image of ``num_bytes`` is by its head, after a look at as much of it as
+    ``depth`` says.
 
-    ``read(offset, length)`` reads. Raises ImageError for one that is damaged, SourceError where it cannot be read.
+    ``read(offset, length)`` reads. Raises ImageError for one that is damaged, SourceError where it
+    cannot be read.
     """
     fault = ImageError("image is empty (0 bytes)")
-    for most in (*HEAD_BYTES, *([] if depth == "head" else [num_bytes])):
-        head = read(0, min(most, num_bytes))
+    for limit in (*HEAD_BYTES, *([] if depth == "head" else [num_bytes])):
+        head = read(0, min(limit, num_bytes))
         convertible = convertible_png(head)
         if convertible is not None:
             if depth != "head":
@@ -195,7 +212,7 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
                     _check_end(read(0, num_bytes), extension)
         except ImageError as error:
             fault = error
-            if most >= num_bytes:
+            if limit >= num_bytes:
                 break
             continue
         if depth == "pixels":
@@ -214,20 +231,20 @@ def check_pixels(
 ) -> None:
     """Decode a whole image and check its width and height [px] against ``size``; raises ImageError.
 
-    All of the entropy-coded data is decoded (at an eighth of the size for a JPEG: the rest could not fail), and a
-    decoder's warning, such as premature end of data, is an error.
+    All of the entropy-coded data is decoded (at an eighth of the size for a JPEG: the rest could
+    not fail), and a decoder's warning, such as premature end of data, is an error.
     """
     try:
-        found = image_size(data, extension)
+        actual_size = image_size(data, extension)
         if extension == "png":
             _decode_png(data)
         else:
             _decode_jpeg(data)
     except ImageError as error:
         raise ImageError(error.message, key=key, member=member) from error
-    if size is not None and found != size:
+    if size is not None and actual_size != size:
         raise ImageError(
-            f"{found[0]} x {found[1]} pixels, meta.json says {size[0]} x {size[1]}",
+            f"{actual_size[0]} x {actual_size[1]} pixels, meta.json says {size[0]} x {size[1]}",
             key=key,
             member=member,
         )

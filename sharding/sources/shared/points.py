@@ -22,9 +22,11 @@ _HEADER_BYTES: Final = 1 << 12
 
 
 def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    """Read points (P, C): ``.npy`` of (P, C), binary or text PCD with these columns, or rows of C float32.
+    """Read points (P, C): ``.npy`` of (P, C), binary or text PCD with these columns, or rows of C
+    float32.
 
-    The form is known by the first bytes. Raises SourceError, naming ``where``; nothing is unpickled.
+    The form is known by the first bytes. Raises SourceError, naming ``where``; nothing is
+    unpickled.
     """
     check_no_pointer(data, where)
     if data.startswith(_NPY):
@@ -33,68 +35,74 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.
         return _pcd(data, columns, where)
     if len(data) % (4 * len(columns)):
         raise SourceError(
-            f"{where} of {len(data)} bytes does not hold rows of {len(columns)} float32 ({', '.join(columns)})"
+            f"{where} of {len(data)} bytes does not hold rows of {len(columns)} float32 "
+            f"({', '.join(columns)})"
         )
     return np.frombuffer(data, "<f4").reshape(-1, len(columns))
 
 
 def _npy(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
     try:
-        found = read_npy(data, any_order=True)
+        array = read_npy(data, any_order=True)
     except SchemaError as error:
         raise SourceError(f"{where} is not a valid .npy: {error}") from error
-    if found.ndim != 2 or found.shape[1] != len(columns) or found.dtype.kind not in "fiu":
+    if array.ndim != 2 or array.shape[1] != len(columns) or array.dtype.kind not in "fiu":
         raise SourceError(
-            f"{where} is {found.dtype}{list(found.shape)}, wanted are numbers [P, {len(columns)}]: {', '.join(columns)}"
+            f"{where} is {array.dtype}{list(array.shape)}, wanted are numbers [P, "
+            f"{len(columns)}]: {', '.join(columns)}"
         )
-    return np.asarray(found, np.float32)
+    return np.asarray(array, np.float32)
 
 
 def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    found = read_pcd(data, where)
-    if missing := [name for name in columns if name not in found]:
-        raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(found)}")
-    return np.stack([found[name].astype(np.float32) for name in columns], 1)
+    fields = read_pcd(data, where)
+    if missing := [name for name in columns if name not in fields]:
+        raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(fields)}")
+    return np.stack([fields[name].astype(np.float32) for name in columns], 1)
 
 
 def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
-    """Read the fields (P,) of points by name, as they are stored; raise SourceError, naming ``where``.
+    """Read the fields (P,) of points by name, as they are stored; raise SourceError, naming
+    ``where``.
 
     Point Cloud Library's format 0.7, DATA ascii or binary, each field of one number.
     """
     check_no_pointer(data, where)
     head: dict[str, list[str]] = {}
-    at = 0
+    position = 0
     while "DATA" not in head:
-        end = data.find(b"\n", at)
+        end = data.find(b"\n", position)
         if end < 0 or end > _HEADER_BYTES:
             raise SourceError(f"{where} is a PCD without a line DATA")
-        words = data[at:end].decode("ascii", "replace").split()
-        at = end + 1
+        words = data[position:end].decode("ascii", "replace").split()
+        position = end + 1
         if words and not words[0].startswith("#"):
             head[words[0].upper()] = words[1:]
     names, kinds, counts = (head.get(key, []) for key in ("FIELDS", "TYPE", "COUNT"))
     forms = [f"{kind}{size}" for kind, size in zip(kinds, head.get("SIZE", []), strict=False)]
     if not len(names) == len(kinds) == len(forms) or set(counts) - {"1"}:
         raise SourceError(
-            f"{where} has FIELDS {' '.join(names):.200}, TYPE and SIZE {' '.join(forms):.200} and COUNT "
-            f"{' '.join(counts):.80}; wanted are fields of one number each"
+            f"{where} has FIELDS {' '.join(names):.200}, TYPE and SIZE "
+            f"{' '.join(forms):.200} and COUNT {' '.join(counts):.80}; wanted are fields of "
+            "one number each"
         )
     if unknown := [form for form in forms if form not in _PCD_TYPES]:
         raise SourceError(
-            f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are {', '.join(_PCD_TYPES)}"
+            f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are "
+            f"{', '.join(_PCD_TYPES)}"
         )
-    given = " ".join(head.get("POINTS", []))
-    if not given.isdecimal() or len(given) > 18 or int(given) > len(data):
+    points_text = " ".join(head.get("POINTS", []))
+    if not points_text.isdecimal() or len(points_text) > 18 or int(points_text) > len(data):
         raise SourceError(
-            f"{where} has POINTS {given!r:.80}; expected a number of points in {len(data)} bytes"
+            f"{where} has POINTS {points_text!r:.80}; expected a number of points in "
+            f"{len(data)} bytes"
         )
-    number = int(given)
+    number = int(points_text)
     with parsing(where, "is not a valid PCD"):
         if head["DATA"] == ["ascii"]:
-            rows = np.loadtxt(io.BytesIO(data[at:]), ndmin=2, max_rows=number or None).reshape(
-                -1, len(names)
-            )
+            rows = np.loadtxt(
+                io.BytesIO(data[position:]), ndmin=2, max_rows=number or None
+            ).reshape(-1, len(names))
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:
             raise SourceError(
@@ -103,10 +111,10 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
         dtype = np.dtype(
             [(name, f"<{form.lower()}") for name, form in zip(names, forms, strict=True)]
         )
-        if len(data) - at < number * dtype.itemsize:
+        if len(data) - position < number * dtype.itemsize:
             raise SourceError(
-                f"{where} has {len(data) - at} bytes after its header; {number} points have "
+                f"{where} has {len(data) - position} bytes after its header; {number} points have "
                 f"{number * dtype.itemsize}: the file is cut off"
             )
-        table = np.frombuffer(data, dtype, number, at)
+        table = np.frombuffer(data, dtype, number, position)
         return {name: table[name] for name in names}

@@ -1,4 +1,5 @@
-"""Messages of protocol buffers: their wire format, and fields by the descriptor that an MCAP file carries.
+"""Messages of protocol buffers: their wire format, and fields by the descriptor that an MCAP file
+carries.
 
 After protobuf.dev/programming-guides/encoding.
 """
@@ -41,18 +42,20 @@ class Span(tuple[int, int]):
     __slots__ = ()
 
 
-def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+def varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     """Return a number, and where the next byte is; raise ValueError where it does not end."""
     value = 0
-    for number, byte in enumerate(data[at : at + 10]):
+    for number, byte in enumerate(data[position : position + 10]):
         if byte < 0x80:
-            return value | byte << 7 * number, at + number + 1
+            return value | byte << 7 * number, position + number + 1
         value |= (byte & 0x7F) << 7 * number
     raise ValueError("a number that does not end")
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Yield number, wire type and value of each field of a message; raise ValueError where it is not one."""
+    """Yield number, wire type and value of each field of a message; raise ValueError where it is
+    not one.
+    """
     for number, wire, start, end, value in spans(data):
         yield number, wire, value if wire == VARINT else data[start:end]
 
@@ -60,18 +63,20 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
 def alike(
     messages: Sequence[bytes], fail: Fail
 ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], dict[int, slice]]]:
-    """Yield the messages that have the same fields of the same lengths together, so that they are read as columns.
+    """Yield the messages that have the same fields of the same lengths together, so that they are
+    read as columns.
 
-    Of each such group of N: their numbers (N,), their bytes (N, L), and where in these the value of each field is, the
-    last one of those that are repeated. ``fail`` takes the number of what is not a message, and why.
+    Of each such group of N: their numbers (N,), their bytes (N, L), and where in these the value of
+    each field is, the last one of those that are repeated. ``fail`` takes the number of what is not
+    a message, and why.
     """
     by_length: dict[int, list[int]] = {}
     for row, data in enumerate(messages):
         by_length.setdefault(len(data), []).append(row)
-    for own in by_length.values():
-        rows = np.array(own)
-        table = np.frombuffer(b"".join([messages[row] for row in own]), np.uint8).reshape(
-            len(own), -1
+    for numbers in by_length.values():
+        rows = np.array(numbers)
+        table = np.frombuffer(b"".join([messages[row] for row in numbers]), np.uint8).reshape(
+            len(numbers), -1
         )
         while len(rows):
             fixed = np.full(table.shape[1], 0xFF, np.uint8)
@@ -94,37 +99,39 @@ def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def spans(
-    data: bytes | memoryview, at: int = 0, end: int | None = None, *, whole: bool = True
+    data: bytes | memoryview, position: int = 0, end: int | None = None, *, is_complete: bool = True
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield number, wire type, start and end of each field of a message, and the value of a number.
 
-    The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last value may end behind
-    it. Raises ValueError for what is not a message.
+    The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last
+    value may end behind it. Raises ValueError for what is not a message.
     """
     end = len(data) if end is None else end
-    while at < end:
-        key = data[at]
-        key, at = (key, at + 1) if key < 0x80 else varint(data, at)
+    while position < end:
+        key = data[position]
+        key, position = (key, position + 1) if key < 0x80 else varint(data, position)
         wire = key & 7
         if wire == FIXED64:
             length = 8
         elif wire in (BYTES, VARINT):
-            length = data[at] if at < end else 0x80
-            start = at
-            (length, at) = (length, at + 1) if length < 0x80 else varint(data, at)
+            length = data[position] if position < end else 0x80
+            start = position
+            (length, position) = (length, position + 1) if length < 0x80 else varint(data, position)
             if wire == VARINT:
-                yield key >> 3, wire, start, at, length
+                yield key >> 3, wire, start, position, length
                 continue
         else:
             length = _fixed(wire)
-        if at + length > end and whole:
-            raise ValueError(f"field {key >> 3} has {length} bytes, {end - at} are left")
-        yield key >> 3, wire, at, at + length, 0
-        at += length
+        if position + length > end and is_complete:
+            raise ValueError(f"field {key >> 3} has {length} bytes, {end - position} are left")
+        yield key >> 3, wire, position, position + length, 0
+        position += length
 
 
 class FieldPlace(msgspec.Struct, frozen=True, gc=False):
-    """A field of a message in a file: ``value`` is that of a number, else its bytes begin at ``start``."""
+    """A field of a message in a file: ``value`` is that of a number, else its bytes begin at
+    ``start``.
+    """
 
     number: int
     wire: int
@@ -134,13 +141,14 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlace]:
-    """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
+    """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their
+    heads are read.
 
     Raises ValueError where it is not a message.
     """
-    at = start
-    while at < end:
-        head = window.at(at, MAX_HEAD)
+    position = start
+    while position < end:
+        head = window.at(position, MAX_HEAD)
         if not head:
             raise ValueError("the file ends")
         key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)
@@ -154,11 +162,11 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
             value, used = varint(head, used)
         else:
             length = _fixed(wire)
-        begin = at + used
-        at = begin + length
-        if at > end:
+        begin = position + used
+        position = begin + length
+        if position > end:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - begin} are left")
-        yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=at)
+        yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=position)
 
 
 def _fixed(wire: int) -> int:
@@ -170,24 +178,28 @@ def _fixed(wire: int) -> int:
 
 
 def doubles(data: bytes, number: int) -> list[float]:
-    """Return the values of a repeated field of doubles, packed or not; raise ValueError for another type."""
-    found: list[float] = []
+    """Return the values of a repeated field of doubles, packed or not; raise ValueError for
+    another type.
+    """
+    values: list[float] = []
     for field, wire, value in fields(data):
         if field == number:
             if wire not in (FIXED64, BYTES) or isinstance(value, int) or len(value) % 8:
                 raise ValueError(f"field {number} is not of doubles")
-            found += struct.unpack(f"<{len(value) // 8}d", value)
-    return found
+            values += struct.unpack(f"<{len(value) // 8}d", value)
+    return values
 
 
 def descriptor(schema: bytes) -> Names:
-    """Read the fields of all types of a FileDescriptorSet (descriptor.proto); raises SourceError."""
-    found: Names = {}
+    """Read the fields of all types of a FileDescriptorSet (descriptor.proto); raises
+    SourceError.
+    """
+    names: Names = {}
     for file in _parts(schema, 1):
         package = b"".join(_parts(file, 2)).decode()
         for message in _parts(file, 4):
-            _add(found, package, message)
-    return found
+            _add(names, package, message)
+    return names
 
 
 def _named(
@@ -197,19 +209,19 @@ def _named(
 
     ``data`` may be cut off: the span of the last field says where it would end.
     """
-    found: dict[str, list[Any]] = {}
+    values: dict[str, list[Any]] = {}
     view = data if isinstance(data, bytes) else memoryview(data)
     end = len(view) if end is None else min(end, len(view))
     try:
-        for number, wire, begin, stop, value in spans(view, start, end, whole=False):
-            own = found.setdefault(names[number][0] if number in names else "", [])
+        for number, wire, begin, stop, value in spans(view, start, end, is_complete=False):
+            field_values = values.setdefault(names[number][0] if number in names else "", [])
             if wire == BYTES:
-                own.append(Span((begin, stop - begin)))
+                field_values.append(Span((begin, stop - begin)))
             else:
-                own.append(value if wire == VARINT else bytes(view[begin:stop]))
+                field_values.append(value if wire == VARINT else bytes(view[begin:stop]))
     except ValueError as error:
         raise SourceError(f"protobuf has {error}") from error
-    return found
+    return values
 
 
 class Proto:
@@ -225,8 +237,8 @@ class Proto:
 
     def span(self, name: str) -> tuple[int, int]:
         """Return offset and length of bytes."""
-        found = self._fields.get(name)
-        return found[-1] if found else (0, 0)
+        spans = self._fields.get(name)
+        return spans[-1] if spans else (0, 0)
 
     def raw(self, name: str) -> bytes:
         """Return bytes."""
@@ -248,15 +260,15 @@ class Proto:
 
     def doubles(self, name: str) -> list[float]:
         """Return repeated doubles, packed or not."""
-        found: list[float] = []
+        values: list[float] = []
         for value in self._fields.get(name, []):
             data = value if isinstance(value, bytes) else self._bytes(value)
-            found += struct.unpack(f"<{len(data) // 8}d", data)
-        return found
+            values += struct.unpack(f"<{len(data) // 8}d", data)
+        return values
 
     def messages(self, name: str) -> list[Proto]:
         """Return nested messages."""
-        kind = next((kind for own, kind in self._types.values() if own == name), "")
+        kind = next((kind for field_name, kind in self._types.values() if field_name == name), "")
         spans = self._fields.get(name, [])
         return [
             Proto(data=self._data, names=self._names, kind=kind, start=start, end=start + length)
@@ -265,8 +277,8 @@ class Proto:
 
     def message(self, name: str) -> Proto:
         """Return a nested message; an empty one where it is absent."""
-        found = self.messages(name)
-        return found[-1] if found else Proto(b"", self._names, "")
+        messages = self.messages(name)
+        return messages[-1] if messages else Proto(b"", self._names, "")
 
     @property
     def stamp_ns(self) -> int:
@@ -283,13 +295,15 @@ def _parts(data: bytes, number: int) -> list[bytes]:
     return [data[start : start + length] for start, length in spans]
 
 
-def _add(found: Names, scope: str, message: bytes) -> None:
-    """Note the fields of a DescriptorProto: name 1, field 2 (name 1, number 3, type_name 6), nested_type 3."""
+def _add(names: Names, scope: str, message: bytes) -> None:
+    """Note the fields of a DescriptorProto: name 1, field 2 (name 1, number 3, type_name 6),
+    nested_type 3.
+    """
     name = f"{scope}.{_parts(message, 1)[0].decode()}".lstrip(".")
-    own = found.setdefault(name, {})
+    type_fields = names.setdefault(name, {})
     for field in _parts(message, 2):
         (number,) = _named(field, _FILE_FIELDS)["f3"]
         kind = b"".join(_parts(field, 6)).decode().lstrip(".")
-        own[number] = (_parts(field, 1)[0].decode(), kind)
+        type_fields[number] = (_parts(field, 1)[0].decode(), kind)
     for nested in _parts(message, 3):
-        _add(found, name, nested)
+        _add(names, name, nested)

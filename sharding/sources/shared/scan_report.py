@@ -1,4 +1,6 @@
-"""The report of a scan: counts of what it kept and dropped, for the user and for the manifest; and what is wrong."""
+"""The report of a scan: counts of what it kept and dropped, for the user and for the manifest;
+and what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ MOST_FINDINGS: Final = 20
 
 
 class ScanReport(msgspec.Struct, kw_only=True):
-    """Counts over the whole source, before a selection; the same source and options give the same report.
+    """Counts over the whole source, before a selection; the same source and options give the same
+    report.
 
     Attributes:
         samples: samples that were kept.
@@ -32,13 +35,20 @@ class ScanReport(msgspec.Struct, kw_only=True):
         masked: channel to reason to number of sensor members that are absent from kept samples.
         distorted: camera channel to number of images with lens coefficients.
         boxes: boxes of kept samples; the counts below are parts of it.
-        unmapped: category that the source's class list does not know, to number of boxes (``label`` -1).
-        outside_classes: category that is known and on purpose no class, to number of boxes (``label`` -1).
-        unknown_visibility: text of the visibility that is not known, to number of boxes (``visibility`` -1).
-        unknown_points: boxes with an unknown number of lidar points (-1) and no known radar point: ``valid`` is 1.
-        damaged: camera channel to number of damaged images that were masked, or whose frames were dropped.
-        cut_links: table and column to number of links, to records that a cut-out source lacks, that were cut.
-        max_offset_ms: channel to the largest time [ms] between a sample and the channel's own moment in it.
+        unmapped: category that the source's class list does not know, to number of boxes (``label``
+            -1).
+        outside_classes: category that is known and on purpose no class, to number of boxes
+            (``label`` -1).
+        unknown_visibility: text of the visibility that is not known, to number of boxes
+            (``visibility`` -1).
+        unknown_points: boxes with an unknown number of lidar points (-1) and no known radar point:
+            ``valid`` is 1.
+        damaged: camera channel to number of damaged images that were masked, or whose frames were
+            dropped.
+        cut_links: table and column to number of links, to records that a cut-out source lacks, that
+            were cut.
+        max_offset_ms: channel to the largest time [ms] between a sample and the channel's own
+            moment in it.
         noted: what else the source found, such as messages out of order, and its number.
 
     """
@@ -75,8 +85,9 @@ class ScanReport(msgspec.Struct, kw_only=True):
         """Note what the head of an image says that neither the writer nor the loader applies."""
         if info.orientation != 1:
             self.note(
-                f"{channel}: images with Exif orientation {info.orientation}, which is not applied; calibrate the "
-                "pixels as they are stored, or turn the images and clear the tag (exiftran -ai)"
+                f"{channel}: images with Exif orientation {info.orientation}, which is not "
+                "applied; calibrate the pixels as they are stored, or turn the images and "
+                "clear the tag (exiftran -ai)"
             )
 
     def note_principal_points(
@@ -85,36 +96,43 @@ class ScanReport(msgspec.Struct, kw_only=True):
         intrinsics: NDArray[np.float64],
         sizes: NDArray[np.integer[Any]],
     ) -> None:
-        """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px], not over 0: none."""
+        """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px],
+        not over 0: none.
+        """
         points = intrinsics[..., :2, 2]
         outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(
             -1
         )  # not where NaN
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
-            text = "principal point outside of the image: are the intrinsics those of images of this size?"
+            text = (
+                "principal point outside of the image: are the intrinsics those of images of "
+                "this size?"
+            )
             self.note(f"{channel}: {text}", number)
 
-    def note(self, what: str, number: int = 1) -> None:
+    def note(self, text: str, number: int = 1) -> None:
         """Count something that was found."""
         if number:
-            self.noted[what] = self.noted.get(what, 0) + number
+            self.noted[text] = self.noted.get(text, 0) + number
 
     def builtins(self) -> dict[str, Any]:
         """Return the report for JSON: fields in order, the names in each sorted."""
-        found: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
+        values: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
         for name in ("cut_links", "damaged"):  # of some sources, and some options
-            if not found[name]:
-                del found[name]
-        return found
+            if not values[name]:
+                del values[name]
+        return values
 
     def lines(self) -> list[str]:
-        """Return the report for people: one line, and one more for each thing that was changed or left out."""
+        """Return the report for people: one line, and one more for each thing that was changed
+        or left out.
+        """
         num_samples = self.samples + sum(self.dropped_samples.values())
         said = [
             f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"
         ]
         by_channel = {
-            f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()
+            f"{name}, {why}": n for name, counts in self.masked.items() for why, n in counts.items()
         }
         said += _lines(
             {
@@ -128,7 +146,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
             }
         )
         noted = [
-            f"  noted: {_plain(name, most=200)}: {number:,}"
+            f"  noted: {_plain(name, limit=200)}: {number:,}"
             for name, number in sorted(self.noted.items())
         ]
         said += noted[:_MOST_NAMES]
@@ -155,26 +173,28 @@ class ScanReport(msgspec.Struct, kw_only=True):
 
 
 def _lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [f"  {what}: {_listed(found)}" for what, found in counts.items() if found]
+    return [f"  {title}: {_listed(group)}" for title, group in counts.items() if group]
 
 
 def _listed(counts: Mapping[str, float]) -> str:
     """Return names with their counts, most frequent first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
-    more = len(ranked) - len(shown)
+    texts = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
+    more = len(ranked) - len(texts)
     separator = "; " if any("," in name for name in counts) else ", "
-    return separator.join([*shown, *([f"and {more:,} more names"] if more else [])])
+    return separator.join([*texts, *([f"and {more:,} more names"] if more else [])])
 
 
-def _plain(name: str, most: int = _MOST_CHARACTERS) -> str:
+def _plain(name: str, limit: int = _MOST_CHARACTERS) -> str:
     """Return a name of the source that is safe to print."""
-    short = name if len(name) <= most else name[:most] + "..."
+    short = name if len(name) <= limit else name[:limit] + "..."
     return short if short and short.isprintable() else ascii(short)
 
 
 class _Cause:
-    """A finding of many places: the first one, what is wrong, what helps, and the number of places."""
+    """A finding of many places: the first one, what is wrong, what helps, and the number of
+    places.
+    """
 
     def __init__(self, place: str, fault: str, remedy: str) -> None:
         self.place = place
@@ -190,7 +210,8 @@ class _Cause:
 class Findings:
     """What is wrong with a source: several findings are reported together, and the scan fails once.
 
-    The first 20 of each table are shown. Of images, up to the share ``max_damaged`` may be damaged and left out.
+    The first 20 of each table are shown. Of images, up to the share ``max_damaged`` may be damaged
+    and left out.
     """
 
     def __init__(self, max_damaged: float = 0.0) -> None:
@@ -213,7 +234,8 @@ class Findings:
             self._texts.append(text)
 
     def add_cause(self, table: str, cause: str, place: str, fault: str, remedy: str = "") -> None:
-        """Note a finding of one ``cause``, whose places are one finding: the first is shown, with their number.
+        """Note a finding of one ``cause``, whose places are one finding: the first is shown, with
+        their number.
 
         ``place``, ``fault`` and ``remedy`` make a sentence; those of the first place are used.
         """
@@ -232,7 +254,7 @@ class Findings:
         self._damaged += damaged[: MOST_FINDINGS - len(self._damaged)]
 
     @contextlib.contextmanager
-    def of(self, table: str) -> Iterator[None]:
+    def collecting(self, table: str) -> Iterator[None]:
         """Note the SourceError that the block raises."""
         try:
             yield
@@ -244,8 +266,8 @@ class Findings:
         if self._num_damaged > self._max_damaged * self._num_images:
             self.add(
                 "images",
-                f"{self._num_damaged:,} of {self._num_images:,} images are damaged, more than the share of "
-                f"max_damaged={self._max_damaged:g}: {', '.join(self._damaged)}",
+                f"{self._num_damaged:,} of {self._num_images:,} images are damaged, more "
+                f"than the share of max_damaged={self._max_damaged:g}: {', '.join(self._damaged)}",
             )
         if not self._texts:
             return

@@ -1,10 +1,11 @@
 """The scan table: one Arrow row for each sample of a source; what planning and writing work on.
 
-What plans, selections and indices are made of are columns. What a shard is made of is one more, MessagePack: of each
-sample the small members (meta, geometry, boxes) as bytes and the sensor members as references with their sizes, so that
-a shard is written from the table and the sensor files alone, and a sample, which no plan leaves beside the one before
-it, is read in one piece. The file is written in batches of ``ROWS_PER_BATCH`` rows, its columns are read
-memory-mapped and its samples one by one, so its size is bounded by the disk and not by memory.
+What plans, selections and indices are made of are columns. What a shard is made of is one more,
+MessagePack: of each sample the small members (meta, geometry, boxes) as bytes and the sensor
+members as references with their sizes, so that a shard is written from the table and the sensor
+files alone, and a sample, which no plan leaves beside the one before it, is read in one piece. The
+file is written in batches of ``ROWS_PER_BATCH`` rows, its columns are read memory-mapped and its
+samples one by one, so its size is bounded by the disk and not by memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from fuelrail.pipeline.sample.schema import (
     encode_meta,
 )
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.pictures import Depth
@@ -51,7 +52,9 @@ CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
 _MAX_PENDING_BYTES: Final = 256 << 20
-"""The limit of the small members of a batch, made in memory; Arrow's offsets in a batch end at 2 GiB."""
+"""The limit of the small members of a batch, made in memory; Arrow's offsets in a batch end at 2
+GiB.
+"""
 
 _MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 
@@ -72,9 +75,10 @@ _PREFIX: Final = "attribute."
 class Reference(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sensor member that lies in the source.
 
-    ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes, ``bytes`` the size there;
-    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members. ``is_estimate``: the source
-    makes the bytes when they are read, so that ``bytes`` is about their number.
+    ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes,
+    ``bytes`` the size there; ``width`` and ``height`` [px] are what the source says of an image, 0
+    for other members. ``is_estimate``: the source makes the bytes when they are read, so that
+    ``bytes`` is about their number.
     """
 
     name: str
@@ -86,7 +90,9 @@ class Reference(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ClipInfo(msgspec.Struct, kw_only=True):
-    """One clip: id (part of the keys), the source's name and token for it, its run of rows in the scan table."""
+    """One clip: id (part of the keys), the source's name and token for it, its run of rows in
+    the scan table.
+    """
 
     clip_id: str
     clip_name: str
@@ -132,9 +138,10 @@ def frame_keys(clip_ids: pa.Array, frames: pa.Array) -> pa.Array:
 class ScanWriter:
     """Writes a scan table; clips one after the other, frames in order, one batch in memory.
 
-    Keys are unique by construction: clip ids are unique, and frames count up within a clip. ``attributes`` are the
-    columns for ``attributes.parquet``: name to bool, int, float or str; a value may be None. ``is_check``: the table is
-    made to find faults, so that the source is to look at both ends of each image.
+    Keys are unique by construction: clip ids are unique, and frames count up within a clip.
+    ``attributes`` are the columns for ``attributes.parquet``: name to bool, int, float or str; a
+    value may be None. ``is_check``: the table is made to find faults, so that the source is to look
+    at both ends of each image.
     """
 
     def __init__(
@@ -147,8 +154,8 @@ class ScanWriter:
         most = MAX_COLUMNS - NUM_OF_SAMPLES
         if len(attributes) > most:
             raise SourceError(
-                f"the source has {len(attributes):,} attributes, and the table of a dataset takes {most:,}: leave "
-                "columns out, or make arrays of columns that belong together"
+                f"the source has {len(attributes):,} attributes, and the table of a dataset "
+                f"takes {most:,}: leave columns out, or make arrays of columns that belong together"
             )
         self._is_check = is_check
         self._attributes = tuple(attributes)
@@ -171,12 +178,18 @@ class ScanWriter:
         self._has_boxes = False
         self.clips: list[ClipInfo] = []
 
-    def depth(self, asked: Depth, damaged_image: str) -> Depth:
+    def depth(self, requested: Depth, damaged_image: str) -> Depth:
         """Return how much of each image a source with these options must read."""
-        return "ends" if asked == "head" and (self._is_check or damaged_image != "error") else asked
+        return (
+            "ends"
+            if requested == "head" and (self._is_check or damaged_image != "error")
+            else requested
+        )
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
-        """Start the next clip; raises SourceError for an id that already was or that is not a legal key."""
+        """Start the next clip; raises SourceError for an id that already was or that is not a
+        legal key.
+        """
         check_key(clip_id)
         if clip_id in self._ids:
             raise SourceError(f"duplicate clip id '{clip_id}' in the source (clip '{clip_name}')")
@@ -203,21 +216,23 @@ class ScanWriter:
     ) -> None:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
-        ``stamp`` (64 bits) changes when a file of the sample is written again, as far as the file system reports it;
-        it is not part of the table, for copies of a source are the same source.
-        ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
-        Raises SourceError for a member over the cap, and for a frame that does not follow the one before.
+        ``stamp`` (64 bits) changes when a file of the sample is written again, as far as the file
+        system reports it; it is not part of the table, for copies of a source are the same source.
+        ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when
+        shards are written. Raises SourceError for a member over the cap, and for a frame that does
+        not follow the one before.
         """
         clip = self.clips[-1]
         key = frame_key(clip.clip_id, meta.frame_idx)
         if (meta.clip_id, meta.key) != (clip.clip_id, key):
             raise SourceError(
-                f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' of the source"
+                f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' "
+                "of the source"
             )
         if meta.frame_idx <= self._last_frame:
             raise SourceError(
-                f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "
-                "its frames from less than 0"
+                f"sample '{key}' comes after frame {self._last_frame} of its clip: the "
+                "source has it twice, or numbers its frames from less than 0"
             )
         self._last_frame = meta.frame_idx
         blob = encode_meta(meta)
@@ -239,8 +254,9 @@ class ScanWriter:
             size += tar_bytes(num_bytes // 2 if kind[1] else num_bytes)
         if self._pending_bytes > _MAX_PENDING_BYTES:
             raise SourceError(
-                f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up to '{key}' have "
-                f"{self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} are {_MAX_PENDING_BYTES}"
+                f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up "
+                f"to '{key}' have {self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} "
+                f"are {_MAX_PENDING_BYTES}"
             )
         number = len(self.clips) - 1
         row = ScanRow(
@@ -265,7 +281,9 @@ class ScanWriter:
             self._flush()
 
     def member_names(self, channels: Sequence[str]) -> list[str]:
-        """Return all field names that occurred: meta, geometry, boxes, the channels in rig order, others by name."""
+        """Return all field names that occurred: meta, geometry, boxes, the channels in rig
+        order, others by name.
+        """
         rank = {channel: position for position, channel in enumerate(channels)}
         rest = sorted(self._kinds, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
         return [META, GEOMETRY, *([BOXES] if self._has_boxes else []), *rest]
@@ -303,11 +321,11 @@ class ScanWriter:
             if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
                 longest = pc.max(pc.binary_length(array)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
-                    at = pc.index(pc.binary_length(array), longest).as_py()
+                    row = pc.index(pc.binary_length(array), longest).as_py()
                     name = field.name.removeprefix(_PREFIX)
                     raise SourceError(
-                        f"attribute '{name}' of sample {shown(self._pending[at][0])} has {longest} bytes, allowed are "
-                        f"{MAX_TEXT_BYTES}; shorten it"
+                        f"attribute '{name}' of sample {shortened(self._pending[row][0])} "
+                        f"has {longest} bytes, allowed are {MAX_TEXT_BYTES}; shorten it"
                     )
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._stamps.append(np.array(self._pending_stamps, np.uint64))
@@ -319,17 +337,22 @@ class ScanWriter:
 def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:
     if num_bytes > member_cap(name):
         raise SourceError(
-            f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has {member_cap(name)} at most"
+            f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "
+            f"{member_cap(name)} at most"
         )
 
 
 def tar_bytes(data_bytes: int) -> int:
-    """Return the bytes that a member of ``data_bytes`` takes in a tar: header block and padded data."""
+    """Return the bytes that a member of ``data_bytes`` takes in a tar: header block and padded
+    data.
+    """
     return 512 + -(-data_bytes // 512) * 512
 
 
 def stored_estimate(member: Reference) -> int:
-    """Estimate the stored size of a sensor member for planning: arrays shrink to about half, encoded images do not."""
+    """Estimate the stored size of a sensor member for planning: arrays shrink to about half,
+    encoded images do not.
+    """
     return member.bytes // 2 if _shrinks(member.name) else member.bytes
 
 
@@ -338,16 +361,19 @@ def _shrinks(name: str) -> bool:
 
 
 def uncompressed_share(members: Sequence[Reference]) -> float:
-    """Return the size of a sample's sensor members that all stay raw, as a multiple of :func:`stored_estimate`."""
+    """Return the size of a sample's sensor members that all stay raw, as a multiple of
+    :func:`stored_estimate`.
+    """
     estimate = sum(map(stored_estimate, members))
     return sum(member.bytes for member in members) / estimate if estimate else 1.0
 
 
 class ScanTable:
-    """A scan table read back: whole columns, memory-mapped, for the plan, single rows for the writer.
+    """A scan table read back: whole columns, memory-mapped, for the plan, single rows for the
+    writer.
 
-    Pages that were looked at do not stay in this process's memory, so that the peak is the same for any table. Not for
-    two threads at once.
+    Pages that were looked at do not stay in this process's memory, so that the peak is the same for
+    any table. Not for two threads at once.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -378,10 +404,12 @@ class ScanTable:
         return decode_row(self.encoded_row(number))
 
     def encoded_row(self, number: int) -> bytes:
-        """Return one row as bytes, which are the same for the same content; :func:`decode_row` takes them."""
+        """Return one row as bytes, which are the same for the same content; :func:`decode_row`
+        takes them.
+        """
         start, ends = self._place(number // ROWS_PER_BATCH)
-        at = number % ROWS_PER_BATCH
-        data: bytes = self._bytes.read_at(ends[at + 1] - ends[at], start + ends[at])
+        row = number % ROWS_PER_BATCH
+        data: bytes = self._bytes.read_at(ends[row + 1] - ends[row], start + ends[row])
         return data
 
     def key_batches(self) -> Iterator[pa.Array]:
@@ -390,11 +418,13 @@ class ScanTable:
             yield batch.column("key")
 
     def attribute_parts(self) -> Iterator[pa.Table]:
-        """Yield key, number of the clip, frame, time and all attributes, in order, ``ROWS_PER_PART`` rows at a time."""
-        wanted = ["key", "clip", "frame", "timestamp_ns", *self._attributes]
+        """Yield key, number of the clip, frame, time and all attributes, in order,
+        ``ROWS_PER_PART`` rows at a time.
+        """
+        names = ["key", "clip", "frame", "timestamp_ns", *self._attributes]
         pending: list[Any] = []
         for batch in self._all_batches():
-            pending.append(batch.select(wanted))
+            pending.append(batch.select(names))
             if len(pending) * ROWS_PER_BATCH == ROWS_PER_PART:
                 yield self._part(pending)
                 pending = []
@@ -420,7 +450,9 @@ class ScanTable:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _place(self, number: int) -> tuple[int, memoryview]:
-        """Return where a batch's encoded rows begin in the file, and where each begins in them and the last ends."""
+        """Return where a batch's encoded rows begin in the file, and where each begins in them
+        and the last ends.
+        """
         place = self._places.get(number)
         if place is None:
             if len(self._places) == _MOST_PLACES:

@@ -1,8 +1,9 @@
 """Where the members of a tar are: headers are read, payloads are skipped, and the end is looked at.
 
-A tar ends with two blocks of zeros, and with zeros that fill up its last record. A compressed one ends with a whole
-frame besides. Whatever else follows is an error, for members may be lost: those of a second tar (``cat a.tar b.tar``),
-of a download that was given its full size and was cut, of a file that was cut between two members.
+A tar ends with two blocks of zeros, and with zeros that fill up its last record. A compressed one
+ends with a whole frame besides. Whatever else follows is an error, for members may be lost: those
+of a second tar (``cat a.tar b.tar``), of a download that was given its full size and was cut, of a
+file that was cut between two members.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _AHEAD_BYTES: Final = 64 << 10
 _BAD: Final = "is damaged, cut off or none"
 COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
 OF_IGNORE_ZEROS: Final = (
-    "true reads on behind the end of a tar, as GNU tar's --ignore-zeros does (tars joined by cat), and takes tars "
-    "without an end and with more zeros than tar writes"
+    "true reads on behind the end of a tar, as GNU tar's --ignore-zeros does (tars joined "
+    "by cat), and takes tars without an end and with more zeros than tar writes"
 )
 """The description of the option ``ignore_zeros``, which sources of tars have."""
 
@@ -99,30 +100,33 @@ def tar_members(
 ) -> Iterator[Member]:
     """Yield the regular files of an uncompressed tar in order.
 
-    Folders are passed over. Raises SourceError for a tar that is damaged, cut off, or goes on behind its end, and for
-    sparse files, links, devices, and names that lead out of the tar. With ``ignore_zeros`` what follows the end is
-    read too; ``noted`` counts then what is not as it should be.
+    Folders are passed over. Raises SourceError for a tar that is damaged, cut off, or goes on
+    behind its end, and for sparse files, links, devices, and names that lead out of the tar. With
+    ``ignore_zeros`` what follows the end is read too; ``noted`` counts then what is not as it
+    should be.
     """
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file:
-        for _, found in _regular(file, where, ignore_zeros=ignore_zeros, noted=noted):
-            yield Member(found.name, found.offset_data, found.size)
+        for _, info in _regular(file, where, ignore_zeros=ignore_zeros, noted=noted):
+            yield Member(info.name, info.offset_data, info.size)
 
 
 def compressed_members(
     files: SourceFiles,
     tar: str,
     head_bytes: int | None,
-    whole: tuple[str, ...] = (),
-    wanted: Collection[str] | None = None,
+    whole_endings: tuple[str, ...] = (),
+    names: Collection[str] | None = None,
     *,
     ignore_zeros: bool = False,
     noted: Counter[str] | None = None,
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the regular files of a compressed tar in order, with their first ``head_bytes`` (None: all of them).
+    """Yield the regular files of a compressed tar in order, with their first ``head_bytes`` (None:
+    all of them).
 
-    Those whose names end with one of ``whole`` are read whole. ``wanted``: of others nothing is read, and None is
-    given. Raises SourceError as :func:`tar_members` does, and where the compressed data is cut off or goes on.
+    Those whose names end with one of ``whole`` are read whole. ``wanted``: of others nothing is
+    read, and None is given. Raises SourceError as :func:`tar_members` does, and where the
+    compressed data is cut off or goes on.
     """
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file, contextlib.ExitStack() as stack:
@@ -134,17 +138,17 @@ def compressed_members(
             )
             stack.enter_context(stream)
         plain = cast("BinaryIO", _Unpacked(stream))
-        for opened, found in _regular(plain, where, ignore_zeros=ignore_zeros, noted=noted):
+        for opened, info in _regular(plain, where, ignore_zeros=ignore_zeros, noted=noted):
             data = None
-            if wanted is None or found.name in wanted:
+            if names is None or info.name in names:
                 with parsing(where, _BAD):
-                    content = opened.extractfile(found)
+                    content = opened.extractfile(info)
                     assert content is not None, "a regular file"
-                    is_whole = found.name.lower().endswith(whole)
-                    length = found.size if is_whole or head_bytes is None else head_bytes
-                    check_most(length, f"{where}: '{found.name}'")
+                    is_whole = info.name.lower().endswith(whole_endings)
+                    length = info.size if is_whole or head_bytes is None else head_bytes
+                    check_most(length, f"{where}: '{info.name}'")
                     data = content.read(length)
-            yield Member(found.name, 0, found.size), data
+            yield Member(info.name, 0, info.size), data
 
 
 def _regular(
@@ -160,20 +164,20 @@ def _regular(
         num_tars += 1
         while True:
             with parsing(where, _BAD):
-                found = opened.next()
-            if found is None:
+                info = opened.next()
+            if info is None:
                 break
             opened.members = []  # type: ignore[attr-defined] # the library keeps them all otherwise
-            name = found.name
-            if found.isdir():
+            name = info.name
+            if info.isdir():
                 continue
-            if not found.isreg() or found.issparse():
+            if not info.isreg() or info.issparse():
                 raise SourceError(
                     f"{where}: '{name}' is sparse, a link or a device; wanted are regular files"
                 )
             if name.startswith("/") or ".." in name.split("/") or "\0" in name:
                 raise SourceError(f"{where}: the name '{name}' leads out of the tar")
-            yield opened, found
+            yield opened, info
         with parsing(where, _BAD):
             num_bytes = opened.offset - start
             start, fault = _look_at_end(
@@ -190,9 +194,11 @@ def _regular(
 def _look_at_end(
     file: BinaryIO, end: int, num_bytes: int, *, where: str, ignore_zeros: bool
 ) -> tuple[int | None, str]:
-    """Return where another tar begins behind the end of one, None for nowhere, and what is wrong with the end.
+    """Return where another tar begins behind the end of one, None for nowhere, and what is wrong
+    with the end.
 
-    ``num_bytes`` are those of the tar up to there. What tarfile takes for the end may be a damaged header.
+    ``num_bytes`` are those of the tar up to there. What tarfile takes for the end may be a damaged
+    header.
     """
     file.seek(end)
     num_zeros = 0
@@ -213,12 +219,14 @@ def _look_at_end(
         tarfile.TarInfo.frombuf(file.read(_BLOCK), "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         raise SourceError(
-            f"{where} ends at byte {end}, and bytes that are no tar follow at byte {first}: members may be damaged or "
-            "lost; get the file again, or cut off what does not belong to it"
+            f"{where} ends at byte {end}, and bytes that are no tar follow at byte {first}: "
+            "members may be damaged or lost; get the file again, or cut off what does not "
+            "belong to it"
         ) from None
     return first, (
-        f"ends at byte {end}, and another member follows at byte {first}: these are tars joined by `cat`, or a part of "
-        "the tar was overwritten with zeros; the option ignore_zeros=true reads what follows, too"
+        f"ends at byte {end}, and another member follows at byte {first}: these are tars "
+        "joined by `cat`, or a part of the tar was overwritten with zeros; the option "
+        "ignore_zeros=true reads what follows, too"
     )
 
 
@@ -226,9 +234,10 @@ def _fault_of_zeros(end: int, num_bytes: int, num_zeros: int) -> str:
     """Return what is wrong with the zeros behind a tar's members; empty where nothing is."""
     if num_zeros < _END_BYTES:
         return (
-            f"has no end: its last member ends at byte {end}, and {num_zeros} bytes of zeros follow, where every tar "
-            f"ends with {_END_BYTES}; it may be cut off between two members: get the file again, or take it as it is "
-            "with the option ignore_zeros=true"
+            f"has no end: its last member ends at byte {end}, and {num_zeros} bytes of "
+            f"zeros follow, where every tar ends with {_END_BYTES}; it may be cut off "
+            "between two members: get the file again, or take it as it is with the option "
+            "ignore_zeros=true"
         )
     num_blocks = (num_bytes + num_zeros) // _BLOCK
     num_zero_blocks = num_zeros // _BLOCK
@@ -236,8 +245,9 @@ def _fault_of_zeros(end: int, num_bytes: int, num_zeros: int) -> str:
         if num_blocks % record == 0 and num_zero_blocks < record + 2:
             return ""
     return (
-        f"has {num_zeros} bytes of zeros from byte {end} on, more than the end that tar writes in records of at most "
-        f"{_MOST_BLOCKS} blocks; a download that was cut, in a file that had its full size before, looks like this, "
-        "and so does a tar of larger records (`tar -b`); get the file again, or take it as it is with the option "
+        f"has {num_zeros} bytes of zeros from byte {end} on, more than the end that tar "
+        f"writes in records of at most {_MOST_BLOCKS} blocks; a download that was cut, in a "
+        "file that had its full size before, looks like this, and so does a tar of larger "
+        "records (`tar -b`); get the file again, or take it as it is with the option "
         "ignore_zeros=true"
     )

@@ -1,8 +1,8 @@
 """Video to JPEG: each frame is decoded once, in order, and encoded from the decoder's planes.
 
-Frame n is the n-th in the order of presentation, for any order in the file. JPEG (JFIF) wants the matrix of BT.601
-and the full range: planes of another matrix, range or depth are converted, and not by way of RGB. Video
-without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
+Frame n is the n-th in the order of presentation, for any order in the file. JPEG (JFIF) wants the
+matrix of BT.601 and the full range: planes of another matrix, range or depth are converted, and not
+by way of RGB. Video without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
 
 PyAV (the extra ``video``) brings FFmpeg.
 """
@@ -56,7 +56,9 @@ _FINE: Final = 2.5
 
 
 class VideoFacts(NamedTuple):
-    """Size [px], codec, number of frames, and the first frame that can be decoded: those before have no keyframe."""
+    """Size [px], codec, number of frames, and the first frame that can be decoded: those before
+    have no keyframe.
+    """
 
     width: int
     height: int
@@ -71,7 +73,9 @@ class _Packet(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Packets of the frames that are shown; in the order of presentation where they have times, else of the file."""
+    """Packets of the frames that are shown; in the order of presentation where they have times,
+    else of the file.
+    """
 
     packets: list[_Packet]
     has_times: bool
@@ -90,16 +94,20 @@ class VideoSettings(FrameSettings, frozen=True, kw_only=True):
     """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
 
     def check_libraries(self) -> None:
-        """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
+        """Raise ConfigError where the dataset's video was decoded with other libraries than
+        those that are here.
+        """
         if self.libraries and self.libraries != libraries():
             raise ConfigError(
-                f"the dataset's video was decoded with {self.libraries}, here is {libraries()}: install those "
-                "versions, or make the dataset again"
+                f"the dataset's video was decoded with {self.libraries}, here is "
+                f"{libraries()}: install those versions, or make the dataset again"
             )
 
 
 def libraries() -> str:
-    """Return what decides the bytes of JPEGs of video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
+    """Return what decides the bytes of JPEGs of video: versions of PyAV, FFmpeg's decoders and
+    scaler, simplejpeg.
+    """
     from importlib.metadata import version
 
     if importlib.util.find_spec("av") is None:
@@ -124,14 +132,18 @@ def video_frames(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
 
-    A frame is decoded once; what is between two groups of pictures that are wanted is skipped. Raises SourceError for
-    a file that is cut, a frame that is not there or cannot be decoded, a rotation flag, and another codec.
+    A frame is decoded once; what is between two groups of pictures that are wanted is skipped.
+    Raises SourceError for a file that is cut, a frame that is not there or cannot be decoded, a
+    rotation flag, and another codec.
     """
     yield from VideoFile(path).jpegs(numbers, form)
 
 
 class VideoFile:
-    """A video file: mp4, or a raw stream. ``num_decoded`` counts the frames that the decoder gave."""
+    """A video file: mp4, or a raw stream.
+
+    ``num_decoded`` counts the frames that the decoder gave.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -141,7 +153,8 @@ class VideoFile:
     def facts(self) -> VideoFacts:
         """Return what the index of the file states; without an index count packets, decode nothing.
 
-        Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames` does.
+        Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames`
+        does.
         """
         with self._opened() as container:
             stream = _best(container)
@@ -157,7 +170,8 @@ class VideoFile:
                 return VideoFacts(*head, sum(not entry.is_discard for entry in entries), 0)
             packets = self._shown(container).packets
             first = next(
-                (at for at, packet in enumerate(packets) if packet.is_keyframe), len(packets)
+                (number for number, packet in enumerate(packets) if packet.is_keyframe),
+                len(packets),
             )
             return VideoFacts(*head, len(packets), first)
 
@@ -165,27 +179,30 @@ class VideoFile:
         self, numbers: Iterable[int], form: JpegForm = _AS_DECODED
     ) -> Iterator[tuple[int, bytes]]:
         """Yield frames as :func:`video_frames`."""
-        wanted = sorted(set(numbers))
-        if not wanted:
+        frame_numbers = sorted(set(numbers))
+        if not frame_numbers:
             return
         order, has_times = self.order
-        if wanted[-1] >= len(order):
-            raise SourceError(f"{self._where} has {len(order)} frames, and no frame {wanted[-1]}")
+        if frame_numbers[-1] >= len(order):
+            raise SourceError(
+                f"{self._where} has {len(order)} frames, and no frame {frame_numbers[-1]}"
+            )
         if not has_times:
-            yield from self._from_the_start(wanted, form)
+            yield from self._from_the_start(frame_numbers, form)
             return
-        keys = [at for at, packet in enumerate(order) if packet.is_keyframe]
+        keys = [position for position, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
         group = -2
-        for number in wanted:
-            own = int(np.searchsorted(keys, number, "right")) - 1
-            if own < 0:
+        for number in frame_numbers:
+            group_of_frame = int(np.searchsorted(keys, number, "right")) - 1
+            if group_of_frame < 0:
                 raise SourceError(
-                    f"{self._where}: frame {number} comes before the first keyframe, frame {keys[:1]}"
+                    f"{self._where}: frame {number} comes before the first keyframe, frame "
+                    f"{keys[:1]}"
                 )
-            if own > group + 1:
-                runs.append((keys[own], []))
-            group = own
+            if group_of_frame > group + 1:
+                runs.append((keys[group_of_frame], []))
+            group = group_of_frame
             runs[-1][1].append(number)
         for key, run in runs:
             yield from self._run(order, key, run, form)
@@ -200,8 +217,8 @@ class VideoFile:
         self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
     ) -> Iterator[tuple[int, bytes]]:
         """Decode from a keyframe on; frames are known by their times."""
-        number_of = {packet.pts: at for at, packet in enumerate(order)}
-        wanted = set(run)
+        number_of = {packet.pts: position for position, packet in enumerate(order)}
+        remaining = set(run)
         with self._opened() as container:
             stream = _best(container)
             if key:
@@ -211,43 +228,47 @@ class VideoFile:
             encoder = _Encoder(form, self._where)
             for frame in self._decoded(container):
                 number = number_of.get(frame.pts, -1)
-                if number in wanted:
-                    wanted.remove(number)
+                if number in remaining:
+                    remaining.remove(number)
                     yield number, encoder.jpeg(frame, number)
-                if not wanted:
+                if not remaining:
                     return
         raise SourceError(
-            f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?"
+            f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, or damaged?"
         )
 
-    def _from_the_start(self, wanted: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
+    def _from_the_start(
+        self, frame_numbers: list[int], form: JpegForm
+    ) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
-        chosen = set(wanted)
+        chosen = set(frame_numbers)
         number = -1
         with self._opened() as container:
             encoder = _Encoder(form, self._where)
             for number, frame in enumerate(self._decoded(container)):
                 if number in chosen:
                     yield number, encoder.jpeg(frame, number)
-                if number >= wanted[-1]:
+                if number >= frame_numbers[-1]:
                     return
-        raise SourceError(f"{self._where} has {number + 1} frames, and no frame {wanted[-1]}")
+        raise SourceError(
+            f"{self._where} has {number + 1} frames, and no frame {frame_numbers[-1]}"
+        )
 
     def _shown(self, container: Any) -> _Shown:
-        found = [
+        packets = [
             _Packet(packet.pts, packet.is_keyframe)
             for packet in container.demux(_best(container))
             if packet.size and not packet.is_discard
         ]
-        times = {packet.pts for packet in found}
-        if None not in times and len(times) == len(found):
-            return _Shown(sorted(found), has_times=True)
-        if found and not found[0].is_keyframe:
+        times = {packet.pts for packet in packets}
+        if None not in times and len(times) == len(packets):
+            return _Shown(sorted(packets), has_times=True)
+        if packets and not packets[0].is_keyframe:
             raise SourceError(
-                f"{self._where} has no times and does not begin with a keyframe, so its frames have no numbers: cut it "
-                "at a keyframe"
+                f"{self._where} has no times and does not begin with a keyframe, so its "
+                "frames have no numbers: cut it at a keyframe"
             )
-        return _Shown(found, has_times=False)
+        return _Shown(packets, has_times=False)
 
     def _decoded(self, container: Any) -> Iterator[Any]:
         import av
@@ -274,18 +295,19 @@ class VideoFile:
             text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
             raise SourceError(text) from error
         with container:
-            if not _known(container):
+            if not _video_streams(container):
                 raise SourceError(f"{self._where} has no video stream of a codec that FFmpeg knows")
             _codec(_best(container).codec_context.name, self._where)
             yield container
 
 
-def _known(container: Any) -> list[Any]:
+def _video_streams(container: Any) -> list[Any]:
     return [stream for stream in container.streams.video if stream.codec_context is not None]
 
 
 def _best(container: Any) -> Any:
-    """Return the stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
+    """Return the stream that the program ffmpeg takes of several, such as a preview and the video:
+    the largest picture.
 
     The one that is marked as default counts five million pixels more, and a cover comes last.
     """
@@ -297,11 +319,13 @@ def _best(container: Any) -> Any:
         size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
         return not marks & Disposition.attached_pic, size
 
-    return max(_known(container), key=rank)
+    return max(_video_streams(container), key=rank)
 
 
 def _check_end(path: str, where: str) -> None:
-    """Raise SourceError for a large file that ends with zeros, which FFmpeg would read eight bytes at a time."""
+    """Raise SourceError for a large file that ends with zeros, which FFmpeg would read eight
+    bytes at a time.
+    """
     with Path(path).open("rb") as file:
         if file.seek(0, io.SEEK_END) > _LARGE_BYTES:
             file.seek(-_END_BYTES, io.SEEK_END)
@@ -312,7 +336,9 @@ def _check_end(path: str, where: str) -> None:
 
 
 class StreamDecoder:
-    """Decodes packets that come one by one, as messages of a log do: Annex B, or OBUs of AV1, from a keyframe on."""
+    """Decodes packets that come one by one, as messages of a log do: Annex B, or OBUs of AV1,
+    from a keyframe on.
+    """
 
     def __init__(self, codec: str, form: JpegForm, where: str) -> None:
         import av
@@ -324,31 +350,35 @@ class StreamDecoder:
         self._encoder = _Encoder(form, where)
         self.num_decoded = 0
 
-    def push(self, number: int, data: Buffer, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
-        """Decode the packet of frame ``number``; yield what is ready of the wanted frames, with their numbers."""
+    def push(
+        self, number: int, data: Buffer, frame_numbers: set[int]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Decode the packet of frame ``number``; yield what is ready of the wanted frames, with
+        their numbers.
+        """
         import av
 
         packet = av.Packet(bytes(data))
         packet.pts = packet.dts = number
-        yield from self._decode(packet, wanted)
+        yield from self._decode(packet, frame_numbers)
 
-    def flush(self, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
+    def flush(self, frame_numbers: set[int]) -> Iterator[tuple[int, bytes]]:
         """Yield the wanted ones of the frames that the decoder still has."""
-        yield from self._decode(None, wanted)
+        yield from self._decode(None, frame_numbers)
 
-    def _decode(self, packet: Any, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
+    def _decode(self, packet: Any, frame_numbers: set[int]) -> Iterator[tuple[int, bytes]]:
         import av
 
         try:
             frames = self._context.decode(packet)
         except av.error.FFmpegError as error:
-            at = "the end" if packet is None else f"message {packet.pts}"
+            place = "the end" if packet is None else f"message {packet.pts}"
             raise SourceError(
-                f"{self._where}: the video cannot be decoded at {at}: {error}"
+                f"{self._where}: the video cannot be decoded at {place}: {error}"
             ) from error
         self.num_decoded += len(frames)
         for frame in frames:
-            if frame.pts in wanted:
+            if frame.pts in frame_numbers:
                 yield frame.pts, self._encoder.jpeg(frame, frame.pts)
 
 
@@ -372,38 +402,40 @@ def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
 def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     """Return whether a packet, by its first bytes, begins a group of pictures.
 
-    By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1 6.2.2).
+    By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1
+    6.2.2).
     """
     head = bytes(memoryview(data)[:512])
     name = _codec(codec, where)
     if name == "av1":
         return any(kind == 1 for kind in _obu_types(head))
-    at = head.find(b"\0\0\1")
+    position = head.find(b"\0\0\1")
     has_parameters = False
-    while at >= 0 and at + 3 < len(head):
-        kind = head[at + 3] & 0x1F if name == "h264" else head[at + 3] >> 1 & 0x3F
+    while position >= 0 and position + 3 < len(head):
+        kind = head[position + 3] & 0x1F if name == "h264" else head[position + 3] >> 1 & 0x3F
         if kind <= 5 if name == "h264" else kind < 32:  # a picture
             return kind == 5 if name == "h264" else 16 <= kind < 24
         has_parameters |= kind == (7 if name == "h264" else 33)
-        at = head.find(b"\0\0\1", at + 3)
-    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
+        position = head.find(b"\0\0\1", position + 3)
+    # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
+    return has_parameters
 
 
 def _obu_types(head: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(head):
-        kind = head[at] >> 3 & 15
-        extended = head[at] >> 2 & 1
-        sized = head[at] >> 1 & 1
+    position = 0
+    while position < len(head):
+        kind = head[position] >> 3 & 15
+        extended = head[position] >> 2 & 1
+        sized = head[position] >> 1 & 1
         yield kind
-        at += 1 + extended
+        position += 1 + extended
         if not sized:
             return
         try:
-            length, at = varint(head, at)
+            length, position = varint(head, position)
         except ValueError:  # the head ends
             return
-        at += length
+        position += length
 
 
 def _codec(name: str, where: str) -> str:
@@ -412,7 +444,8 @@ def _codec(name: str, where: str) -> str:
     plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
     if plain not in CODECS:
         raise SourceError(
-            f"{where} has the codec '{name}'; {', '.join(CODECS)} are decoded: convert it with ffmpeg"
+            f"{where} has the codec '{name}'; {', '.join(CODECS)} are decoded: convert it "
+            "with ffmpeg"
         )
     return plain
 
@@ -435,15 +468,17 @@ class _Encoder:
             )
         if frame.rotation:
             raise SourceError(
-                f"{self._where} has a rotation flag of {frame.rotation} degrees, and its calibration may be of either "
-                "orientation: rotate it or clear the flag with ffmpeg"
+                f"{self._where} has a rotation flag of {frame.rotation} degrees, and its "
+                "calibration may be of either orientation: rotate it or clear the flag with ffmpeg"
             )
         planes = map(np.ascontiguousarray, self._planes(frame))
         data: bytes = simplejpeg.encode_jpeg_yuv_planes(*planes, quality=self._form.quality)
         return data if self._form.size is None else StoredJpeg(data)
 
     def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:
-        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video, or scaled and 4:2:0."""
+        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video, or
+        scaled and 4:2:0.
+        """
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
@@ -451,17 +486,23 @@ class _Encoder:
             matrix = _BT709 if frame.height >= _HD_LINES else _BT601
         if matrix not in _MATRICES:
             raise SourceError(
-                f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}"
+                f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: "
+                f"{list(_MATRICES)}"
             )
         sides: tuple[int, int] = (frame.width, frame.height)
         size = sides if self._form.size is None else self._form.size(sides)
         chroma = next(
-            (one for one in ("444", "422") if one in name and self._form.size is None), "420"
+            (
+                subsampling
+                for subsampling in ("444", "422")
+                if subsampling in name and self._form.size is None
+            ),
+            "420",
         )
         layout = f"{'yuvj' if name.startswith('yuvj') else 'yuv'}{chroma}p"
         if size != sides or name != layout:
-            # More bits, other planes or another size: matrix and range stay. Both sides are called limited, also where
-            # they are full: depth and layout change, levels stay.
+            # More bits, other planes or another size: matrix and range stay. Both sides are called
+            # limited, also where they are full: depth and layout change, levels stay.
             frame = self._reformatter.reformat(
                 frame,
                 *size,
@@ -488,8 +529,8 @@ def _converted(
 ) -> list[NDArray[np.uint8]]:
     """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
 
-    Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the chromas alone, at their
-    own size. So no plane goes through RGB.
+    Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the
+    chromas alone, at their own size. So no plane goes through RGB.
     """
     luma, blue, red = planes
     change = np.linalg.inv(_ycc2rgb(_BT601)) @ _ycc2rgb(matrix)

@@ -14,14 +14,16 @@ from fuelrail.sharding.sources.shared.files import FolderFiles, check_most
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
-_LEAST: Final = 64
+_MIN_BYTES: Final = 64
 
 
 class FileWindow:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
-        """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names it in errors."""
+        """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names
+        it in errors.
+        """
         self._read = read
         self.num_bytes = num_bytes
         self.where = where
@@ -29,11 +31,13 @@ class FileWindow:
         self._data = b""
 
     def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
-        """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead`` bytes beyond them."""
+        """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead``
+        bytes beyond them.
+        """
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._data):
             check_most(length, f"{self.where}: the part at byte {offset}")
-            self._data = self._read(offset, max(length + ahead, _LEAST))
+            self._data = self._read(offset, max(length + ahead, _MIN_BYTES))
             self._start = offset
             begin = 0
         return self._data[begin : begin + length]
@@ -98,8 +102,8 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._num_bytes - self._at, 0)
-        length = left if size < 0 else min(size, left)
+        remaining = max(self._num_bytes - self._at, 0)
+        length = remaining if size < 0 else min(size, remaining)
         data = self._files.read(self._name, self._at, length) if length else b""
         self._at += len(data)
         return data

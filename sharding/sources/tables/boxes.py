@@ -33,9 +33,9 @@ _FLOATS: Final = (
     "vy",
     "vz",
 )
-_WHOLE: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
+_INTEGERS: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
 _LISTS: Final = ("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity")
-BOX_COLUMNS: Final = ("category", "track", *_FLOATS, *_WHOLE, *_LISTS)
+BOX_COLUMNS: Final = ("category", "track", *_FLOATS, *_INTEGERS, *_LISTS)
 
 
 def box_type(name: str) -> pa.DataType | None:
@@ -44,7 +44,9 @@ def box_type(name: str) -> pa.DataType | None:
         return pa.float64()
     if name in _LISTS:
         return pa.list_(pa.float64())
-    return pa.string() if name in ("category", "track") else pa.int64() if name in _WHOLE else None
+    return (
+        pa.string() if name in ("category", "track") else pa.int64() if name in _INTEGERS else None
+    )
 
 
 def check_box_columns(table: str, names: Sequence[str]) -> None:
@@ -53,8 +55,8 @@ def check_box_columns(table: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in allowed:
             raise SourceError(
-                f"table '{table}': boxes have no column {name}; allowed are {', '.join(BOX_COLUMNS)}"
-                f"{did_you_mean(name, allowed)}"
+                f"table '{table}': boxes have no column {name}; allowed are "
+                f"{', '.join(BOX_COLUMNS)}{did_you_mean(name, allowed)}"
             )
 
 
@@ -79,64 +81,66 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     check_box_columns(rows.table, names)
     inner = Rows(f"{rows.table}, boxes", 0, pa.RecordBatch.from_arrays(flat.flatten(), names=names))
     values = _values(inner)
-    found: list[BoxRows | None] = []
+    boxes: list[BoxRows | None] = []
     for start, end, is_labelled in zip([0, *ends[:-1]], ends, labelled, strict=True):
-        found.append(_rows(values, slice(start, end), in_global=in_global) if is_labelled else None)
-    return found
+        boxes.append(_rows(values, slice(start, end), in_global=in_global) if is_labelled else None)
+    return boxes
 
 
 def boxes_of_frames(
     rows: Rows | None,
-    own: Rows | None,
+    box_table: Rows | None,
     times: NDArray[np.int64],
     order: NDArray[np.intp],
     *,
     in_global: bool,
     is_unix: bool,
 ) -> Sequence[BoxRows | None]:
-    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the table ``own``.
+    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the
+    table ``own``.
 
-    Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without rows is not labelled,
-    and a row without a category says that it is labelled. Raises SourceError for a row whose time is that of no frame.
+    Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without
+    rows is not labelled, and a row without a category says that it is labelled. Raises SourceError
+    for a row whose time is that of no frame.
     """
     if rows is not None and "boxes" in rows:
         listed = listed_boxes(rows, in_global=in_global)
-        return [listed[at] for at in order.tolist()]
-    found: list[BoxRows | None] = [None] * len(order)
-    if own is None:
-        return found
-    own_times = own.times(is_unix=is_unix)
+        return [listed[index] for index in order.tolist()]
+    boxes: list[BoxRows | None] = [None] * len(order)
+    if box_table is None:
+        return boxes
+    own_times = box_table.times(is_unix=is_unix)
     frame_times = times[order]
     if own_times is None:
         raise SourceError(
-            f"table '{own.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
+            f"table '{box_table.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
         )
-    at = np.minimum(np.searchsorted(frame_times, own_times), len(frame_times) - 1)
-    astray = frame_times[at] != own_times
+    index = np.minimum(np.searchsorted(frame_times, own_times), len(frame_times) - 1)
+    astray = frame_times[index] != own_times
     if astray.any():
         row = int(np.argmax(astray))
-        own.fail(row, "timestamp", f"{own_times[row]} ns is the time of no frame of the clip")
-    values = _values(own)
+        box_table.fail(row, "timestamp", f"{own_times[row]} ns is the time of no frame of the clip")
+    values = _values(box_table)
     is_box = np.array([bool(name) for name in values["category"]])
-    for frame, part in rows_by_key(at).items():
-        found[frame] = _rows(values, part[is_box[part]], in_global=in_global)
-    return found
+    for frame, part in rows_by_key(index).items():
+        boxes[frame] = _rows(values, part[is_box[part]], in_global=in_global)
+    return boxes
 
 
 def _values(rows: Rows) -> dict[str, Any]:
     """Return all columns of boxes as arrays, missing ones as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
-        there = [part for part in parts if part in rows]
-        if there and name not in rows and len(there) < len(parts):
-            missing = ", ".join(part for part in parts if part not in there)
+        present = [part for part in parts if part in rows]
+        if present and name not in rows and len(present) < len(parts):
+            missing = ", ".join(part for part in parts if part not in present)
             cure = "; write 0 where it is not measured" if name == "velocity" else ""
             raise SourceError(
-                f"table '{rows.table}' has {', '.join(there)} of {name}, but no {missing}{cure}"
+                f"table '{rows.table}' has {', '.join(present)} of {name}, but no {missing}{cure}"
             )
-        return rows.vector(name, parts) if there or name in rows else None
+        return rows.vector(name, parts) if present or name in rows else None
 
-    def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
+    def required(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
         value = vector(name, parts)
         if value is None:
             raise SourceError(f"table '{rows.table}' has no {name}, nor {', '.join(parts)}")
@@ -146,14 +150,14 @@ def _values(rows: Rows) -> dict[str, Any]:
     if not has_quaternions and "yaw" not in rows:
         raise SourceError(f"table '{rows.table}' has neither yaw nor {', '.join(_ROTATIONS)}")
     return {
-        "centre": needed("centre", ("x", "y", "z")),
-        "size_lwh": needed("size_lwh", ("length", "width", "height")),
+        "centre": required("centre", ("x", "y", "z")),
+        "size_lwh": required("size_lwh", ("length", "width", "height")),
         "rotation_wxyz": rows.rotation() if has_quaternions else None,
         "yaw": rows.numbers("yaw") if "yaw" in rows else None,
         "velocity": vector("velocity", ("vx", "vy", "vz")),
         "category": [name or "" for name in rows.texts("category")],
         "track": [name or "" for name in rows.texts("track")] if "track" in rows else None,
-        **{name: rows.integers(name, unknown=-1) if name in rows else None for name in _WHOLE},
+        **{name: rows.integers(name, unknown=-1) if name in rows else None for name in _INTEGERS},
     }
 
 
@@ -162,7 +166,7 @@ def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: 
     for name, column in values.items():
         if isinstance(column, list):
             chosen[name] = (
-                column[part] if isinstance(part, slice) else [column[at] for at in part.tolist()]
+                column[part] if isinstance(part, slice) else [column[row] for row in part.tolist()]
             )
         else:
             chosen[name] = None if column is None else column[part]

@@ -1,4 +1,6 @@
-"""Where sensors are and how cameras project: columns of a frame's row, or rows of the table ``calibration``."""
+"""Where sensors are and how cameras project: columns of a frame's row, or rows of the table
+``calibration``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx
 
 
 class RowCalibration(NamedTuple):
-    """The calibration of one row: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
+    """The calibration of one row: K or None, sensor to ego or None, size [px] (0: not stated),
+    lens.
+    """
 
     intrinsics: F64 | None
     sensor2ego: F64 | None
@@ -33,25 +37,26 @@ class RowCalibration(NamedTuple):
     dist_model: str
     dist: tuple[float, ...]
 
-    def filled(self, other: RowCalibration) -> RowCalibration:
+    def filled(self, fallback: RowCalibration) -> RowCalibration:
         """Fill what is not stated from another one."""
         return RowCalibration(
-            intrinsics=other.intrinsics if self.intrinsics is None else self.intrinsics,
-            sensor2ego=other.sensor2ego if self.sensor2ego is None else self.sensor2ego,
-            width=self.width or other.width,
-            height=self.height or other.height,
-            dist_model=other.dist_model if self.dist_model == "none" else self.dist_model,
-            dist=self.dist or other.dist,
+            intrinsics=fallback.intrinsics if self.intrinsics is None else self.intrinsics,
+            sensor2ego=fallback.sensor2ego if self.sensor2ego is None else self.sensor2ego,
+            width=self.width or fallback.width,
+            height=self.height or fallback.height,
+            dist_model=fallback.dist_model if self.dist_model == "none" else self.dist_model,
+            dist=self.dist or fallback.dist,
         )
 
 
 def read_calibration(
     rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool
 ) -> list[RowCalibration]:
-    """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
+    """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to
+    ego.
 
-    ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
-    ``is_flu``: the camera's axes are forward, left, up.
+    ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half
+    a pixel. ``is_flu``: the camera's axes are forward, left, up.
     """
     intrinsics = rows.intrinsics(prefix)
     sensor2ego = rows.poses(prefix + pose)
@@ -61,7 +66,7 @@ def read_calibration(
         sensor2ego = sensor2ego @ _OPTICAL2FLU
     count = len(rows)
 
-    def whole(name: str) -> list[int]:
+    def integers(name: str) -> list[int]:
         return (
             rows.integers(prefix + name, unknown=0).tolist()
             if prefix + name in rows
@@ -81,8 +86,8 @@ def read_calibration(
             RowCalibration,
             shared(intrinsics, count),
             poses,
-            whole("width"),
-            whole("height"),
+            integers("width"),
+            integers("height"),
             lenses,
             dist,
         )
@@ -93,18 +98,20 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     """Return matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
     if matrices is None or not count:
         return [None] * count
-    known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
-    if known[0] and (matrices == matrices[0]).all():
+    is_known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
+    if is_known[0] and (matrices == matrices[0]).all():
         return [matrices[0]] * count
-    seen: dict[bytes, Any] = {}
+    matrix_of: dict[bytes, Any] = {}
     return [
-        seen.setdefault(one.tobytes(), one) if there else None
-        for one, there in zip(matrices, known, strict=True)
+        matrix_of.setdefault(matrix.tobytes(), matrix) if has_value else None
+        for matrix, has_value in zip(matrices, is_known, strict=True)
     ]
 
 
 class CalibrationTable:
-    """The table ``calibration``: rows of all clips (no clip), and rows of one clip, which come first."""
+    """The table ``calibration``: rows of all clips (no clip), and rows of one clip, which come
+    first.
+    """
 
     def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
@@ -128,26 +135,28 @@ class CalibrationTable:
         found: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")
-            is_camera = [one is not None for one in shared(intrinsics, len(rows))]
-            for name, one in zip(rows.texts("sensor"), is_camera, strict=True):
+            is_camera = [
+                has_intrinsics is not None for has_intrinsics in shared(intrinsics, len(rows))
+            ]
+            for name, has_intrinsics in zip(rows.texts("sensor"), is_camera, strict=True):
                 if name:
-                    found[name] = found.get(name, False) or one
+                    found[name] = found.get(name, False) or has_intrinsics
         return found
 
     def _read(self, rows: Rows) -> dict[str, RowCalibration]:
-        found: dict[str, RowCalibration] = {}
+        calibrations: dict[str, RowCalibration] = {}
         plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
         for row, name in enumerate(rows.texts("sensor")):
             if not name:
                 rows.fail(row, "sensor", "it is empty")
-            if name in found:
+            if name in calibrations:
                 raise SourceError(
                     f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice"
                 )
-            one = plain[row]
-            pose = one.sensor2ego
+            calibration = plain[row]
+            pose = calibration.sensor2ego
             is_flu = self._axes.get(name, self._axes[""]) == "flu"
-            if pose is not None and one.intrinsics is not None and is_flu:
-                one = one._replace(sensor2ego=pose @ _OPTICAL2FLU)
-            found[name] = one
-        return found
+            if pose is not None and calibration.intrinsics is not None and is_flu:
+                calibration = calibration._replace(sensor2ego=pose @ _OPTICAL2FLU)
+            calibrations[name] = calibration
+        return calibrations

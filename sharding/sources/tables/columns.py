@@ -17,7 +17,9 @@ from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
 MASK_COLUMN: Final = re.compile(r"mask\.([A-Za-z0-9_]+)\.(?:([a-z0-9_]+)\.)?path")
-"""The masks of a camera: its name, and the name of what the numbers are, "mask" where there is none."""
+"""The masks of a camera: its name, and the name of what the numbers are, "mask" where there is
+none.
+"""
 _ODD_SENSOR: Final = re.compile(r"(?:cam|lidar)\.(.+?)\.[a-z]")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
 OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
@@ -25,7 +27,7 @@ _OF_LIDAR: Final = (*_FILE, "lidar2ego")
 OF_CLIP: Final = ("split", "log_id", "vehicle")
 _OF_FRAME: Final = (CLIP, *TIME_COLUMNS, "ego2global", "boxes", *OF_CLIP)
 _TEXTS: Final = (CLIP, "sensor", "path", "dist_model", *OF_CLIP)
-_WHOLE: Final = (
+_INTEGERS: Final = (
     "timestamp_ns",
     "timestamp_us",
     "width",
@@ -50,10 +52,12 @@ VALUE: Final = "value."
 """Begins the columns of values, which become channels."""
 
 
-def check_column(table: str, found: re.Match[str]) -> None:
-    """Raise SourceError for a column of a sensor, as :data:`SENSOR` matches it, that is not known."""
-    allowed = OF_CAMERA if found[1] == "cam" else _OF_LIDAR
-    rest, _, part = found[3].partition(".")
+def check_column(table: str, match: re.Match[str]) -> None:
+    """Raise SourceError for a column of a sensor, as :data:`SENSOR` matches it, that is not
+    known.
+    """
+    allowed = OF_CAMERA if match[1] == "cam" else _OF_LIDAR
+    rest, _, part = match[3].partition(".")
     is_pose = rest in ("ego2global", "cam2ego", "lidar2ego") and part in (
         *POSE_PARTS,
         "q",
@@ -61,8 +65,8 @@ def check_column(table: str, found: re.Match[str]) -> None:
     )
     if rest not in allowed or (part and not is_pose):
         raise SourceError(
-            f"table '{table}': the column {found[0]} is not known; after {found[1]}.{found[2]}. may follow "
-            f"{', '.join(allowed)}{did_you_mean(rest, allowed)}"
+            f"table '{table}': the column {match[0]} is not known; after "
+            f"{match[1]}.{match[2]}. may follow {', '.join(allowed)}{did_you_mean(rest, allowed)}"
         )
 
 
@@ -71,7 +75,7 @@ def type_of(name: str) -> pa.DataType | None:
     last = name.rpartition(".")[2] if not name.startswith(VALUE) else ""
     if last in _TEXTS:
         return pa.string()
-    if last in _WHOLE:
+    if last in _INTEGERS:
         return pa.int64()
     if last in _LISTS:
         return pa.list_(pa.float64())
@@ -98,33 +102,37 @@ def attribute_type(where: str, field: pa.Field) -> type:
     kind = field.type
     if (odd := _ODD_SENSOR.match(field.name)) is not None:
         raise SourceError(
-            f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of sensors have letters, digits and "
-            f"_, as {field.name.replace(odd[1], re.sub('[^A-Za-z0-9_]+', '_', odd[1]))}"
+            f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of "
+            "sensors have letters, digits and _, as "
+            f"{field.name.replace(odd[1], re.sub('[^A-Za-z0-9_]+', '_', odd[1]))}"
         )
     if pa.types.is_null(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        found: Callable[..., Any] | None = str
+        python_type: Callable[..., Any] | None = str
     elif pa.types.is_boolean(kind):
-        found = bool
+        python_type = bool
     elif pa.types.is_integer(kind):
-        found = int
+        python_type = int
     else:
-        found = float if pa.types.is_floating(kind) else None
+        python_type = float if pa.types.is_floating(kind) else None
     if field.name in RESERVED_COLUMNS:
         advice = {"clip": f"name it {CLIP}", "frame": "name it frame_number, say"}
         raise SourceError(
             f"{where}: every dataset has a column {field.name} of its own samples; "
             f"{advice.get(field.name, f'rename it, as source_{field.name}')}"
         )
-    if found is None or not may_be_attribute(field.name):
-        what = f"is {kind}" if found is None else "has letters that are not A-Z, a-z, 0-9 and _"
+    if python_type is None or not may_be_attribute(field.name):
+        problem = (
+            f"is {kind}" if python_type is None else "has letters that are not A-Z, a-z, 0-9 and _"
+        )
         raise SourceError(
-            f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
-            f"numbers, texts, true or false, and a column "
+            f"{where}: the column {field.name} is not known, so it is an attribute, but it "
+            f"{problem}; attributes are numbers, texts, true or false, and a column "
             f"{VALUE}NAME becomes a channel{did_you_mean(field.name, _OF_FRAME)}"
         )
-    fitting = fitting_type(field.name, found)  # type: ignore[arg-type]
+    fitting = fitting_type(field.name, python_type)  # type: ignore[arg-type]
     if fitting is None:
         raise SourceError(
-            f"{where}: the column {field.name} is {kind}; all datasets have it, as numbers: rename it, or cast it"
+            f"{where}: the column {field.name} is {kind}; all datasets have it, as numbers: "
+            "rename it, or cast it"
         )
     return fitting

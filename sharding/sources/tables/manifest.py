@@ -1,7 +1,7 @@
 """The adapter for tables of the user's own, which name files: see docs/sources.md for the columns.
 
-Wide: the table ``frames`` has one row a frame, with columns of each sensor. Long: ``sensor_data`` has one row a file,
-``calibration`` one a sensor, ``ego_pose`` one a pose; frames are made by time.
+Wide: the table ``frames`` has one row a frame, with columns of each sensor. Long: ``sensor_data``
+has one row a file, ``calibration`` one a sensor, ``ego_pose`` one a pose; frames are made by time.
 """
 
 from __future__ import annotations
@@ -90,14 +90,17 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     pixel_origin: Annotated[
         Literal["center", "corner"],
         Meta(
-            description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or its corner"
+            description=(
+                "where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or "
+                "its corner"
+            )
         ),
     ] = "center"
     camera_axes: Annotated[
         _AXES | dict[str, _AXES],
         Meta(
-            description="axes of cameras: optical (right, down, forward) or flu (forward, left, up); or a mapping of "
-            "camera to axes, the others are optical"
+            description="axes of cameras: optical (right, down, forward) or flu (forward, left, up); or "
+            "a mapping of camera to axes, the others are optical"
         ),
     ] = "optical"
     boxes_in: Annotated[
@@ -115,7 +118,10 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     time_base: Annotated[
         Literal["unix", "relative"],
         Meta(
-            description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the data's own"
+            description=(
+                "unix: times are since 1970, between 2000 and 2100; relative: a clock of the "
+                "data's own"
+            )
         ),
     ] = "unix"
     ego_origin: Annotated[
@@ -124,7 +130,10 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     reference: Annotated[
         str,
         Meta(
-            description="sensor of sensor_data whose times are those of frames; empty: first lidar, else first camera"
+            description=(
+                "sensor of sensor_data whose times are those of frames; empty: first lidar, "
+                "else first camera"
+            )
         ),
     ] = ""
     tolerance_ms: Annotated[
@@ -139,7 +148,9 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
 
 
 class Manifest(FrameSource[ManifestSettings]):
-    """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, members of tars, video frames."""
+    """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, members of
+    tars, video frames.
+    """
 
     kind = "manifest"
     settings = ManifestSettings
@@ -176,24 +187,25 @@ class Manifest(FrameSource[ManifestSettings]):
     @cached_property
     def _names(self) -> dict[str, str]:
         """Names of the existing tables."""
-        found = {
+        names = {
             stem: name
             for stem in TABLES
             if (name := find_table(self._table_files, stem)) is not None
         }
         if self.file is not None:
-            if not self.file.endswith(tuple(f".{one}" for one in EXTENSIONS)):
+            if not self.file.endswith(tuple(f".{extension}" for extension in EXTENSIONS)):
                 raise SourceError(
-                    f"the table '{self._table_files.shown}/{self.file}' must end with .{', .'.join(EXTENSIONS)} (JSON "
-                    "lines: one object a line); write it in one of these forms"
+                    f"the table '{self._table_files.shown}/{self.file}' must end with "
+                    f".{', .'.join(EXTENSIONS)} (JSON lines: one object a line); write it "
+                    "in one of these forms"
                 )
-            found["frames"] = self.file
-        if not found.keys() & {"frames", "sensor_data"}:
+            names["frames"] = self.file
+        if not names.keys() & {"frames", "sensor_data"}:
             raise SourceError(
-                f"the manifest source '{self._table_files.shown}' has no table frames or sensor_data with the ending "
-                ".parquet, .jsonl or .csv"
+                f"the manifest source '{self._table_files.shown}' has no table frames or "
+                "sensor_data with the ending .parquet, .jsonl or .csv"
             )
-        return found
+        return names
 
     @cached_property
     def _free(self) -> dict[str, type]:
@@ -201,13 +213,13 @@ class Manifest(FrameSource[ManifestSettings]):
         if "frames" not in self._names:
             return {}
         name = self._names["frames"]
-        found: dict[str, type] = {}
+        columns: dict[str, type] = {}
         for field in table_schema(self._table_files, name, type_of):
             if not is_known(field.name):
-                found[field.name] = attribute_type(
+                columns[field.name] = attribute_type(
                     f"table '{self._table_files.shown}/{name}'", field
                 )
-        return found
+        return columns
 
     @cached_property
     def _has_video(self) -> bool:
@@ -217,10 +229,12 @@ class Manifest(FrameSource[ManifestSettings]):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options but ``root``, on which no byte depends; the versions of libraries where there is video."""
-        found = {**super().options, "libraries": libraries() if self._has_video else ""}
-        del found["root"]
-        return found
+        """All options but ``root``, on which no byte depends; the versions of libraries where
+        there is video.
+        """
+        values = {**super().options, "libraries": libraries() if self._has_video else ""}
+        del values["root"]
+        return values
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
@@ -250,15 +264,19 @@ class Manifest(FrameSource[ManifestSettings]):
                     Path(scratch),
                     has_clips=stem != "calibration",
                 )
-            found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+            matches = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
             self._prefixes = list(
-                dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None)
+                dict.fromkeys(f"{match[1]}.{match[2]}." for match in matches if match is not None)
             )
             if "boxes" in self._tables:
                 check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
             if "calibration" in self._tables:
-                given = self.given.camera_axes
-                axes = {"": given} if isinstance(given, str) else {"": "optical", **given}
+                axes_option = self.given.camera_axes
+                axes = (
+                    {"": axes_option}
+                    if isinstance(axes_option, str)
+                    else {"": "optical", **axes_option}
+                )
                 corner = self.given.pixel_origin == "corner"
                 self._calibrations = CalibrationTable(
                     self._tables["calibration"], axes, is_corner=corner
@@ -271,8 +289,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
             ):
                 raise SourceError(
-                    f"table '{self._tables['sensor_data'].name}' has poses of files, but none of frames: "
-                    "give the table ego_pose"
+                    f"table '{self._tables['sensor_data'].name}' has poses of files, but "
+                    "none of frames: give the table ego_pose"
                 )
             try:
                 forms = _value_forms(self._tables.get("frames"))
@@ -291,7 +309,9 @@ class Manifest(FrameSource[ManifestSettings]):
                 self._calibrations = None
 
     def _mask_channels(self) -> dict[str, Channel]:
-        """Return the channels of the columns of masks; the first mask of a column says its dtype."""
+        """Return the channels of the columns of masks; the first mask of a column says its
+        dtype.
+        """
         channels: dict[str, Channel] = {}
         table = self._tables.get("frames")
         cameras = [
@@ -303,8 +323,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 continue
             if match[1] not in cameras:
                 raise SourceError(
-                    f"table '{table.name}': the column {column} is of the camera '{match[1]}', which no other column "
-                    f"names{did_you_mean(match[1], cameras)}"
+                    f"table '{table.name}': the column {column} is of the camera "
+                    f"'{match[1]}', which no other column names{did_you_mean(match[1], cameras)}"
                 )
             dtype = self._mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
@@ -320,7 +340,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 if not path:
                     continue
                 ref = self._paths.reference(rows, row, path)
-                part = Part.of(ref)
+                part = Part.parse(ref)
                 facts = self.files.facts(part.name)
                 if facts is not None and facts.num_bytes:
                     where = f"table '{table.name}', column {column}: '{ref}'"
@@ -350,33 +370,36 @@ class Manifest(FrameSource[ManifestSettings]):
             data = self._tables["sensor_data"]
             if self._calibrations is None:
                 raise SourceError(
-                    f"'{self._table_files.shown}' has sensor_data, which needs a table calibration beside it"
+                    f"'{self._table_files.shown}' has sensor_data, which needs a table "
+                    "calibration beside it"
                 )
-            known = self._calibrations.sensors
+            sensors_known = self._calibrations.sensors
             for name in distinct(data.parts(), "sensor"):
-                if name not in known:
+                if name not in sensors_known:
                     raise SourceError(
-                        f"table '{data.name}': sensor '{name}' has no row in '{self._calibrations.table.name}'"
-                        f"{did_you_mean(name, known)}"
+                        f"table '{data.name}': sensor '{name}' has no row in "
+                        f"'{self._calibrations.table.name}'{did_you_mean(name, sensors_known)}"
                     )
-            for name, is_camera in known.items():
+            for name, is_camera in sensors_known.items():
                 (cameras if is_camera else lidars)[name] = None
         for column in _columns(self._tables.get("frames")):
-            found = SENSOR.match(column)
-            if found is not None:
-                check_column(self._tables["frames"].name, found)
-                (cameras if found[1] == "cam" else lidars)[found[2]] = None
+            match = SENSOR.match(column)
+            if match is not None:
+                check_column(self._tables["frames"].name, match)
+                (cameras if match[1] == "cam" else lidars)[match[2]] = None
         if not cameras:
             raise SourceError(
-                f"the manifest source '{self.files.shown}' names no camera: cam.NAME.path, or sensor_data"
+                f"the manifest source '{self.files.shown}' names no camera: cam.NAME.path, "
+                "or sensor_data"
             )
         channels = [name.lower() for name in (*cameras, *lidars)]
         for name, channel in zip((*cameras, *lidars), channels, strict=True):
             if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
                 raise SourceError(
-                    f"sensor '{name}': names have letters, digits and _, each once, upper or lower case"
+                    f"sensor '{name}': names have letters, digits and _, each once, upper "
+                    "or lower case"
                 )
-        return Sensors.of(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
+        return Sensors.from_names(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips in the order of the first table."""
@@ -384,13 +407,14 @@ class Manifest(FrameSource[ManifestSettings]):
         for table in self._tables.values():
             for clip in table.clips.keys() - main.clips.keys() - {""}:
                 raise SourceError(
-                    f"table '{table.name}', row {table.clips[clip][0]}: clip '{clip}' is not in '{main.name}'"
+                    f"table '{table.name}', row {table.clips[clip][0]}: clip '{clip}' is "
+                    f"not in '{main.name}'"
                 )
         for clip in main.clips:
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {
-                name: _one(rows, name) or ""
+                name: _single_text(rows, name) or ""
                 for name in OF_CLIP
                 if "frames" in self._tables and name in rows
             }
@@ -410,13 +434,13 @@ class Manifest(FrameSource[ManifestSettings]):
         """Return the poses of ``ego_pose``, else those of the frames."""
         table = self._tables.get("ego_pose") or self._tables.get("frames")
         rows = None if table is None else table.rows(clip.name)
-        found = None if rows is None else rows.poses("ego2global")
-        if rows is None or found is None:
+        matrices = None if rows is None else rows.poses("ego2global")
+        if rows is None or matrices is None:
             return None
         times = _times(rows, is_unix=self._is_unix)
-        known = ~np.isnan(found[:, 0, 0])
-        order = ascending(rows, times, np.flatnonzero(known))
-        return Trajectory(times[order], found[order], rows.table, max_gap_s=self.given.max_gap_s)
+        is_known = ~np.isnan(matrices[:, 0, 0])
+        order = ascending(rows, times, np.flatnonzero(is_known))
+        return Trajectory(times[order], matrices[order], rows.table, max_gap_s=self.given.max_gap_s)
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
@@ -442,14 +466,20 @@ class Manifest(FrameSource[ManifestSettings]):
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
         if rows is not None:
             for prefix in self._prefixes:
-                found = self._calibration(clip, rows, prefix)
-                own = rows.times(prefix, is_unix=self._is_unix)
-                times_ns = times if own is None else np.where(own < 0, times, own)
+                calibrations = self._calibration(clip, rows, prefix)
+                sensor_times = rows.times(prefix, is_unix=self._is_unix)
+                times_ns = (
+                    times
+                    if sensor_times is None
+                    else np.where(sensor_times < 0, times, sensor_times)
+                )
                 is_calibrated = self._calibrations is not None
                 files = RowFiles(self._paths, rows, prefix, times_ns, is_calibrated=is_calibrated)
-                add_columns(files, prefix=prefix, found=found, images=images, sweeps=sweeps)
+                add_columns(
+                    files, prefix=prefix, calibrations=calibrations, images=images, sweeps=sweeps
+                )
         if sensors is not None:
-            into = [(images[at], sweeps[at]) for at in order.tolist()]
+            into = [(images[row], sweeps[row]) for row in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
         stated = (
             [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
@@ -470,40 +500,46 @@ class Manifest(FrameSource[ManifestSettings]):
             else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
         masks = [[] for _ in times] if rows is None else self._mask_members(rows)
-        for number, at in enumerate(order.tolist()):
+        for number, row in enumerate(order.tolist()):
             yield Frame(
-                timestamp_ns=int(times[at]),
-                ego2global=stated[at],
-                images=images[at],
-                sweeps=sweeps[at],
+                timestamp_ns=int(times[row]),
+                ego2global=stated[row],
+                images=images[row],
+                sweeps=sweeps[row],
                 boxes=boxes[number],
-                members=masks[at],
-                values={name: column[at] for name, column in values.items()},
-                attributes={name: column[at] for name, column in free.items()},
+                members=masks[row],
+                values={name: column[row] for name, column in values.items()},
+                attributes={name: column[row] for name, column in free.items()},
             )
 
     # Wide: columns of the frame's row.
 
     def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
-        """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
+        """Return the calibration of the sensor with this prefix of columns, completed from
+        ``calibration``.
+        """
         _, name, _ = prefix.split(".")
         is_camera = prefix.startswith("cam.")
-        given = self.given.camera_axes
-        axes = given if isinstance(given, str) else given.get(name, "optical")
-        own = read_calibration(
+        axes_option = self.given.camera_axes
+        axes = axes_option if isinstance(axes_option, str) else axes_option.get(name, "optical")
+        calibrations = read_calibration(
             rows,
             prefix,
             "cam2ego" if is_camera else "lidar2ego",
             is_corner=self.given.pixel_origin == "corner",
             is_flu=is_camera and axes == "flu",
         )
-        other = None if self._calibrations is None else self._calibrations.find(clip.name, name)
-        return own if other is None else [one.filled(other) for one in own]
+        fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
+        return (
+            calibrations
+            if fallback is None
+            else [calibration.filled(fallback) for calibration in calibrations]
+        )
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""
         return parse_points(
-            Part.of(ref).read(self.files),
+            Part.parse(ref).read(self.files),
             self.given.lidar_columns,
             f"lidar '{self.files.shown}/{ref}'",
         )
@@ -526,17 +562,17 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     return times
 
 
-def _one(rows: Rows, name: str) -> str | None:
+def _single_text(rows: Rows, name: str) -> str | None:
     """Return the one text that all rows have."""
-    found = rows.texts(name)
-    if len(set(found)) > 1:
-        other = next(row for row, text in enumerate(found) if text != found[0])
+    texts = rows.texts(name)
+    if len(set(texts)) > 1:
+        other = next(row for row, text in enumerate(texts) if text != texts[0])
         rows.fail(
             other,
             name,
-            f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}",
+            f"'{texts[other]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
         )
-    return found[0]
+    return texts[0]
 
 
 def _value_forms(table: Table | None) -> ValueForms:

@@ -24,21 +24,22 @@ def nearest(
 ) -> NDArray[np.intp]:
     """Match measurements to frames: (F,) their numbers, -1 for none.
 
-    Both times ascend. A measurement and a frame belong together where each is the other's nearest, and no more than
-    ``tolerance_ns`` apart: no measurement is in two frames. Of two that are as near, the earlier one is taken.
+    Both times ascend. A measurement and a frame belong together where each is the other's nearest,
+    and no more than ``tolerance_ns`` apart: no measurement is in two frames. Of two that are as
+    near, the earlier one is taken.
     """
     if not len(sensor_ns) or not len(frame_ns):
         return np.full(len(frame_ns), -1)
-    found = _nearest(frame_ns, sensor_ns)
-    is_mutual = _nearest(sensor_ns, frame_ns)[found] == np.arange(len(frame_ns))
-    is_near = np.abs(sensor_ns[found] - frame_ns) <= tolerance_ns
-    return np.where(is_mutual & is_near, found, -1)
+    nearest_numbers = _nearest(frame_ns, sensor_ns)
+    is_mutual = _nearest(sensor_ns, frame_ns)[nearest_numbers] == np.arange(len(frame_ns))
+    is_near = np.abs(sensor_ns[nearest_numbers] - frame_ns) <= tolerance_ns
+    return np.where(is_mutual & is_near, nearest_numbers, -1)
 
 
-def _nearest(wanted: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
-    after = np.minimum(np.searchsorted(times, wanted), len(times) - 1)
+def _nearest(targets: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
+    after = np.minimum(np.searchsorted(times, targets), len(times) - 1)
     before = np.maximum(after - 1, 0)
-    return np.where(wanted - times[before] <= times[after] - wanted, before, after)
+    return np.where(targets - times[before] <= times[after] - targets, before, after)
 
 
 def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -70,22 +71,27 @@ class SensorRows:
                 files.rows.fail(row, "sensor", "it is empty")
             numbers.setdefault(name, []).append(row)
         self._by_time = {
-            name: ascending(files.rows, files.times, np.array(own)) for name, own in numbers.items()
+            name: ascending(files.rows, files.times, np.array(sensor_rows))
+            for name, sensor_rows in numbers.items()
         }
 
     def reference_times(self, reference: str) -> NDArray[np.int64]:
-        """Return the times of a sensor, ascending; without a name, of the first lidar, else the first camera."""
-        known = self._calibrations.sensors
-        default = [name for name in known if not known[name]] or list(known)
+        """Return the times of a sensor, ascending; without a name, of the first lidar, else the
+        first camera.
+        """
+        sensors = self._calibrations.sensors
+        default = [name for name in sensors if not sensors[name]] or list(sensors)
         name = reference or default[0]
-        if name not in known:
-            listed = ", ".join(known)
+        if name not in sensors:
+            listed = ", ".join(sensors)
             raise SourceError(
-                f"reference={name}: there is no such sensor, but {listed}{did_you_mean(name, known)}"
+                f"reference={name}: there is no such sensor, but "
+                f"{listed}{did_you_mean(name, sensors)}"
             )
         if name not in self._by_time:
             raise SourceError(
-                f"clip '{self._clip}' has no row of sensor '{name}', whose times are those of frames"
+                f"clip '{self._clip}' has no row of sensor '{name}', whose times are those "
+                "of frames"
             )
         return self._files.times[self._by_time[name]]
 
@@ -98,17 +104,21 @@ class SensorRows:
         """Add to the images and sweeps of frames at ascending times those of all sensors."""
         absent = Absent(f"no image within {tolerance_ms:g} ms")
         for name, rows in self._by_time.items():
-            found = self._calibrations.find(self._clip, name)
-            if found is None:
+            calibration = self._calibrations.find(self._clip, name)
+            if calibration is None:
                 raise SourceError(
-                    f"clip '{self._clip}': sensor '{name}' has no row in '{self._calibrations.table.name}'"
+                    f"clip '{self._clip}': sensor '{name}' has no row in "
+                    f"'{self._calibrations.table.name}'"
                 )
             chosen = nearest(frame_ns, self._files.times[rows], round(tolerance_ms * 1e6))
             is_camera = self._calibrations.sensors[name]
-            for (images, sweeps), at in zip(into, chosen.tolist(), strict=True):
+            for (images, sweeps), number in zip(into, chosen.tolist(), strict=True):
                 if is_camera:
                     images[name.lower()] = (
-                        absent if at < 0 else self._files.image(int(rows[at]), found)
+                        absent if number < 0 else self._files.image(int(rows[number]), calibration)
                     )
-                elif at >= 0 and (sweep := self._files.sweep(int(rows[at]), found)) is not None:
+                elif (
+                    number >= 0
+                    and (sweep := self._files.sweep(int(rows[number]), calibration)) is not None
+                ):
                     sweeps[name.lower()] = sweep

@@ -1,4 +1,6 @@
-"""Images and sweeps of a manifest's rows: files, bytes of files, members of tars, and frames of video."""
+"""Images and sweeps of a manifest's rows: files, bytes of files, members of tars, and frames of
+video.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Paths:
         """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
-        self._roots = [f"{one.rstrip('/')}/" for one in roots]
+        self._roots = [f"{folder_root.rstrip('/')}/" for folder_root in roots]
         self._files = files
         self._shown = files.shown
         self._ignore_zeros = ignore_zeros
@@ -44,20 +46,25 @@ class Paths:
         self.videos = Videos(files, self.inside, only_keyframes=only_keyframes)
 
     def inside(self, path: str) -> str:
-        """Return a path below the root, also of one that names the root; raises SourceError for one elsewhere."""
+        """Return a path below the root, also of one that names the root; raises SourceError for
+        one elsewhere.
+        """
         path = path.removeprefix("file://")
-        below = next((one for one in self._roots if path.startswith(one)), "")
+        below = next(
+            (folder_root for folder_root in self._roots if path.startswith(folder_root)), ""
+        )
         name = path.removeprefix(below)
         if name.startswith("/") or "://" in name or ".." in name.split("/"):
             raise SourceError(
-                f"'{path}' is not inside the source '{self._shown}', below which paths are; the option "
-                "root=FOLDER_OR_URL names another folder or URL that all of them are below"
+                f"'{path}' is not inside the source '{self._shown}', below which paths are; "
+                "the option root=FOLDER_OR_URL names another folder or URL that all of them "
+                "are below"
             )
         return name
 
     def videos_of(self, tables: Iterable[Rows]) -> tuple[str, ...]:
         """Return the names of the existing videos in the paths of these rows."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for rows in tables:
             for column in filter(is_path, rows.batch.schema.names):
                 videos = [
@@ -66,9 +73,9 @@ class Paths:
                     if text and FRAME in text
                 ]
                 with contextlib.suppress(SourceError):  # which the row's own check reports
-                    found.update((self.inside(name), None) for name in videos)
+                    names.update((self.inside(name), None) for name in videos)
         return tuple(
-            name for name in found if is_inside(name) and self._files.facts(name) is not None
+            name for name in names if is_inside(name) and self._files.facts(name) is not None
         )
 
     def reference(self, rows: Rows, row: int, path: str) -> str:
@@ -149,21 +156,22 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, found: RowCalibration) -> Image | Absent:
+    def image(self, row: int, calibration: RowCalibration) -> Image | Absent:
         """Return the image of a row; absent where it has no path."""
         path = self._paths[row]
         if not path:
             return Absent("no path")
-        intrinsics = found.intrinsics
-        cam2ego = found.sensor2ego
+        intrinsics = calibration.intrinsics
+        cam2ego = calibration.sensor2ego
         if self._is_calibrated and (intrinsics is None or cam2ego is None):
-            what = (
+            lacking = (
                 "intrinsics"
                 if intrinsics is None
                 else "pose in ego (cam2ego, or sensor2ego in calibration)"
             )
             raise SourceError(
-                f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
+                f"table '{self.rows.table}', row {self.rows.first + row}: the camera of "
+                f"'{path}' has no {lacking}"
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
         is_frame = FRAME in path
@@ -174,11 +182,11 @@ class RowFiles:
             intrinsics=intrinsics,
             cam2ego=cam2ego,
             ego2global=self._poses[row],
-            width=found.width,
-            height=found.height,
+            width=calibration.width,
+            height=calibration.height,
             num_bytes=None if num_bytes < 0 else num_bytes,
-            dist=found.dist,
-            dist_model=found.dist_model,
+            dist=calibration.dist,
+            dist_model=calibration.dist_model,
             extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
         )
         return self._of_video(row, image) if is_frame else image
@@ -192,16 +200,17 @@ class RowFiles:
         except SourceError as error:
             self.rows.fail(row, f"{self._prefix}path", str(error))
 
-    def sweep(self, row: int, found: RowCalibration) -> Sweep | None:
+    def sweep(self, row: int, calibration: RowCalibration) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
         path = self._paths[row]
-        lidar2ego = found.sensor2ego
+        lidar2ego = calibration.sensor2ego
         if not path:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"
         if path.rpartition(".")[2].lower() in EXTENSION_OF or FRAME in path:
             raise SourceError(
-                f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated"
+                f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is "
+                "not calibrated"
             )
         if lidar2ego is None:
             raise SourceError(
@@ -219,14 +228,16 @@ class RowFiles:
 def add_columns(
     files: RowFiles,
     prefix: str,
-    found: Sequence[RowCalibration],
+    calibrations: Sequence[RowCalibration],
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
 ) -> None:
-    """Add to the images or sweeps of all rows those of the sensor whose columns begin with ``prefix``."""
+    """Add to the images or sweeps of all rows those of the sensor whose columns begin with
+    ``prefix``.
+    """
     kind, name, _ = prefix.split(".")
     for row in range(len(files.rows)):
         if kind == "cam":
-            images[row][name.lower()] = files.image(row, found[row])
-        elif (sweep := files.sweep(row, found[row])) is not None:
+            images[row][name.lower()] = files.image(row, calibrations[row])
+        elif (sweep := files.sweep(row, calibrations[row])) is not None:
             sweeps[row][name.lower()] = sweep

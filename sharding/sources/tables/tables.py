@@ -1,7 +1,7 @@
 """Tables of rows that are grouped by clip: Parquet, JSON lines or CSV, read clip by clip.
 
-A table is copied once, a batch of rows at a time, into a compressed Arrow file in a temporary folder. From there the
-rows of any clip are read alone, so memory does not grow with the table.
+A table is copied once, a batch of rows at a time, into a compressed Arrow file in a temporary
+folder. From there the rows of any clip are read alone, so memory does not grow with the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyarrow import csv, json, parquet
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.shared.arrow import BoundedParquet
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import NAN_AS_NULL, parsing, without_nan
@@ -36,7 +36,9 @@ EXTENSIONS: Final = ("parquet", "jsonl", "csv")
 CLIP: Final = "clip_id"
 _ROWS: Final = 1024
 _ROWS_AT_ONCE: Final = 256
-"""Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
+"""Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a
+batch have it each.
+"""
 _MOST_ROW: Final = 64 << 20
 _MOST_CLIP: Final = 512 << 20
 """Bytes of the rows of a clip, which are in memory at once, some of them as Python's texts."""
@@ -47,12 +49,14 @@ _PYTHON: Final = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.boo
 
 
 def find_table(files: SourceFiles, stem: str) -> str | None:
-    """Return the name of the table ``stem`` in the root; raises SourceError where there are several."""
-    there = set(files.listed())
-    found = [name for name in (f"{stem}.{extension}" for extension in EXTENSIONS) if name in there]
-    if len(found) > 1:
-        raise SourceError(f"'{files.shown}' has {' and '.join(found)}: leave one of them")
-    return found[0] if found else None
+    """Return the name of the table ``stem`` in the root; raises SourceError where there are
+    several.
+    """
+    listed = set(files.listed())
+    names = [name for name in (f"{stem}.{extension}" for extension in EXTENSIONS) if name in listed]
+    if len(names) > 1:
+        raise SourceError(f"'{files.shown}' has {' and '.join(names)}: leave one of them")
+    return names[0] if names else None
 
 
 def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
@@ -64,7 +68,9 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
 
 
 def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
-    """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the other forms."""
+    """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
+    other forms.
+    """
     with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
         if name.endswith(".parquet"):
             opened = _parquet(file, name)
@@ -81,16 +87,16 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
                 if pa.types.is_dictionary(column.type)
                 or column.type in (pa.string(), pa.large_string())
             )
-        wanted = text.encode()
+        needle = text.encode()
         rest = b""
         while block := file.read(_BLOCK_BYTES):
-            if wanted in rest + block:
+            if needle in rest + block:
                 return True
             if (
                 b"\0" in block
             ):  # no text, and perhaps without end: the reader of the rows reports it
                 return False
-            rest = block[-len(wanted) :]
+            rest = block[-len(needle) :]
     return False
 
 
@@ -100,9 +106,11 @@ class Table:
     def __init__(
         self, name: str, batches: Iterable[pa.RecordBatch], folder: Path, *, has_clips: bool = True
     ) -> None:
-        """Copy the table from its batches (:func:`read_batches`); raises SourceError where clips are not together.
+        """Copy the table from its batches (:func:`read_batches`); raises SourceError where clips
+        are not together.
 
-        Without ``has_clips`` a column of clips may be absent: the rows are then for all clips, under the name "".
+        Without ``has_clips`` a column of clips may be absent: the rows are then for all clips,
+        under the name "".
         """
         self.name = name
         self._path = folder / f"{name.rpartition('/')[2]}.arrow"
@@ -132,7 +140,8 @@ class Table:
         if CLIP not in self.schema.names:
             if has_clips:
                 raise SourceError(
-                    f"table '{self.name}' has no column {CLIP}; it has {', '.join(self.schema.names)}"
+                    f"table '{self.name}' has no column {CLIP}; it has "
+                    f"{', '.join(self.schema.names)}"
                 )
             self.clips[""] = (0, self._num_rows)
             return
@@ -147,18 +156,19 @@ class Table:
                 self._clip_bytes += row_bytes
                 if self._clip_bytes > _MOST_CLIP:
                     raise SourceError(
-                        f"table '{self.name}', row {row}: the rows of clip '{clip}' take over {_MOST_CLIP} bytes, "
-                        "which are in memory at once; divide the clip, or shorten its values"
+                        f"table '{self.name}', row {row}: the rows of clip '{clip}' take "
+                        f"over {_MOST_CLIP} bytes, which are in memory at once; divide the "
+                        "clip, or shorten its values"
                     )
             elif clip in self.clips:
                 raise SourceError(
-                    f"table '{self.name}', row {row}: clip '{clip}' comes again after others, its rows began at "
-                    f"{self.clips[clip][0]}; sort the table by {CLIP}"
+                    f"table '{self.name}', row {row}: clip '{clip}' comes again after "
+                    f"others, its rows began at {self.clips[clip][0]}; sort the table by {CLIP}"
                 )
             elif len(clip.encode()) > MAX_TEXT_BYTES:
                 raise SourceError(
-                    f"table '{self.name}', row {row}: {CLIP} '{shown(clip)}' has {len(clip.encode())} bytes, allowed "
-                    f"are {MAX_TEXT_BYTES}; shorten it"
+                    f"table '{self.name}', row {row}: {CLIP} '{shortened(clip)}' has "
+                    f"{len(clip.encode())} bytes, allowed are {MAX_TEXT_BYTES}; shorten it"
                 )
             else:
                 self.clips[clip] = (row, 1)
@@ -173,8 +183,8 @@ class Table:
         end = first + count
         starts = [max(first, start) for start in range(first // _ROWS * _ROWS, end, _ROWS)]
         batches = [self._batch(at // _ROWS).slice(at % _ROWS, end - at) for at in starts]
-        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        return Rows(self.name, first, whole)
+        joined = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return Rows(self.name, first, joined)
 
     def parts(self) -> Iterator[Rows]:
         """Yield all rows, a batch at a time."""
@@ -185,7 +195,9 @@ class Table:
 def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     """Open the table's file; read one at a URL whole."""
     path = files.path(name)
-    file = pa.BufferReader(files.read(name, most=_MOST_AT_URL)) if path is None else pa.OSFile(path)
+    file = (
+        pa.BufferReader(files.read(name, limit=_MOST_AT_URL)) if path is None else pa.OSFile(path)
+    )
     head = file.read(len(LFS_MAGIC))
     has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(
         ".jsonl"
@@ -200,7 +212,8 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
 def read_batches(
     files: SourceFiles, name: str, type_of: TypeOf, noted: Counter[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged.
+    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is
+    damaged.
 
     ``noted`` counts values of JSON that are read as null.
     """
@@ -221,7 +234,9 @@ def _batches(
 
 
 def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
-    """Yield batches of 1024 rows, the last one shorter; raise SourceError, naming the table, where there is no row."""
+    """Yield batches of 1024 rows, the last one shorter; raise SourceError, naming the table,
+    where there is no row.
+    """
     pending = None
     is_empty = True
     for table in tables:
@@ -229,10 +244,10 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
             table if pending is None or not len(pending) else pa.concat_tables([pending, table])
         )
         is_empty = is_empty and not len(table)
-        whole = len(pending) // _ROWS * _ROWS
-        if whole:
-            yield from pending.slice(0, whole).combine_chunks().to_batches(max_chunksize=_ROWS)
-            pending = pending.slice(whole)
+        num_rows = len(pending) // _ROWS * _ROWS
+        if num_rows:
+            yield from pending.slice(0, num_rows).combine_chunks().to_batches(max_chunksize=_ROWS)
+            pending = pending.slice(num_rows)
     if pending is None or is_empty:
         raise SourceError(f"table '{name}' has no rows")
     if len(pending):
@@ -265,19 +280,23 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
         file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
     ).schema.names
     file.seek(0)
-    if len(header) == 1 and (other := next((one for one in ";\t|" if one in header[0]), None)):
+    if len(header) == 1 and (
+        separator := next((candidate for candidate in ";\t|" if candidate in header[0]), None)
+    ):
         raise SourceError(
-            f"table '{name}' has the separator {other!r}; write it with commas between columns and points in numbers"
+            f"table '{name}' has the separator {separator!r}; write it with commas between "
+            "columns and points in numbers"
         )
-    known = {column: kind for column in header if (kind := type_of(column)) is not None}
-    if lists := [column for column, kind in known.items() if pa.types.is_nested(kind)]:
+    types = {column: kind for column in header if (kind := type_of(column)) is not None}
+    if lists := [column for column, kind in types.items() if pa.types.is_nested(kind)]:
         raise SourceError(
-            f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in columns of their own, such as "
-            "fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, or write Parquet"
+            f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in "
+            "columns of their own, such as fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, "
+            "or write Parquet"
         )
     texts = dict.fromkeys(header, pa.string())
     options = csv.ConvertOptions(
-        column_types=texts | known, null_values=[""], strings_can_be_null=True
+        column_types=texts | types, null_values=[""], strings_can_be_null=True
     )
     reader = csv.open_csv(
         file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options
@@ -287,7 +306,7 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
     for batch in reader:
         table = pa.Table.from_batches([batch])
         if kinds is None:
-            free = (column for column in header if column not in known)
+            free = (column for column in header if column not in types)
             kinds = {column: _type_of_texts(table.column(column)) for column in free}
         for column, kind in kinds.items():
             if kind == pa.string():
@@ -295,8 +314,9 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
             values = _cast_exactly(table.column(column), kind)
             if values is None:
                 raise SourceError(
-                    f"table '{name}', one of the rows from {row} on: column {column} is {kind} in the first rows, and "
-                    "has a text here that is none; write Parquet, or JSON lines"
+                    f"table '{name}', one of the rows from {row} on: column {column} is "
+                    f"{kind} in the first rows, and has a text here that is none; write "
+                    "Parquet, or JSON lines"
                 )
             table = table.set_column(header.index(column), column, values)
         row += len(table)
@@ -304,7 +324,9 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
 
 
 def _type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
-    """Return the type of a column of texts: of numbers or truth where no text changes by it, else texts."""
+    """Return the type of a column of texts: of numbers or truth where no text changes by it,
+    else texts.
+    """
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         if column.null_count < len(column) and _cast_exactly(column, kind) is not None:
             return kind
@@ -312,7 +334,9 @@ def _type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
 
 
 def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
-    """Return texts as values of a type; None where one is none, or means more than it: 007, 12345678901234567890."""
+    """Return texts as values of a type; None where one is none, or means more than it: 007,
+    12345678901234567890.
+    """
     try:
         values = column.cast(kind)
     except pa.ArrowInvalid:
@@ -360,9 +384,11 @@ def _json_table(
     try:
         str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts
     except UnicodeDecodeError as error:
-        at = row + sum(1 for line in block[: error.start].split(b"\n")[:-1] if line.strip())
-        raise SourceError(f"table '{name}', row {at}: {error}; write the file as UTF-8") from error
-    wanted = schema
+        row_number = row + sum(1 for line in block[: error.start].split(b"\n")[:-1] if line.strip())
+        raise SourceError(
+            f"table '{name}', row {row_number}: {error}; write the file as UTF-8"
+        ) from error
+    explicit = schema
     if schema is None:
         names = dict.fromkeys(key for _, line in _lines(block, name, row) for key in line)
         scalars = {
@@ -370,9 +396,9 @@ def _json_table(
             for key in names
             if (kind := type_of(key)) is not None and not pa.types.is_nested(kind)
         }
-        wanted = pa.schema(scalars.items())
+        explicit = pa.schema(scalars.items())
     unexpected = "infer" if schema is None else "error"
-    options = json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior=unexpected)
+    options = json.ParseOptions(explicit_schema=explicit, unexpected_field_behavior=unexpected)
     try:
         table = json.read_json(
             pa.BufferReader(block),
@@ -381,26 +407,27 @@ def _json_table(
         )
         table.validate()
     except pa.ArrowInvalid as error:
-        for at, line in _lines(block, name, row):
-            _check_types(line, wanted, f"table '{name}', row {at}")
+        for row_number, line in _lines(block, name, row):
+            _check_types(line, explicit, f"table '{name}', row {row_number}")
             for column, value in line.items():
                 if b"[null" in bytes(value).replace(
                     b" ", b""
                 ):  # what Arrow makes no list of in the first rows
                     raise SourceError(
-                        f"table '{name}', row {at}, column {column}: {bytes(value).decode()} has null for a number; "
-                        "give all of them, or null for the whole"
+                        f"table '{name}', row {row_number}, column {column}: "
+                        f"{bytes(value).decode()} has null for a number; give all of them, "
+                        "or null for the whole"
                     ) from error
         raise SourceError(
-            f"table '{name}', one of the rows from {row} on: {error}; each row has the columns and types of the "
-            "first ones, null where there is nothing"
+            f"table '{name}', one of the rows from {row} on: {error}; each row has the "
+            "columns and types of the first ones, null where there is nothing"
         ) from error
     if schema is None:
         dates = [field.name for field in table.schema if _is_guessed_date(field, type_of)]
         if dates:  # Arrow takes texts such as 2020-01-31 for times
             texts = [pa.field(date, pa.string()) for date in dates]
-            assert wanted is not None, "of the known columns"
-            fixed = pa.schema([*wanted, *texts])
+            assert explicit is not None, "of the known columns"
+            fixed = pa.schema([*explicit, *texts])
             table = json.read_json(
                 pa.BufferReader(block),
                 json.ReadOptions(use_threads=False, block_size=len(block) + 1),
@@ -424,10 +451,10 @@ def _is_guessed_date(field: pa.Field, type_of: TypeOf) -> bool:
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers; raise SourceError for one that is not a JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-    for at, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
-        with parsing(f"table '{name}', row {at}:", "not a JSON object"):
-            found = decode(line)
-        yield at, found
+    for number, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
+        with parsing(f"table '{name}', row {number}:", "not a JSON object"):
+            decoded = decode(line)
+        yield number, decoded
 
 
 def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
@@ -445,7 +472,9 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
 
 
 def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
-    """Return type for all rows of a column from that of its first rows: numbers in lists are float64, nulls texts."""
+    """Return type for all rows of a column from that of its first rows: numbers in lists are
+    float64, nulls texts.
+    """
     if pa.types.is_list(kind):
         return pa.list_(_settled("", kind.value_type, type_of))
     if pa.types.is_struct(kind):
@@ -464,8 +493,8 @@ def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
 
 def distinct(parts: Iterator[Rows], column: str) -> list[str]:
     """Return the distinct texts of a column in the order of their first rows."""
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for rows in parts:
         unique = rows.texts(column, pc.unique(rows.column(column)))
-        found.update((text, None) for text in unique if text)
-    return list(found)
+        texts.update((text, None) for text in unique if text)
+    return list(texts)

@@ -22,7 +22,9 @@ _PER_UNIT: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _XYZW: Final = [3, 0, 1, 2]
 TIME_COLUMNS: Final = (*_TIMES, "timestamp")
 POSE_PARTS: Final = ("t", "q_wxyz", "q_xyzw", "tx", "ty", "tz", "qw", "qx", "qy", "qz")
-"""What a pose ``P`` may be given by, as ``P.t`` and so on, instead of ``P`` itself, a 4x4 matrix."""
+"""What a pose ``P`` may be given by, as ``P.t`` and so on, instead of ``P`` itself, a 4x4
+matrix.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Rows:
         """Return a column as it is; raise SourceError where there is none."""
         if name not in self:
             raise SourceError(
-                f"table '{self.table}' has no column {name}; it has {', '.join(self.batch.schema.names)}"
+                f"table '{self.table}' has no column {name}; it has "
+                f"{', '.join(self.batch.schema.names)}"
             )
         return self.batch.column(name)
 
@@ -66,11 +69,14 @@ class Rows:
             )
         found: list[str | None] = column.to_pylist()
         if len(found) == len(self) and any(text and "\0" in text for text in found):
-            at = next(row for row, text in enumerate(found) if text and "\0" in text)
+            bad_row = next(row for row, text in enumerate(found) if text and "\0" in text)
             self.fail(
-                at,
+                bad_row,
                 name,
-                f"{found[at]!r} has a NUL character, which no file or clip has in its name; remove it",
+                (
+                    f"{found[bad_row]!r} has a NUL character, which no file or clip has in its "
+                    "name; remove it"
+                ),
             )
         return found
 
@@ -112,10 +118,12 @@ class Rows:
             ) from error
 
     def vectors(self, name: str, width: int) -> F64:
-        """Return lists of ``width`` numbers (R, width), also nested ones such as rows of a matrix; NaN for null."""
+        """Return lists of ``width`` numbers (R, width), also nested ones such as rows of a
+        matrix; NaN for null.
+        """
         column = values = self.column(name)
         empty = column.is_null().to_numpy(zero_copy_only=False)
-        found = np.full((len(self), width), np.nan)
+        table = np.full((len(self), width), np.nan)
         counts = np.ones(len(self), np.int64)
         while is_list(values.type):
             lengths = np.asarray(
@@ -128,12 +136,13 @@ class Rows:
             values = values.flatten()
         if values is column and not pa.types.is_null(column.type):
             raise SourceError(
-                f"table '{self.table}', column {name} is {column.type}, wanted are lists of {width} numbers"
+                f"table '{self.table}', column {name} is {column.type}, wanted are lists of "
+                f"{width} numbers"
             )
         bad = (counts != width) & ~empty
         if bad.any():
-            at = int(np.argmax(bad))
-            self.fail(at, name, f"it has {counts[at]} numbers, wanted are {width}")
+            bad_row = int(np.argmax(bad))
+            self.fail(bad_row, name, f"it has {counts[bad_row]} numbers, wanted are {width}")
         if not empty.all():
             try:
                 flat = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -141,63 +150,73 @@ class Rows:
                 raise SourceError(
                     f"table '{self.table}', column {name} has {values.type}, wanted are numbers"
                 ) from error
-            found[~empty] = flat.reshape(-1, width)
-        return found
+            table[~empty] = flat.reshape(-1, width)
+        return table
 
     def times(self, prefix: str = "", *, is_unix: bool) -> NDArray[np.int64] | None:
-        """Return times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None without such a column.
+        """Return times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None
+        without such a column.
 
         ``is_unix``: they must be between 2000 and 2100, which a wrong unit is not.
         """
-        there = [column for column in TIME_COLUMNS if prefix + column in self]
-        if not there:
+        names_present = [column for column in TIME_COLUMNS if prefix + column in self]
+        if not names_present:
             return None
-        if len(there) > 1:
+        if len(names_present) > 1:
             raise SourceError(
-                f"table '{self.table}' has {' and '.join(prefix + name for name in there)}: leave one"
+                f"table '{self.table}' has "
+                f"{' and '.join(prefix + name for name in names_present)}: leave one"
             )
-        name = prefix + there[0]
+        name = prefix + names_present[0]
         column = self.column(name)
         if pa.types.is_timestamp(column.type):
             factor = _PER_UNIT[column.type.unit]
             column = column.cast(pa.int64())
-            found = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
-        elif there[0] == "timestamp":
+            values = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
+        elif names_present[0] == "timestamp":
             names = ", ".join(_TIMES)
             raise SourceError(
-                f"table '{self.table}', column {name} is {column.type}: name its unit, one of {names}"
+                f"table '{self.table}', column {name} is {column.type}: name its unit, one "
+                f"of {names}"
             )
-        elif there[0] == "timestamp_s" and not pa.types.is_integer(column.type):
+        elif names_present[0] == "timestamp_s" and not pa.types.is_integer(column.type):
             seconds = self.numbers(name)
             # float64 has 0.24 us at today's times: microseconds are what it can say.
-            found = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6))
+            values = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6))
             factor = 1_000
-        elif pa.types.is_floating(column.type) and there[0] == "timestamp_ns":
+        elif pa.types.is_floating(column.type) and names_present[0] == "timestamp_ns":
             raise SourceError(
-                f"table '{self.table}', column {name} is {column.type}, which cannot hold nanoseconds: make it int64"
+                f"table '{self.table}', column {name} is {column.type}, which cannot hold "
+                "nanoseconds: make it int64"
             )
         else:
-            found = self.integers(name, unknown=-1)
-            factor = _TIMES[there[0]]
-        known = found != -1
+            values = self.integers(name, unknown=-1)
+            factor = _TIMES[names_present[0]]
+        is_known = values != -1
         first, last = (946_684_800, 4_102_444_800) if is_unix else (0, 9_000_000_000)
-        bad = known & (
-            (found < first * (1_000_000_000 // factor)) | (found > last * (1_000_000_000 // factor))
+        bad = is_known & (
+            (values < first * (1_000_000_000 // factor))
+            | (values > last * (1_000_000_000 // factor))
         )
         if bad.any():
-            at = int(np.argmax(bad))
+            bad_row = int(np.argmax(bad))
             hint = (
                 "is not between the years 2000 and 2100: check the unit, or give time_base=relative"
             )
             self.fail(
-                at,
+                bad_row,
                 name,
-                f"{found[at]} {hint if is_unix else f'is out of range; allowed are 0 to {last} s'}",
+                (
+                    f"{values[bad_row]} "
+                    f"{hint if is_unix else f'is out of range; allowed are 0 to {last} s'}"
+                ),
             )
-        return np.where(known, np.asarray(found, np.int64) * factor, -1)
+        return np.where(is_known, np.asarray(values, np.int64) * factor, -1)
 
     def poses(self, prefix: str) -> F64 | None:
-        """Return transforms (R, 4, 4), NaN for null, by columns of the pose ``prefix``; None without such columns."""
+        """Return transforms (R, 4, 4), NaN for null, by columns of the pose ``prefix``; None
+        without such columns.
+        """
         if f"{prefix}.q" in self or f"{prefix}.rotation" in self:
             raise SourceError(
                 f"table '{self.table}': the order of a quaternion must be in its name: "
@@ -209,29 +228,33 @@ class Rows:
             return None
         q = self.rotation(f"{prefix}.")
         t = self.vector(f"{prefix}.t", [f"{prefix}.{part}" for part in ("tx", "ty", "tz")])
-        found = np.full((len(self), 4, 4), np.nan)
-        known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
-        bad = known & ~are_poses(q, t)
+        matrices = np.full((len(self), 4, 4), np.nan)
+        is_known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
+        bad = is_known & ~are_poses(q, t)
         if bad.any():
-            at = int(np.argmax(bad))
+            bad_row = int(np.argmax(bad))
             self.fail(
-                at,
+                bad_row,
                 prefix,
-                f"no unit quaternion w, x, y, z, or a translation that is not finite or over {FARTHEST_M:g} m: "
-                f"{q[at].tolist()}, at {t[at].tolist()}",
+                "no unit quaternion w, x, y, z, or a translation that is not finite or "
+                f"over {FARTHEST_M:g} m: {q[bad_row].tolist()}, at {t[bad_row].tolist()}",
             )
-        if known.any():
-            found[known] = pose(q[known], t[known], prefix)
-        return found
+        if is_known.any():
+            matrices[is_known] = pose(q[is_known], t[is_known], prefix)
+        return matrices
 
     def vector(self, name: str, parts: Sequence[str]) -> F64:
-        """Return vectors (R, N) by a column of lists, or by a column for each number; NaN for null."""
+        """Return vectors (R, N) by a column of lists, or by a column for each number; NaN for
+        null.
+        """
         if name in self:
             return self.vectors(name, len(parts))
         return np.stack([self.numbers(part) for part in parts], 1)
 
     def rotation(self, prefix: str = "") -> F64:
-        """Return quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
+        """Return quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``;
+        NaN for null.
+        """
         if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
             return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
         return self.vector(
@@ -240,46 +263,56 @@ class Rows:
 
     def _matrices(self, name: str) -> F64:
         flat = self.vectors(name, 16).reshape(-1, 4, 4)
-        known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
-        made, sound = nearest_rigid(flat[known])
+        known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+        fitted, sound = nearest_rigid(flat[known_rows])
         if not sound.all():
-            at = int(known[np.argmin(sound)])
+            bad_row = int(known_rows[np.argmin(sound)])
             text = "not a rotation and a translation with the last row 0 0 0 1, in row-major order"
-            self.fail(at, name, f"{text}: {flat[at].tolist()}")
-        flat[known] = made
+            self.fail(bad_row, name, f"{text}: {flat[bad_row].tolist()}")
+        flat[known_rows] = fitted
         return flat
 
     def intrinsics(self, prefix: str) -> F64 | None:
-        """Return K (R, 3, 3) by ``intrinsics`` or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null, None without them."""
+        """Return K (R, 3, 3) by ``intrinsics`` or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null,
+        None without them.
+        """
         if f"{prefix}intrinsics" in self:
-            found = self.vectors(f"{prefix}intrinsics", 9).reshape(-1, 3, 3)
+            matrices = self.vectors(f"{prefix}intrinsics", 9).reshape(-1, 3, 3)
         elif f"{prefix}fx" in self:
             fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
-            found = np.zeros((len(self), 3, 3))
-            found[:, 0, 0], found[:, 1, 1], found[:, 0, 2], found[:, 1, 2], found[:, 2, 2] = (
+            matrices = np.zeros((len(self), 3, 3))
+            (
+                matrices[:, 0, 0],
+                matrices[:, 1, 1],
+                matrices[:, 0, 2],
+                matrices[:, 1, 2],
+                matrices[:, 2, 2],
+            ) = (
                 fx,
                 fy,
                 cx,
                 cy,
                 1,
             )
-            found[np.isnan(fx) & np.isnan(fy)] = np.nan
+            matrices[np.isnan(fx) & np.isnan(fy)] = np.nan
         else:
             return None
-        known = ~np.isnan(found).all((1, 2))
+        is_known = ~np.isnan(matrices).all((1, 2))
         with np.errstate(invalid="ignore"):
-            bad = known & ~(
-                np.isfinite(found).all((1, 2)) & (found[:, 0, 0] > 0) & (found[:, 1, 1] > 0)
+            bad = is_known & ~(
+                np.isfinite(matrices).all((1, 2))
+                & (matrices[:, 0, 0] > 0)
+                & (matrices[:, 1, 1] > 0)
             )
-            bad |= known & ((found[:, 2] != (0, 0, 1)).any(1) | (found[:, 1, 0] != 0))
+            bad |= is_known & ((matrices[:, 2] != (0, 0, 1)).any(1) | (matrices[:, 1, 0] != 0))
         if bad.any():
-            at = int(np.argmax(bad))
+            bad_row = int(np.argmax(bad))
             self.fail(
-                at,
+                bad_row,
                 f"{prefix}intrinsics",
-                f"{found[at].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0",
+                f"{matrices[bad_row].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0",
             )
-        return found
+        return matrices
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -1,6 +1,7 @@
 """What the scan needs of a ``Frame`` message, of which pictures and range images are skipped.
 
-Numbers of fields are those of ``dataset.proto`` and ``label.proto`` (github.com/waymo-research/waymo-open-dataset).
+Numbers of fields are those of ``dataset.proto`` and ``label.proto``
+(github.com/waymo-research/waymo-open-dataset).
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ _LABELS_AHEAD: Final = 1024
 
 
 class ImageHead(msgspec.Struct, frozen=True, gc=False):
-    """A picture: where its JPEG is in the file, the pose of the vehicle (16 numbers), and times [s]."""
+    """A picture: where its JPEG is in the file, the pose of the vehicle (16 numbers), and times
+    [s].
+    """
 
     name: str
     offset: int
@@ -102,10 +105,12 @@ class ImageHead(msgspec.Struct, frozen=True, gc=False):
 
 
 class FrameHead(NamedTuple):
-    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images.
+    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all
+    range images.
 
-    ``camera_labels`` are a message for each camera that has labels in its image. ``map_span`` is where in the file the
-    features of the map are, None without; ``map_offset`` [m] is to be added to places in global for those of the map.
+    ``camera_labels`` are a message for each camera that has labels in its image. ``map_span`` is
+    where in the file the features of the map are, None without; ``map_offset`` [m] is to be added
+    to places in global for those of the map.
     """
 
     timestamp_us: int
@@ -127,7 +132,8 @@ def read_frame(
     boxes2d: bool = False,
     has_map: bool = False,
 ) -> FrameHead:
-    """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
+    """Read a record that is a frame; ``context`` of the frame before it is not read again where it
+    is the same.
 
     Labels in images are read with ``boxes2d`` alone, and what is of the map with ``has_map``.
 
@@ -138,8 +144,8 @@ def read_frame(
         head = _read(window, record, context, boxes2d=boxes2d, has_map=has_map)
     except (ValueError, struct.error) as error:
         raise SourceError(
-            f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the motion dataset (Scenario) and of "
-            "tf.Example have other messages"
+            f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the "
+            "motion dataset (Scenario) and of tf.Example have other messages"
         ) from error
     names = [image.name for image in head.images]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -208,7 +214,9 @@ def _read(
 
 
 def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
-    """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or one without all."""
+    """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or
+    one without all.
+    """
     name = 0
     offset = place.start
     num_bytes = 0
@@ -235,7 +243,9 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
 
 
 def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
-    """Return an image whose fields are those of the dataset's own files, in their order; None for another."""
+    """Return an image whose fields are those of the dataset's own files, in their order; None
+    for another.
+    """
     head = window.at(place.start, MAX_HEAD)
     if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
         return None
@@ -246,8 +256,10 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     )
     if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
         return None
-    at = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
-    times_keys = tail[at : at + _TIMES.size : 9] if at + _TIMES.size <= len(tail) else b""
+    position = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
+    times_keys = (
+        tail[position : position + _TIMES.size : 9] if position + _TIMES.size <= len(tail) else b""
+    )
     if (
         head[1] not in CAMERAS
         or not length
@@ -255,7 +267,7 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         or times_keys != _TIMES_KEYS
     ):
         return None
-    times = _TIMES.unpack_from(tail, at)
+    times = _TIMES.unpack_from(tail, position)
     return (
         ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times)
         if times[0] > 0
@@ -266,7 +278,9 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
 def _image_fields(
     window: FileWindow, place: FieldPlace
 ) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
-    """Yield number, wire type and value of each field of an image; for the JPEG its place and length."""
+    """Yield number, wire type and value of each field of an image; for the JPEG its place and
+    length.
+    """
     for field in field_places(window, place.start, place.end):
         length = field.end - field.start
         if field.number == _IMAGE_JPEG and field.wire == BYTES:
@@ -282,17 +296,21 @@ def _image_fields(
 
 
 def transform(data: bytes) -> tuple[float, ...]:
-    """Return the 16 numbers of a ``Transform``, row by row; raise ValueError for another number of them."""
+    """Return the 16 numbers of a ``Transform``, row by row; raise ValueError for another number
+    of them.
+    """
     if len(data) == _POSE.size and data[::9] == _POSE_KEYS:
         return _POSE.unpack(data)
-    found = tuple(doubles(data, 1))
-    if len(found) != 16:
-        raise ValueError(f"a transform of {len(found)} numbers")
-    return found
+    numbers_read = tuple(doubles(data, 1))
+    if len(numbers_read) != 16:
+        raise ValueError(f"a transform of {len(numbers_read)} numbers")
+    return numbers_read
 
 
 def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
-    """Name of the segment, cameras as :func:`calibrated`, and ``time_of_day``, ``location``, ``weather``."""
+    """Name of the segment, cameras as :func:`calibrated`, and ``time_of_day``, ``location``,
+    ``weather``.
+    """
     name = ""
     cameras = {}
     stats = {}
@@ -302,10 +320,10 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
         if number == 1:
             name = value.decode()
         elif number == 2:
-            camera, found = _calibration(value)
+            camera, camera_image = _calibration(value)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
-            cameras[camera] = found
+            cameras[camera] = camera_image
         elif number == 4:
             texts = {2: "time_of_day", 3: "location", 4: "weather"}
             stats = {
@@ -332,10 +350,11 @@ def _calibration(data: bytes) -> tuple[str, Image]:
 def calibrated(
     lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
 ) -> Image:
-    """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose centres are integers.
+    """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose
+    centres are integers.
 
-    ``lens`` are f_u, f_v, c_u, c_v (the left edge of the first pixel is 0), k1, k2, p1, p2, k3; ``extrinsic`` is the
-    camera (x forward) to the vehicle.
+    ``lens`` are f_u, f_v, c_u, c_v (the left edge of the first pixel is 0), k1, k2, p1, p2, k3;
+    ``extrinsic`` is the camera (x forward) to the vehicle.
     """
     fu, fv, cu, cv = lens[:4]
     direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
@@ -362,8 +381,9 @@ def image_of(
 ) -> Image:
     """Return an image of a camera at a pose of the vehicle (4, 4).
 
-    ``shutter_times`` are shutter, trigger and read-out done [s]: the time from trigger to done is the sum of exposure
-    and read-out (``dataset.proto``). Times of the dataset, float64 since 1970, are exact to 0.2 us, its clock to 1 us.
+    ``shutter_times`` are shutter, trigger and read-out done [s]: the time from trigger to done is
+    the sum of exposure and read-out (``dataset.proto``). Times of the dataset, float64 since 1970,
+    are exact to 0.2 us, its clock to 1 us.
     """
     shutter, trigger, done = shutter_times
     exposure_ns = round(shutter * 1e9) if shutter > 0 else None
@@ -399,7 +419,9 @@ def box_rows(
 
 
 def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
-    """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the first one."""
+    """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the
+    first one.
+    """
     centre = boxes[:, :2] - 0.5
     half = boxes[:, 2:] / 2
     return ImageBoxRows(
@@ -410,7 +432,8 @@ def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]
 def read_labels(
     frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool
 ) -> Iterator[BoxRows]:
-    """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, at that time.
+    """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera
+    sees, at that time.
 
     Raises SourceError, naming ``where`` and the record, for what is not a label.
     """
@@ -421,7 +444,7 @@ def read_labels(
     kinds = np.zeros(len(flat), np.int64)
     num_points = np.full(len(flat), -1)
     track = [""] * len(flat)
-    seen = np.zeros(len(flat), np.bool_)
+    has_label = np.zeros(len(flat), np.bool_)
 
     def fail(row: int, error: str) -> NoReturn:
         raise SourceError(f"{where}: record {frame[row]}: {error}")
@@ -432,7 +455,7 @@ def read_labels(
             if not camera_synced:
                 fail(int(rows[0]), "a label without a box")
             continue
-        seen[rows] = True
+        has_label[rows] = True
         boxes[rows] = _boxes(table[:, place], rows, fail)
         if 3 in places:
             kinds[rows] = numbers(table[:, places[3]])
@@ -440,16 +463,20 @@ def read_labels(
             num_points[rows] = numbers(table[:, places[7]])
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
-    own = np.flatnonzero(seen)
-    category = list(map(label_type, kinds[own].tolist()))
-    names = [track[row] for row in own.tolist()]
-    found = boxes_by_key(box_rows(boxes[own], category, names, num_points[own]), frame[own])
+    label_rows = np.flatnonzero(has_label)
+    category = list(map(label_type, kinds[label_rows].tolist()))
+    names = [track[row] for row in label_rows.tolist()]
+    boxes_of_frame = boxes_by_key(
+        box_rows(boxes[label_rows], category, names, num_points[label_rows]), frame[label_rows]
+    )
     for number in range(len(frames)):
-        yield found.get(number, NO_BOXES)
+        yield boxes_of_frame.get(number, NO_BOXES)
 
 
 def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
-    """Read a message ``CameraLabels``: the camera and its boxes; raise ValueError where it is none."""
+    """Read a message ``CameraLabels``: the camera and its boxes; raise ValueError where it is
+    none.
+    """
     name = 0
     boxes = []
     category = []
@@ -458,16 +485,18 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
         if number == 1 and isinstance(value, int):
             name = value
         elif number == 2 and isinstance(value, bytes):
-            found: dict[int, Any] = {at: one for at, _, one in fields(value)}
+            label: dict[int, Any] = {field: part for field, _, part in fields(value)}
             values: dict[int, Any] = {
-                at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64
+                field: part for field, wire, part in fields(label.get(1, b"")) if wire == FIXED64
             }
             if not values.keys() >= {1, 2, 4, 5}:
                 raise ValueError(f"a label of camera {name} without a box")
-            sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x
+            sides = [
+                _DOUBLE.unpack(values[field])[0] for field in (1, 2, 5, 4)
+            ]  # its length is along x
             boxes.append(sides)
-            category.append(label_type(found.get(3, 0)))
-            track.append(found[4].decode() if 4 in found else "")
+            category.append(label_type(label.get(3, 0)))
+            track.append(label[4].decode() if 4 in label else "")
     if name not in CAMERAS:
         raise ValueError(f"labels of the unknown camera {name}")
     return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
@@ -477,13 +506,13 @@ def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArr
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
-    found = np.empty((len(data), len(_BOX_KEYS)))
-    for at, row in enumerate(data):
+    table = np.empty((len(data), len(_BOX_KEYS)))
+    for index, row in enumerate(data):
         try:
             values = {number: doubles(row.tobytes(), number) for number in range(1, 8)}
         except ValueError as error:
-            fail(int(rows[at]), str(error))
+            fail(int(rows[index]), str(error))
         if missing := [number for number, value in values.items() if not value]:
-            fail(int(rows[at]), f"a box without field {missing[0]}")
-        found[at] = [value[-1] for value in values.values()]
-    return found
+            fail(int(rows[index]), f"a box without field {missing[0]}")
+        table[index] = [value[-1] for value in values.values()]
+    return table

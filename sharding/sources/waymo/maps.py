@@ -53,7 +53,7 @@ def parse_map(data: bytes, where: str) -> VectorMap:
     lines = []
     layers = []
     try:
-        for feature in (_message(*one) for one in fields(data) if one[0] == FRAME_MAP):
+        for feature in (_message(*field) for field in fields(data) if field[0] == FRAME_MAP):
             for number, wire, value in fields(feature):
                 kind = _KINDS.get(number)
                 if kind is not None:
@@ -63,7 +63,7 @@ def parse_map(data: bytes, where: str) -> VectorMap:
                         layers.append(MAP_LAYERS.index(kind.name))
     except ValueError as error:
         raise SourceError(f"{where} has no map of the Waymo Open Dataset: {error}") from error
-    return VectorMap.of(lines, layers, where)
+    return VectorMap.from_lines(lines, layers, where)
 
 
 def _message(number: int, wire: int, value: int | bytes) -> bytes:
@@ -72,28 +72,34 @@ def _message(number: int, wire: int, value: int | bytes) -> bytes:
     return value
 
 
-def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
-    """Return the points (N, 2) of a feature in the global frame of its map; successive ones are read together."""
-    found = [np.empty((0, 2))]
-    head = np.array([wanted << 3 | BYTES, *_LENGTH_AND_KEYS], np.uint8)
-    at = 0
-    while at < len(data):
-        most = (len(data) - at) // _POINT.itemsize if data[at] == head[0] else 0
-        table = np.frombuffer(data, np.uint8, most * _POINT.itemsize, at).reshape(
-            most, _POINT.itemsize
+def _points(data: bytes, field_number: int) -> NDArray[np.float64]:
+    """Return the points (N, 2) of a feature in the global frame of its map; successive ones are
+    read together.
+    """
+    parts = [np.empty((0, 2))]
+    head = np.array([field_number << 3 | BYTES, *_LENGTH_AND_KEYS], np.uint8)
+    position = 0
+    while position < len(data):
+        num_whole = (len(data) - position) // _POINT.itemsize if data[position] == head[0] else 0
+        table = np.frombuffer(data, np.uint8, num_whole * _POINT.itemsize, position).reshape(
+            num_whole, _POINT.itemsize
         )
         usual = (table[:, _KEYS] == head).all(1)
-        count = most if usual.all() else int(np.argmin(usual))
+        count = num_whole if usual.all() else int(np.argmin(usual))
         if count:
-            rows = np.frombuffer(data, _POINT, count, at)
-            found.append(np.stack([rows["x"], rows["y"]], 1))
-            at += count * _POINT.itemsize
+            rows = np.frombuffer(data, _POINT, count, position)
+            parts.append(np.stack([rows["x"], rows["y"]], 1))
+            position += count * _POINT.itemsize
             continue
-        number, wire, start, end, _ = next(spans(data[at:]))
-        if number == wanted:
-            found.append(np.array([place(_message(number, wire, data[at + start : at + end]))[:2]]))
-        at += end
-    return np.concatenate(found)
+        number, wire, start, end, _ = next(spans(data[position:]))
+        if number == field_number:
+            parts.append(
+                np.array(
+                    [place(_message(number, wire, data[position + start : position + end]))[:2]]
+                )
+            )
+        position += end
+    return np.concatenate(parts)
 
 
 def place(data: bytes) -> tuple[float, float, float]:

@@ -1,8 +1,8 @@
 """Waymo Open Dataset, perception, version 2: a Parquet file for each component of each segment.
 
-A row of a file is slow to reach, since row groups are large, so the run stages pictures in the order of clips. Columns
-are taken by name and cast: files of one release differ in types. Conventions are those of version 1
-(:mod:`fuelrail.sharding.sources.waymo.source`).
+A row of a file is slow to reach, since row groups are large, so the run stages pictures in the
+order of clips. Columns are taken by name and cast: files of one release differ in types.
+Conventions are those of version 1 (:mod:`fuelrail.sharding.sources.waymo.source`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _CAMERA_BOX: Final = "[CameraBoxComponent]."
 _SIDES: Final = tuple(
     f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y")
 )
-_NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
+_REQUIRED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
 _OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
 _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
@@ -97,7 +97,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     reads = "clip"
 
     def sensors(self) -> Sensors:
-        """Return the five cameras in the order of their numbers, and the five lidars, where they exist, as one."""
+        """Return the five cameras in the order of their numbers, and the five lidars, where they
+        exist, as one.
+        """
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
@@ -105,9 +107,13 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         return found if has_lidar else found._replace(lidars=())
 
     def clips(self) -> Iterator[Clip]:
-        """Yield a clip for each segment with a file of poses, in the folders of splits, or in the root."""
+        """Yield a clip for each segment with a file of poses, in the folders of splits, or in
+        the root.
+        """
         names = self.files.listed()
-        for folder, split in [(one, SPLITS[one]) for one in SPLITS if one in names] + [("", "")]:
+        for folder, split in [
+            (split_folder, SPLITS[split_folder]) for split_folder in SPLITS if split_folder in names
+        ] + [("", "")]:
             prefix = f"{folder}/" if folder else ""
             for name in names_in(self.files, folder, "vehicle_pose"):
                 if name.endswith(".parquet"):
@@ -116,7 +122,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     ]
                     if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
                         more += _LIDAR
-                    files = tuple(f"{prefix}{part}/{name}" for part in (*_NEEDED, *more))
+                    files = tuple(f"{prefix}{part}/{name}" for part in (*_REQUIRED, *more))
                     yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -137,8 +143,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
         if unknown := images.keys() - set(poses[_TIME].tolist()):
             raise SourceError(
-                f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at {min(unknown)} us, where there are "
-                "images"
+                f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at "
+                f"{min(unknown)} us, where there are images"
             )
         for row in order.tolist():
             time = int(poses[_TIME][row])
@@ -164,21 +170,21 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Read each file once, from its first row to its last; a reference is ``NAME@ROW``."""
-        wanted: dict[str, set[int]] = {}
+        rows_by_file: dict[str, set[int]] = {}
         for ref in refs:
             name, _, row = ref.rpartition("@")
-            wanted.setdefault(name, set()).add(int(row))
-        for name, rows in wanted.items():
-            at = 0
-            with open_parquet(self.files, name, whole=True) as file:
+            rows_by_file.setdefault(name, set()).add(int(row))
+        for name, rows in rows_by_file.items():
+            first_row = 0
+            with open_parquet(self.files, name, read_whole=True) as file:
                 for batch in file.iter_batches(
                     _ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False
                 ):
                     column = batch.column(0)
-                    for number in range(at, at + len(column)):
+                    for number in range(first_row, first_row + len(column)):
                         if number in rows:
-                            yield f"{name}@{number}", column[number - at].as_buffer()
-                    at += len(column)
+                            yield f"{name}@{number}", column[number - first_row].as_buffer()
+                    first_row += len(column)
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read the first returns (P, 5) of all lidars, and the file up to these."""
@@ -187,19 +193,19 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield pictures, then sweeps: each file is read once, from its first row to its last."""
-        wanted: dict[str, list[int]] = {}
+        times_by_file: dict[str, list[int]] = {}
         for ref in refs:
             if ref.startswith(POINTS):
                 name, _, time = ref.removeprefix(POINTS).rpartition("@")
-                wanted.setdefault(name, []).append(int(time))
+                times_by_file.setdefault(name, []).append(int(time))
         yield from super().read_clip([ref for ref in refs if not ref.startswith(POINTS)])
-        for name, times in wanted.items():
-            for at, points in sweeps(self.files, name, times):
-                yield f"{POINTS}{name}@{at}", encode_points(points)
+        for name, times in times_by_file.items():
+            for frame_time, points in sweeps(self.files, name, times):
+                yield f"{POINTS}{name}@{frame_time}", encode_points(points)
 
     def _cameras(self, name: str) -> dict[int, Image]:
         """Return the calibrations by number of the camera."""
-        whole = dict.fromkeys(
+        integer_types = dict.fromkeys(
             (f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64()
         )
         types = {
@@ -207,11 +213,11 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             **dict.fromkeys(_INTRINSIC, _F64),
             f"{_LENS}extrinsic.transform": _TRANSFORM,
         }
-        rows = read_parquet(self.files, name, {**types, **whole})
+        rows = read_parquet(self.files, name, {**types, **integer_types})
         check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
         lenses = stacked(rows, _INTRINSIC)
         mounts = rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
-        width, height, shutter = (rows[one].tolist() for one in whole)
+        width, height, shutter = (rows[column].tolist() for column in integer_types)
         return {
             number: calibrated(
                 lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row]
@@ -233,19 +239,20 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
         shutters = stacked(rows, _SHUTTER).tolist()
         num_bytes = self._image_bytes(name)
-        found: dict[int, dict[str, Image]] = {}
+        images: dict[int, dict[str, Image]] = {}
         for row, (time, camera) in enumerate(pairs):
             if camera not in CAMERAS:
                 continue
             lens = cameras.get(camera)
             if lens is None:
                 raise SourceError(
-                    f"table '{self.files.shown}/{name}' has images of camera {camera} ({CAMERAS[camera]}), which has "
-                    "no calibration"
+                    f"table '{self.files.shown}/{name}' has images of camera {camera} "
+                    f"({CAMERAS[camera]}), which has no calibration"
                 )
             if not stamps[row] > 0:
                 raise SourceError(
-                    f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}"
+                    f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp "
+                    f"{stamps[row]}"
                 )
             image = image_of(
                 lens,
@@ -254,46 +261,47 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 pose_timestamp=stamps[row],
                 shutter_times=shutters[row],
             )
-            found.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
+            images.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
                 image, num_bytes=num_bytes, made=True
             )
-        return found
+        return images
 
     def _image_bytes(self, name: str) -> int:
         """Return the mean size of a picture by the file's metadata, without reading one."""
         with open_parquet(self.files, name) as file:
-            about = file.metadata
+            metadata = file.metadata
             sizes = [
-                about.row_group(group).column(column).total_uncompressed_size
-                for group in range(about.num_row_groups)
-                for column in range(about.num_columns)
-                if about.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
+                metadata.row_group(group).column(column).total_uncompressed_size
+                for group in range(metadata.num_row_groups)
+                for column in range(metadata.num_columns)
+                if metadata.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
             ]
-            return int(max(sum(sizes) // max(about.num_rows, 1), 1))
+            return int(max(sum(sizes) // max(metadata.num_rows, 1), 1))
 
     def _boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
         """Return boxes by time of the frame [us]; None where the segment is not labelled."""
         if "lidar_box" not in files:
             return None
-        own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
+        box_columns = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
         kind = f"{_LIDAR_BOX}type"
         points = f"{_LIDAR_BOX}num_lidar_points_in_box"
         keys = {_TIME: pa.int64(), _TRACK: pa.string()}
         rows = read_parquet(
             self.files,
             files["lidar_box"],
-            {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)},
+            {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(box_columns, _F64)},
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
-        about = dict(
+        facts = dict(
             zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True)
         )
-        boxes = stacked(rows, own)
+        boxes = stacked(rows, box_columns)
         if self.given.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
                 raise SourceError(
-                    "the component lidar_camera_synced_box is not there, boxes=camera_synced needs it"
+                    "the component lidar_camera_synced_box is not there, "
+                    "boxes=camera_synced needs it"
                 )
             synced = [f"{_SYNCED_BOX}camera_synced_box.{name}" for name in _BOX]
             rows = read_parquet(
@@ -303,13 +311,13 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             )
             pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
             boxes = stacked(rows, synced)
-            if alone := [pair for pair in pairs if pair not in about]:
+            if alone := [pair for pair in pairs if pair not in facts]:
                 where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
                 raise SourceError(
                     f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not"
                 )
         kinds, num_points = (
-            zip(*[about[pair] for pair in pairs], strict=True) if pairs else ((), ())
+            zip(*[facts[pair] for pair in pairs], strict=True) if pairs else ((), ())
         )
         category = list(map(label_type, kinds))
         track = [name for _, name in pairs]
@@ -333,8 +341,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         tracks = rows[track].tolist()
         names = list(map(label_type, rows[kind].tolist()))
         return {
-            image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])
-            for image, own in by_image.items()
+            image: image_rows(
+                sides[label_rows],
+                [names[row] for row in label_rows],
+                [tracks[row] for row in label_rows],
+            )
+            for image, label_rows in by_image.items()
         }
 
     def _stats(self, name: str | None) -> dict[str, str | bool | None]:
@@ -346,5 +358,5 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         )
         values = (rows[f"[StatsComponent].{part}"] for part in parts)
         return weather_columns(
-            {part: found[0] for part, found in zip(parts, values, strict=True) if len(found)}
+            {part: texts[0] for part, texts in zip(parts, values, strict=True) if len(texts)}
         )

@@ -1,7 +1,7 @@
 """Lidar of version 2: range images of five lidars, a row each, as one cloud of points a frame.
 
-Components are ``lidar``, ``lidar_calibration``, ``vehicle_pose`` and, for the top lidar, ``lidar_pose`` with the
-vehicle's pose at each pixel. What the numbers mean is as in version 1.
+Components are ``lidar``, ``lidar_calibration``, ``vehicle_pose`` and, for the top lidar,
+``lidar_pose`` with the vehicle's pose at each pixel. What the numbers mean is as in version 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _KEYS: Final = {_TIME: pa.int64(), _LASER: pa.int64()}
 
 
 def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
-    """Return about how many bytes the points of each frame have, by its time [us], without reading a range image."""
+    """Return about how many bytes the points of each frame have, by its time [us], without
+    reading a range image.
+    """
     rows = read_parquet(files, name, _KEYS)
     pairs = list(zip(rows[_TIME].tolist(), rows[_LASER].tolist(), strict=True))
     check_unique(pairs, f"table '{files.shown}/{name}'", "time and lidar")
@@ -46,32 +48,36 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
 
 
 def sweeps(
-    files: SourceFiles, name: str, wanted: Collection[int]
+    files: SourceFiles, name: str, selected: Collection[int]
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each file is read once.
+    """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each
+    file is read once.
 
-    Lidars are in the order of their numbers. Raises SourceError for what is missing or cannot be read.
+    Lidars are in the order of their numbers. Raises SourceError for what is missing or cannot be
+    read.
     """
     where = f"table '{files.shown}/{name}'"
-    keys = read_parquet(files, name, _KEYS, whole=True)
-    left = set(wanted)
+    keys = read_parquet(files, name, _KEYS, read_whole=True)
+    remaining = set(selected)
     lasers: dict[int, set[int]] = {}
     for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
         lasers.setdefault(time, set()).add(laser)
-    if absent := left - lasers.keys():
+    if absent := remaining - lasers.keys():
         raise SourceError(f"{where} has no range image at {min(absent)} us")
     mounts = _calibrations(files, _beside(name, "lidar_calibration"))
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
-    poses = read_parquet(files, _beside(name, "vehicle_pose"), types, whole=True)
+    poses = read_parquet(files, _beside(name, "vehicle_pose"), types, read_whole=True)
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
-    of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), left)
+    of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, NDArray[np.float32]]] = {}
-    for time, laser, image in _range_images(files, name=name, column=_IMAGE, depth=4, wanted=left):
+    for time, laser, image in _range_images(
+        files, name=name, column=_IMAGE, depth=4, selected=remaining
+    ):
         if laser not in mounts:
             raise SourceError(f"{where} has lidar {laser}, which has no calibration")
         mount, inclination = mounts[laser]
         try:
-            found = first_returns(
+            sweep_points = first_returns(
                 image,
                 inclination=inclination,
                 mount=mount,
@@ -80,51 +86,57 @@ def sweeps(
             )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
-        own = parts.setdefault(time, {})
-        own[laser] = found
-        if len(own) == len(lasers[time]):
+        frame_parts = parts.setdefault(time, {})
+        frame_parts[laser] = sweep_points
+        if len(frame_parts) == len(lasers[time]):
             yield time, np.concatenate([points for _, points in sorted(parts.pop(time).items())])
-            left.discard(time)
-            if not left:
+            remaining.discard(time)
+            if not remaining:
                 return
 
 
 class _PixelPoses:
     """Poses of the vehicle for each pixel of the top lidar, in step with its range images."""
 
-    def __init__(self, files: SourceFiles, name: str, wanted: Collection[int]) -> None:
-        self._found: dict[tuple[int, int], NDArray[np.float32]] = {}
-        keys = read_parquet(files, name, _KEYS, whole=True)
+    def __init__(self, files: SourceFiles, name: str, selected: Collection[int]) -> None:
+        self._poses: dict[tuple[int, int], NDArray[np.float32]] = {}
+        keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
-        self._rows = _range_images(files, name=name, column=_PIXEL_POSES, depth=6, wanted=wanted)
+        self._rows = _range_images(
+            files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
+        )
 
     def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
         """Return the pixel poses of one range image; None where it has none."""
         if (time, laser) not in self._keys:
             return None
-        while (time, laser) not in self._found:
-            at, number, poses = next(self._rows)
-            self._found[at, number] = poses
-        return self._found.pop((time, laser))
+        while (time, laser) not in self._poses:
+            time_read, number, poses = next(self._rows)
+            self._poses[time_read, number] = poses
+        return self._poses.pop((time, laser))
 
 
 def _range_images(
-    files: SourceFiles, name: str, column: str, depth: int, wanted: Collection[int]
+    files: SourceFiles, name: str, column: str, depth: int, selected: Collection[int]
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
     names = [_TIME, _LASER, f"{column}.values", f"{column}.shape"]
     where = f"table '{files.shown}/{name}'"
-    wanted = set(wanted)
-    with open_parquet(files, name, whole=True) as file:
-        if missing := [one for one in names if one not in file.schema_arrow.names]:
+    selected = set(selected)
+    with open_parquet(files, name, read_whole=True) as file:
+        if missing := [
+            column_name for column_name in names if column_name not in file.schema_arrow.names
+        ]:
             raise SourceError(
                 f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}"
             )
         try:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
                 for row in range(len(batch)):
-                    time, laser = (batch.column(one)[row].as_py() for one in (_TIME, _LASER))
-                    if int(time) in wanted:
+                    time, laser = (
+                        batch.column(column_name)[row].as_py() for column_name in (_TIME, _LASER)
+                    )
+                    if int(time) in selected:
                         yield (
                             int(time),
                             int(laser),
@@ -143,7 +155,7 @@ def _range_images(
 def _image(
     batch: pa.RecordBatch, row: int, column: str, depth: int, where: str
 ) -> NDArray[np.float32]:
-    values, shape = (batch.column(f"{column}.{one}")[row] for one in ("values", "shape"))
+    values, shape = (batch.column(f"{column}.{part}")[row] for part in ("values", "shape"))
     flat: Any = (
         np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32)
         if values.is_valid
@@ -152,7 +164,8 @@ def _image(
     sides = shape.as_py() or []
     if len(sides) != 3 or sides[2] != depth or flat.size != sides[0] * sides[1] * depth:
         raise SourceError(
-            f"{where}: a range image of {flat.size} numbers has the shape {sides}, wanted is H, W, {depth}"
+            f"{where}: a range image of {flat.size} numbers has the shape {sides}, wanted "
+            f"is H, W, {depth}"
         )
     return np.asarray(flat.reshape(sides))
 
@@ -165,11 +178,14 @@ def _calibrations(
     tilt = f"{_CALIBRATION}beam_inclination."
     ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
     rows = read_parquet(
-        files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True
+        files,
+        name,
+        {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends},
+        read_whole=True,
     )
     check_unique(rows[_LASER].tolist(), f"table '{files.shown}/{name}'", "the lidar")
     stated: list[list[float] | None] = [None] * len(rows[_LASER])
-    with open_parquet(files, name, whole=True) as file:
+    with open_parquet(files, name, read_whole=True) as file:
         if f"{tilt}values" in file.schema_arrow.names:
             stated = file.read([f"{tilt}values"]).column(0).to_pylist()
     low, high = (rows[end].tolist() for end in ends)

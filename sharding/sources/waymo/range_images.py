@@ -1,8 +1,9 @@
 """Range images of Waymo's five lidars as one cloud of points in the vehicle's frame.
 
-After ``range_image_utils.py`` and ``frame_utils.py`` of github.com/waymo-research/waymo-open-dataset: rows are
-inclinations from top to bottom, columns azimuths from pi to -pi, less the yaw of the lidar's extrinsic. The top lidar
-has a pose of the vehicle for each pixel, so its points are compensated for the vehicle's motion.
+After ``range_image_utils.py`` and ``frame_utils.py`` of
+github.com/waymo-research/waymo-open-dataset: rows are inclinations from top to bottom, columns
+azimuths from pi to -pi, less the yaw of the lidar's extrinsic. The top lidar has a pose of the
+vehicle for each pixel, so its points are compensated for the vehicle's motion.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _MAX_BYTES: Final = 1 << 27
 
 
 def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
-    """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame, and two of light.
+    """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame, and two of
+    light.
 
-    ``frame`` is a whole ``Frame`` message. Lidars are in the order of the message, pixels row by row. Raises
-    SourceError, naming ``where``.
+    ``frame`` is a whole ``Frame`` message. Lidars are in the order of the message, pixels row by
+    row. Raises SourceError, naming ``where``.
     """
     try:
         return _frame_points(frame)
@@ -45,10 +47,10 @@ def _frame_points(frame: bytes) -> NDArray[np.float32]:
         if isinstance(value, int):
             continue
         if number == 1:
-            found = [
-                one for field, _, one in fields(value) if field == 3 and not isinstance(one, int)
+            messages = [
+                part for field, _, part in fields(value) if field == 3 and not isinstance(part, int)
             ]
-            calibrations = {_message(one).get(1, 0): one for one in found}
+            calibrations = {_message(part).get(1, 0): part for part in messages}
         elif number == 3:
             pose = np.array(transform(value)).reshape(4, 4)
         elif number == 5:
@@ -81,7 +83,9 @@ def _points(
 
 
 class Inclination(NamedTuple):
-    """Angles of the rows of a range image, from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
+    """Angles of the rows of a range image, from bottom to top [rad], or none: evenly between
+    ``low`` and ``high``.
+    """
 
     stated: Sequence[float]
     low: float
@@ -103,8 +107,9 @@ def first_returns(
 ) -> NDArray[np.float32]:
     """Return points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
 
-    ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle for each pixel;
-    None: they are ``pose``. Raises ValueError for another number of inclinations or poses than of rows.
+    ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle
+    for each pixel; None: they are ``pose``. Raises ValueError for another number of inclinations or
+    poses than of rows.
     """
     rows, columns = image.shape[:2]
     steep = inclination.of_rows(rows)
@@ -116,18 +121,18 @@ def first_returns(
         mount[1, 0], mount[0, 0]
     )
     row, column = np.nonzero(image[..., 0] > 0)
-    seen = image[row, column].astype(np.float64)
+    returns = image[row, column].astype(np.float64)
     up = steep[::-1][row]
     around = azimuth[column]
     level = np.cos(up)
     ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
-    place = (seen[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]
+    place = (returns[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]
     if poses is not None:
-        own = poses[row, column].astype(np.float64)
+        pixel_poses = poses[row, column].astype(np.float64)
         to_frame = invert_rigid(pose)
-        place = np.einsum("pij,pj->pi", _rotations(own[:, :3]), place) + own[:, 3:]
+        place = np.einsum("pij,pj->pi", _rotations(pixel_poses[:, :3]), place) + pixel_poses[:, 3:]
         place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
-    return np.concatenate([place, seen[:, 1:3]], 1).astype(np.float32)
+    return np.concatenate([place, returns[:, 1:3]], 1).astype(np.float32)
 
 
 def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -159,8 +164,10 @@ def _matrix(data: bytes, depth: int) -> NDArray[np.float32]:
         if number == 1 and not isinstance(value, int):
             values += value
         elif number == 2 and not isinstance(value, int):
-            shape = [one for field, _, one in fields(value) if field == 1 and isinstance(one, int)]
-    found = np.frombuffer(values, "<f4")
-    if len(shape) != 3 or shape[2] != depth or found.size != shape[0] * shape[1] * depth:
-        raise ValueError(f"a range image of {found.size} numbers has the shape {shape}")
-    return found.reshape(shape)
+            shape = [
+                side for field, _, side in fields(value) if field == 1 and isinstance(side, int)
+            ]
+    numbers = np.frombuffer(values, "<f4")
+    if len(shape) != 3 or shape[2] != depth or numbers.size != shape[0] * shape[1] * depth:
+        raise ValueError(f"a range image of {numbers.size} numbers has the shape {shape}")
+    return numbers.reshape(shape)

@@ -1,7 +1,7 @@
 """Records of TFRecord files.
 
-A record is its length (u64), the masked CRC32C of that (u32), its bytes, and their masked CRC32C, little-endian
-(tensorflow/core/lib/io/record_writer.h).
+A record is its length (u64), the masked CRC32C of that (u32), its bytes, and their masked CRC32C,
+little-endian (tensorflow/core/lib/io/record_writer.h).
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ class FileRecord(NamedTuple):
     end: int
 
 
-def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[FileRecord]:
-    """Yield the records of a file, in order; check the checksums of lengths, with ``payloads`` those of bytes too.
+def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator[FileRecord]:
+    """Yield the records of a file, in order; check the checksums of lengths, with ``payloads``
+    those of bytes too.
 
-    ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that is cut off.
+    ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that
+    is cut off.
     """
     import google_crc32c
 
-    at = 0
+    position = 0
     number = 0
     if not window.num_bytes:
         raise SourceError(f"{window.where} is empty")
-    while at < window.num_bytes:
-        head = window.at(at, _HEAD.size)
-        place = f"{window.where}: record {number} at byte {at}"
+    while position < window.num_bytes:
+        head = window.at(position, _HEAD.size)
+        place = f"{window.where}: record {number} at byte {position}"
         if not number and LFS_MAGIC.startswith(head):
             raise SourceError(
                 f"{window.where} is a git-LFS pointer; run `git lfs pull` in the source first"
@@ -52,19 +54,20 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
             raise SourceError(f"{place} is cut off: the file has {window.num_bytes} bytes")
         length, crc = _HEAD.unpack(head)
         if masked(google_crc32c.value(head[:8])) != crc:
-            what = (
+            problem = (
                 "is not a TFRecord"
                 if not number
                 else "does not begin with a length and its checksum"
             )
             raise SourceError(
-                f"{place} {what}: the CRC32C of its length does not agree; the file is damaged"
+                f"{place} {problem}: the CRC32C of its length does not agree; the file is damaged"
             )
-        start = at + _HEAD.size
-        end = at + _HEAD.size + length
+        start = position + _HEAD.size
+        end = position + _HEAD.size + length
         if end + _U32.size > window.num_bytes:
             raise SourceError(
-                f"{place} is cut off: it ends at {end + _U32.size}, the file has {window.num_bytes} bytes"
+                f"{place} is cut off: it ends at {end + _U32.size}, the file has "
+                f"{window.num_bytes} bytes"
             )
         if payloads:
             crc = 0
@@ -74,10 +77,10 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
                 raise SourceError(
                     f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged"
                 )
-        if whole:
+        if read_whole:
             window.at(start, length)
         yield FileRecord(number, start, end)
-        at = end + _U32.size
+        position = end + _U32.size
         number = number + 1
 
 

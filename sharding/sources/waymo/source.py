@@ -1,8 +1,10 @@
-"""Waymo Open Dataset, perception, version 1: TFRecord files of ``Frame`` messages, whose pictures are read in place.
+"""Waymo Open Dataset, perception, version 1: TFRecord files of ``Frame`` messages, whose pictures
+are read in place.
 
-A file is a segment of 20 s. Neither TensorFlow nor a library for protocol buffers is needed, and a scan reads less than
-1 % of the bytes. Ego is the vehicle's frame. A frame's pose, at which its boxes are, is in the middle of its sweep, and
-its time is the sweep's start: the dataset gives no other.
+A file is a segment of 20 s. Neither TensorFlow nor a library for protocol buffers is needed, and a
+scan reads less than 1 % of the bytes. Ego is the vehicle's frame. A frame's pose, at which its
+boxes are, is in the middle of its sweep, and its time is the sweep's start: the dataset gives no
+other.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
     boxes: Annotated[
         Literal["lidar", "camera_synced"],
         Meta(
-            description="lidar: laser_labels at the frame's pose; camera_synced: those that a camera sees, moved to "
-            "the time when it sees them"
+            description="lidar: laser_labels at the frame's pose; camera_synced: those that a camera "
+            "sees, moved to the time when it sees them"
         ),
     ] = "lidar"
     boxes2d: Annotated[
@@ -134,7 +136,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             return
         names = self.files.listed()
         if "camera_image" in names or any(
-            "camera_image" in self.files.listed(one) for one in SPLITS if one in names
+            "camera_image" in self.files.listed(split_folder)
+            for split_folder in SPLITS
+            if split_folder in names
         ):
             raise SourceError(
                 f"'{self.files.shown}' has Parquet files of version 2: its kind is waymo_v2"
@@ -162,7 +166,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             place = window.where
             cameras: dict[str, Image] = {}
             stats: dict[str, str] = {}
-            for record in records(window, whole=at_url, payloads=self.given.payload_crc):
+            for record in records(window, read_whole=at_url, payloads=self.given.payload_crc):
                 head = read_frame(
                     window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map
                 )
@@ -171,7 +175,8 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                         segment, cameras, stats = read_context(head.context)
                         if context is not None and segment != first:
                             raise SourceError(
-                                f"{place}: record {record.number} is of {segment}, those before of {first}"
+                                f"{place}: record {record.number} is of {segment}, those "
+                                f"before of {first}"
                             )
                         first = segment
                         context = head.context
@@ -185,10 +190,12 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                     raise SourceError(f"{place}: record {record.number}: {error}") from error
         if not any(frame.images for frame in frames):
             raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
-        found = list(read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced"))
-        is_labelled = any(boxes.category for boxes in found)
+        boxes_found = list(
+            read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced")
+        )
+        is_labelled = any(boxes.category for boxes in boxes_found)
         windows = self._windows(name, span, frames, offsets)
-        for frame, boxes, members in zip(frames, found, windows, strict=True):
+        for frame, boxes, members in zip(frames, boxes_found, windows, strict=True):
             yield msgspec.structs.replace(
                 frame, boxes=boxes if is_labelled else None, members=members
             )
@@ -200,7 +207,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         frames: list[Frame],
         offsets: list[tuple[float, float, float]],
     ) -> list[list[Reference]]:
-        """Return the map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
+        """Return the map about ego at each frame's pose: moved by the frame's offset, it is in
+        the map's frame.
+        """
         if self.maps is not None and span is None:
             self.noted["segments without a map"] += 1
         if self.maps is None or span is None:
@@ -210,7 +219,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         return self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
 
     def _map(self, place: str) -> VectorMap:
-        return parse_map(Part.of(place).read(self.files), f"file '{self.files.shown}/{place}'")
+        return parse_map(Part.parse(place).read(self.files), f"file '{self.files.shown}/{place}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read the first returns (P, 5) of all lidars, and the whole record."""
@@ -227,16 +236,21 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         ego2global = np.array(head.pose).reshape(4, 4)
         images = {}
         for image in head.images:
-            found = cameras.get(image.name)
-            if found is None:
+            calibration = cameras.get(image.name)
+            if calibration is None:
                 raise ValueError(
-                    f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}"
+                    f"the camera {image.name} has no calibration; the context has "
+                    f"{', '.join(cameras)}"
                 )
             ref = f"{file}#{image.offset}+{image.num_bytes}"
             pose = np.array(image.pose).reshape(4, 4)
             times = (image.shutter, image.trigger, image.done)
             images[channel(image.name)] = image_of(
-                found, ref=ref, pose=pose, pose_timestamp=image.pose_timestamp, shutter_times=times
+                calibration,
+                ref=ref,
+                pose=pose,
+                pose_timestamp=image.pose_timestamp,
+                shutter_times=times,
             )
         sweep = Sweep(
             ref=f"{file}#{record.start}+{record.end - record.start}",
@@ -261,7 +275,9 @@ def channel(camera: str) -> str:
 
 
 def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
-    """Return values of the columns; ``night`` and ``rain`` where the dataset states time of day and weather."""
+    """Return values of the columns; ``night`` and ``rain`` where the dataset states time of day
+    and weather.
+    """
     time = stats.get("time_of_day")
     weather = stats.get("weather")
     return {
@@ -272,17 +288,21 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
 
 
 def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
-    """Return the boxes of all images of a frame that has such labels; an image without any has no box."""
+    """Return the boxes of all images of a frame that has such labels; an image without any has
+    no box.
+    """
     if not head.camera_labels:
         return {}
-    found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}
-    found.update(
+    boxes_by_camera = {
+        channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images
+    }
+    boxes_by_camera.update(
         (channel(name), boxes) for name, boxes in map(read_camera_labels, head.camera_labels)
     )
-    return found
+    return boxes_by_camera
 
 
 def _clip(name: str, split: str) -> Clip:
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
-    found = _SEGMENT.match(stem)
-    return Clip(name=found[1] if found else stem, token=stem, split=split, files=(name,))
+    match = _SEGMENT.match(stem)
+    return Clip(name=match[1] if match else stem, token=stem, split=split, files=(name,))

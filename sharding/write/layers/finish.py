@@ -1,4 +1,6 @@
-"""The rows of a layer become its files: shards by arithmetic, tables, attributes, the manifest last."""
+"""The rows of a layer become its files: shards by arithmetic, tables, attributes, the manifest
+last.
+"""
 
 from __future__ import annotations
 
@@ -74,19 +76,21 @@ _ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.floa
 
 
 def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
-    """Return Arrow types of the channels that are attributes too: numbers of at most 63 bits and bools."""
+    """Return Arrow types of the channels that are attributes too: numbers of at most 63 bits and
+    bools.
+    """
     return {
-        one.name: _ARROW[one.numpy_dtype.kind]
-        for one in channels
-        if one.kind == "array" and not one.shape and one.dtype != "uint64"
+        channel.name: _ARROW[channel.numpy_dtype.kind]
+        for channel in channels
+        if channel.kind == "array" and not channel.shape and channel.dtype != "uint64"
     }
 
 
 def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) -> LayerManifest:
     """Cut all published rows into shards, unless that was done; returns the manifest.
 
-    Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
-    `Segments.rows` raises.
+    Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and
+    what `Segments.rows` raises.
     """
     manifest = manifest_in(out, LAYERS)
     if manifest is None:
@@ -111,10 +115,10 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
 def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: bool) -> None:
     lacking = np.flatnonzero(~segments.are_there())
     if len(lacking) == len(base) or (lacking.size and not partial):
-        keys = ", ".join(base.index.row(int(at)).key for at in lacking[:_SHOWN_KEYS])
+        keys = ", ".join(base.index.row(int(sample)).key for sample in lacking[:_SHOWN_KEYS])
         raise DatasetError(
-            f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as {keys}: write them, or "
-            "finish with partial=True (at least one row is needed)"
+            f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as "
+            f"{keys}: write them, or finish with partial=True (at least one row is needed)"
         )
 
 
@@ -131,9 +135,9 @@ def _write(
     ):
 
         def written() -> Iterator[IndexRow]:
-            for count, (position, found, row) in enumerate(shards):
-                _check_row(out, base=base, codecs=codecs, position=position, row=found)
-                attributes.add(row, found.attributes)
+            for count, (position, segment_row, row) in enumerate(shards):
+                _check_row(out, base=base, codecs=codecs, position=position, row=segment_row)
+                attributes.add(row, segment_row.attributes)
                 rows[position] = count
                 yield row
 
@@ -202,7 +206,9 @@ def _check_row(
 
 
 def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
-    """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i belongs to position i."""
+    """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i
+    belongs to position i.
+    """
     if np.array_equal(rows, np.arange(len(rows))):
         return []
     save_npy(folder / ROWS_FILE, rows.astype(ROWS_DTYPE))
@@ -214,13 +220,14 @@ def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[Fil
 def _write_shards(
     out: Output, segments: Segments, entries: list[ShardEntry]
 ) -> Generator[tuple[int, SegmentRow, IndexRow]]:
-    """Write spans one after the other into shards; yield each row with its position and its place, and add entries.
+    """Write spans one after the other into shards; yield each row with its position and its place,
+    and add entries.
 
     A shard gets its name when it is full.
     """
-    found = segments.rows()
+    pending_rows = segments.rows()
     first = 0
-    following = next(found, None)
+    following = next(pending_rows, None)
     while following is not None:
         name = shard_name(LAYER_SPLIT, len(entries))
         digest = hashlib.sha256()
@@ -228,15 +235,15 @@ def _write_shards(
         rows: list[IndexRow] = []
         with out.publish(name) as file:
             while following is not None:
-                position, one = following
-                if rows and offset + len(one.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
+                position, segment_row = following
+                if rows and offset + len(segment_row.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
                     break
-                rows.append(one.row._replace(shard=len(entries), offset=offset))
-                file.write(one.span)
-                digest.update(one.span)
-                offset += len(one.span)
-                yield position, one, rows[-1]
-                following = next(found, None)
+                rows.append(segment_row.row._replace(shard=len(entries), offset=offset))
+                file.write(segment_row.span)
+                digest.update(segment_row.span)
+                offset += len(segment_row.span)
+                yield position, segment_row, rows[-1]
+                following = next(pending_rows, None)
             file.write(END_OF_ARCHIVE)
             digest.update(END_OF_ARCHIVE)
         num_bytes = offset + len(END_OF_ARCHIVE)
@@ -253,7 +260,9 @@ def _write_shards(
 
 
 class _AttributesWriter:
-    """Writes ``attributes.parquet``: what the index has too, and the single numbers among the channels."""
+    """Writes ``attributes.parquet``: what the index has too, and the single numbers among the
+    channels.
+    """
 
     def __init__(self, path: Path, channels: Sequence[Channel]) -> None:
         fields = [
@@ -264,7 +273,7 @@ class _AttributesWriter:
             pa.field("timestamp_ns", pa.int64(), nullable=False),
         ]
         self._schema = pa.schema(
-            [*fields, *(pa.field(*one) for one in scalar_channels(channels).items())]
+            [*fields, *(pa.field(*item) for item in scalar_channels(channels).items())]
         )
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._rows: list[tuple[Any, ...]] = []

@@ -1,4 +1,6 @@
-"""Bind a layer to another version of its base: keys say which row belongs to which position; shards stay."""
+"""Bind a layer to another version of its base: keys say which row belongs to which position;
+shards stay.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _LISTED_KEYS = 1000
 class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """A layer bound to another version of its base, and what does not fit.
 
-    ``num_without_value`` samples of the base have no row, and ``num_unused`` rows of the layer no sample;
-    ``without_value`` are the first keys of the former, 1,000 at most.
+    ``num_without_value`` samples of the base have no row, and ``num_unused`` rows of the layer no
+    sample; ``without_value`` are the first keys of the former, 1,000 at most.
     """
 
     layer: str
@@ -47,7 +49,10 @@ class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
 
     def as_text(self) -> str:
         """Return the report for people."""
-        first = f"{escaped(self.layer)}: {counted(self.num_rows, 'row')}, fingerprint {self.fingerprint}"
+        first = (
+            f"{escaped(self.layer)}: {counted(self.num_rows, 'row')}, fingerprint "
+            f"{self.fingerprint}"
+        )
         second = (
             f"{counted(self.num_without_value, 'sample')} of the base without a value, "
             f"{counted(self.num_unused, 'row')} of the layer without a sample"
@@ -60,16 +65,19 @@ class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
 def rebase_layer(
     layer: str | os.PathLike[str], base: str | os.PathLike[str], out: str | os.PathLike[str]
 ) -> RebaseReport:
-    """Make a layer of ``base`` from a layer of another version of it, such as the one before ``--append``.
+    """Make a layer of ``base`` from a layer of another version of it, such as the one before
+    ``--append``.
 
-    Rows are found by key. Shards and tables are hard links, or copies where the file system has none; only ``rows.npy``
-    and the manifest are new. An interrupted call is resumed. Raises ConfigError for a layer at a URL and where OUT has
-    something else, DatasetError where no key of the layer is in the base, or channels lie on cameras or lidars that the
-    base lacks or stores in other sizes, or where the layer lacks a file.
+    Rows are found by key. Shards and tables are hard links, or copies where the file system has
+    none; only ``rows.npy`` and the manifest are new. An interrupted call is resumed. Raises
+    ConfigError for a layer at a URL and where OUT has something else, DatasetError where no key of
+    the layer is in the base, or channels lie on cameras or lidars that the base lacks or stores in
+    other sizes, or where the layer lacks a file.
     """
     if is_url(os.fspath(out)):
         raise ConfigError(
-            f"the output of rebase must be a folder of this machine, got '{shown_url(os.fspath(out))}'"
+            "the output of rebase must be a folder of this machine, got "
+            f"'{shown_url(os.fspath(out))}'"
         )
     old = open_layer_data(layer)
     if old.url is not None:
@@ -79,30 +87,32 @@ def rebase_layer(
     new_base = open_dataset(base)
     manifest = old.manifest
     assert isinstance(manifest, LayerManifest)
-    own = [file for file in manifest.files if file.name != ROWS_FILE]
+    own_files = [file for file in manifest.files if file.name != ROWS_FILE]
     shards = [
-        shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")
+        shard
+        for shard_entry in old.shards
+        for shard in (shard_entry.name, shard_entry.idx_name if shard_entry.idx_bytes else "")
     ]
-    names = [*filter(None, shards), *(file.name for file in own)]
+    names = [*filter(None, shards), *(file.name for file in own_files)]
     for name in names:
         if not (old.root / name).is_file():
             raise DatasetError(f"layer '{old.location}' has no file {name}; {BRING_BACK}")
     target = FolderOutput(os.fspath(out))
     check_out(target)
-    there = {*target.names()}
-    is_partial = there <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(
+    names_present = {*target.names()}
+    is_partial = names_present <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(
         WORK_FOLDER
     ) in ([], ["tmp"])
-    if there and not (WORK_FOLDER in there and is_partial):
+    if names_present and not (WORK_FOLDER in names_present and is_partial):
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
-    entry = BaseEntry.of(new_base)
+    entry = BaseEntry.from_dataset(new_base)
     _check_sensors(manifest, entry, new_base.location)
     rows = _rows_by_key(old, new_base)
     lacking = np.flatnonzero(rows == NO_ROW)
     if len(lacking) == len(rows):
         raise DatasetError(
-            f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is not a version of its base, "
-            f"'{manifest.base.name}'"
+            f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is "
+            f"not a version of its base, '{manifest.base.name}'"
         )
     with target.writing("files that were linked"):
         empty_folder(target.temporary)
@@ -113,11 +123,15 @@ def rebase_layer(
                 with target.publish(name) as copy, open_file(old.root / name) as file:
                     while data := file.read(8 << 20):
                         copy.write(data)
-        made = publish_rows(target, target.temporary, rows)
+        row_files = publish_rows(target, target.temporary, rows)
         bound = publish_manifest(
             target,
             msgspec.structs.replace(
-                manifest, base=entry, files=(*own, *made), digest="", lineage=Lineage.of([manifest])
+                manifest,
+                base=entry,
+                files=(*own_files, *row_files),
+                digest="",
+                lineage=Lineage.from_parents([manifest]),
             ),
         )
         target.remove_work()
@@ -127,14 +141,15 @@ def rebase_layer(
         num_rows=len(rows) - len(lacking),
         num_without_value=len(lacking),
         num_unused=len(old) - (len(rows) - len(lacking)),
-        without_value=[new_base.index.row(int(at)).key for at in lacking[:_LISTED_KEYS]],
+        without_value=[new_base.index.row(int(row)).key for row in lacking[:_LISTED_KEYS]],
     )
 
 
 def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> None:
     check_layer_table(manifest.channels, entry, where, DatasetError)
     old, new = (
-        {one.name: set(one.sizes) for one in base.sensors} for base in (manifest.base, entry)
+        {sensor.name: set(sensor.sizes) for sensor in base.sensors}
+        for base in (manifest.base, entry)
     )
     for channel in manifest.channels:
         camera = channel.law.camera
@@ -144,13 +159,16 @@ def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> Non
             and not (old[camera] <= new[camera] or new[camera] <= old[camera])
         ):
             raise DatasetError(
-                f"channel '{channel.name}' lies on images of '{camera}' of {sorted(old[camera])} pixels, and '{where}' "
-                f"stores them in {sorted(new[camera])}: make the layer again for it"
+                f"channel '{channel.name}' lies on images of '{camera}' of "
+                f"{sorted(old[camera])} pixels, and '{where}' stores them in "
+                f"{sorted(new[camera])}: make the layer again for it"
             )
 
 
 def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
+    """Return the row of the layer for each position of the base, int64 (num_samples,), `NO_ROW`
+    where it has none.
+    """
     keys: pa.ChunkedArray = layer.index.texts("key")
-    found = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
-    return np.asarray(pc.fill_null(found, NO_ROW).to_numpy(), np.int64)
+    indices = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
+    return np.asarray(pc.fill_null(indices, NO_ROW).to_numpy(), np.int64)

@@ -1,11 +1,14 @@
-"""Segments: rows of a layer that a writer has finished, in files that many processes write and one reads.
+"""Segments: rows of a layer that a writer has finished, in files that many processes write and one
+reads.
 
-A segment holds up to `ROWS_PER_SEGMENT` rows. It gets its name, which is a digest of its content, when it is whole: a
-writer that is killed leaves no part of one, and rows that are written again with the same bytes change nothing. What
-the segments of a layer hold does not depend on who wrote them, and neither does what is made of them.
+A segment holds up to `ROWS_PER_SEGMENT` rows. It gets its name, which is a digest of its content,
+when it is whole: a writer that is killed leaves no part of one, and rows that are written again
+with the same bytes change nothing. What the segments of a layer hold does not depend on who wrote
+them, and neither does what is made of them.
 
-A file is: number of rows (int64), their positions in the base (int64 each, ascending), the end of each row's blob from
-the end of this head (int64 each), the blobs (msgpack of `SegmentRow`). Little-endian.
+A file is: number of rows (int64), their positions in the base (int64 each, ascending), the end of
+each row's blob from the end of this head (int64 each), the blobs (msgpack of `SegmentRow`).
+Little-endian.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ _FILES_OPEN: Final = 256
 
 
 class SegmentRow(msgspec.Struct, frozen=True, array_like=True):
-    """One row: its place in the index (shard and offset are not known yet), its attributes, its span of a shard."""
+    """One row: its place in the index (shard and offset are not known yet), its attributes, its
+    span of a shard.
+    """
 
     row: IndexRow
     attributes: tuple[bool | int | float | None, ...]
@@ -71,7 +76,8 @@ def publish_segment(out: Output, blobs: Sequence[Blob]) -> None:
 class Segments:
     """All segments that are published at this moment; ``update`` looks for more.
 
-    Raises DatasetError for one that is damaged: by its head when it is found, by its digest when its rows are read.
+    Raises DatasetError for one that is damaged: by its head when it is found, by its digest when
+    its rows are read.
     """
 
     def __init__(self, out: Output, num_samples: int) -> None:
@@ -87,10 +93,10 @@ class Segments:
 
     def are_there(self) -> NDArray[np.bool_]:
         """Return which positions have a row: bool (num_samples,)."""
-        found = np.zeros(self._num_samples, bool)
+        mask = np.zeros(self._num_samples, bool)
         for positions in self._positions:
-            found[positions] = True
-        return found
+            mask[positions] = True
+        return mask
 
     def update(self) -> None:
         """Look for segments that were published since."""
@@ -122,19 +128,22 @@ class Segments:
         counts = [len(positions) for positions in self._positions]
         positions = np.concatenate([np.empty(0, np.int64), *self._positions])
         owner = np.repeat(np.arange(len(counts)), counts)
-        at = np.concatenate([np.empty(0, np.int64), *(np.arange(count) for count in counts)])
+        segment_index = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(count) for count in counts)]
+        )
         last: tuple[int, SegmentRow, int] | None = None
         for number in np.argsort(positions, kind="stable").tolist():
             position = int(positions[number])
             segment = int(owner[number])
-            row = self._row(segment, int(at[number]))
+            row = self._row(segment, int(segment_index[number]))
             if last is not None and last[0] == position:
                 if last[1].span != row.span:
                     raise DatasetError(
-                        f"sample '{row.row.key}' (position {position}) was written twice, with different values, in "
-                        f"'{self._out.shown}/{SEGMENTS}': segments {self._names[last[2]]} and {self._names[segment]}; "
-                        "a model must give the same values each time, and each sample one writer; remove one of the "
-                        "two files"
+                        f"sample '{row.row.key}' (position {position}) was written twice, "
+                        f"with different values, in '{self._out.shown}/{SEGMENTS}': "
+                        f"segments {self._names[last[2]]} and {self._names[segment]}; a "
+                        "model must give the same values each time, and each sample one "
+                        "writer; remove one of the two files"
                     )
                 continue
             last = position, row, segment

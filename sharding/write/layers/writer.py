@@ -1,7 +1,7 @@
 """Write a layer: any process writes any rows of the base, in any order; one of them finishes it.
 
-The bytes of the finished layer depend on base, table and values alone: not on who wrote what, nor on how often writing
-was interrupted.
+The bytes of the finished layer depend on base, table and values alone: not on who wrote what, nor
+on how often writing was interrupted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fuelrail.sharding.write.layers.segments import (
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
-_KEPT: Final = "rows that were published"
+_REUSED: Final = "rows that were published"
 _OWN_RECIPE: Final = {"source", "tool", "zstd"}
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
 
@@ -71,22 +71,23 @@ class LayerWriter:
             writer.write(position, {"logits": logits})       # int: position in the base; str: key
         writer.finish()                                       # once, after all writers
 
-    Rows are published 1,024 at a time, and what is left at the end of the ``with`` block. A process that ends before,
-    killed or by an error, loses what is left: write those rows again. ``written`` says which rows are there.
+    Rows are published 1,024 at a time, and what is left at the end of the ``with`` block. A process
+    that ends before, killed or by an error, loses what is left: write those rows again. ``written``
+    says which rows are there.
 
     Args:
         base: folder or URL of the base, or the open base.
-        out: folder of the layer, or a URL that fsspec knows: new or empty, of a partial layer, or of a finished one,
-            which is left as it is.
-        channels: the table: entries, or dicts of their fields. Only ``name``, ``kind``, ``field``, ``law`` and what the
-            kind needs must be given (FORMAT.md, section 2.1).
+        out: folder of the layer, or a URL that fsspec knows: new or empty, of a partial layer, or
+            of a finished one, which is left as it is.
+        channels: the table: entries, or dicts of their fields. Only ``name``, ``kind``, ``field``,
+            ``law`` and what the kind needs must be given (FORMAT.md, section 2.1).
         name: name of the layer in its manifest; None: the last part of ``out``.
         view: what the values were computed from; by default the samples without augmentation.
-        recipe: what else they depend on, as plain JSON types, such as ``{"teacher": DIGEST}``: kept in the manifest in
-            ``provenance.recipe``. The names source, tool and zstd are taken.
+        recipe: what else they depend on, as plain JSON types, such as ``{"teacher": DIGEST}``: kept
+            in the manifest in ``provenance.recipe``. The names source, tool and zstd are taken.
 
-    Raises ConfigError for a table that is broken, ConfigError with both sides where other writers of this folder had
-    other arguments, DatasetExistsError where the folder holds something else.
+    Raises ConfigError for a table that is broken, ConfigError with both sides where other writers
+    of this folder had other arguments, DatasetExistsError where the folder holds something else.
 
     """
 
@@ -102,13 +103,15 @@ class LayerWriter:
     ) -> None:
         self._base = base if isinstance(base, Dataset) else open_dataset(base)
         self._out = open_output(out)
-        plain = (dict(one) if isinstance(one, Mapping) else one for one in channels)
-        table = tuple(convert(one, Channel, "channels") for one in plain)
+        plain = (dict(channel) if isinstance(channel, Mapping) else channel for channel in channels)
+        table = tuple(convert(channel, Channel, "channels") for channel in plain)
         if not table:
             raise ConfigError("channels is empty: a layer has at least one channel")
-        entry = BaseEntry.of(self._base)
+        entry = BaseEntry.from_dataset(self._base)
         check_layer_table(table, entry, "channels", ConfigError, known_only=False)
-        table = tuple(msgspec.structs.replace(one, codec=channel_codec(one)) for one in table)
+        table = tuple(
+            msgspec.structs.replace(channel, codec=channel_codec(channel)) for channel in table
+        )
         self._run = LayerRun(
             name=name or self._out.location.rpartition("/")[2],
             base=entry,
@@ -117,15 +120,16 @@ class LayerWriter:
             zstd=ZSTD_VERSION,
             recipe=dict(recipe or {}),
         )
-        if taken := sorted({*self._run.recipe} & _OWN_RECIPE):
+        if reserved := sorted({*self._run.recipe} & _OWN_RECIPE):
             raise ConfigError(
-                f"recipe has '{taken[0]}', which a layer has of its own: give it another name"
+                f"recipe has '{reserved[0]}', which a layer has of its own: give it another name"
             )
         self._scalars = scalar_channels(table)
-        if taken := [name for name in self._scalars if name in INDEXED]:
+        if reserved := [name for name in self._scalars if name in INDEXED]:
             raise ConfigError(
-                f"channel '{taken[0]}' is a number for each sample, so a column of attributes.parquet, which has "
-                f"{', '.join(INDEXED)} of its own: give it another name"
+                f"channel '{reserved[0]}' is a number for each sample, so a column of "
+                f"attributes.parquet, which has {', '.join(INDEXED)} of its own: give it "
+                "another name"
             )
         self._buffer = ReadBuffer()
         self._blobs = dict[int, Blob]()
@@ -141,23 +145,28 @@ class LayerWriter:
         return self._run.channels
 
     def written(self) -> NDArray[np.bool_]:
-        """Return which positions of the base have a published row, of any writer: bool (num_samples,)."""
+        """Return which positions of the base have a published row, of any writer: bool
+        (num_samples,).
+        """
         self._segments.update()
         # Checked afterwards: the process that finishes the layer removes the segments.
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         return self._segments.are_there() | self.is_finished
 
-    def write(self, which: int | str, values: Mapping[str, Any]) -> None:
-        """Take the values of one sample, by its position in the base or its key; optional ones may be left out.
+    def write(self, number_or_key: int | str, values: Mapping[str, Any]) -> None:
+        """Take the values of one sample, by its position in the base or its key; optional ones may
+        be left out.
 
-        Values are as their kind has them (FORMAT.md, section 2.1). Raises SchemaError, with key and channel, for a
-        value that is not as the table says; IndexError or KeyError for a sample that the base does not have.
+        Values are as their kind has them (FORMAT.md, section 2.1). Raises SchemaError, with key and
+        channel, for a value that is not as the table says; IndexError or KeyError for a sample that
+        the base does not have.
         """
         if self.is_finished:
             raise DatasetError(
-                f"layer '{self._out.shown}' is finished: a layer is written once; choose another folder"
+                f"layer '{self._out.shown}' is finished: a layer is written once; choose "
+                "another folder"
             )
-        position = self._base.position(which)
+        position = self._base.position(number_or_key)
         row = self._base.index.row(position)
         encoded = self._encoded(row.key, values)
         file = io.BytesIO()
@@ -165,11 +174,11 @@ class LayerWriter:
             file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
         )
         length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
-        own = packer.close().rows[0]
+        index_row = packer.close().rows[0]
         attributes = tuple(
             None if (value := values.get(name)) is None else _plain(value) for name in self._scalars
         )
-        data = msgspec.msgpack.encode(SegmentRow(own, attributes, file.getvalue()[:length]))
+        data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, file.getvalue()[:length]))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
         if len(self._blobs) >= ROWS_PER_SEGMENT or self._held >= BYTES_PER_SEGMENT:
@@ -181,7 +190,7 @@ class LayerWriter:
         Raises DatasetError where another process has finished the layer without one of them.
         """
         if self._blobs:
-            with self._out.writing(_KEPT), self._locked(fcntl.LOCK_SH):
+            with self._out.writing(_REUSED), self._locked(fcntl.LOCK_SH):
                 if not self.is_finished:
                     publish_segment(self._out, list(self._blobs.values()))
                 elif (rows := read_rows(open_layer_data(self._out.location))) is not None:
@@ -190,8 +199,9 @@ class LayerWriter:
                     ]
                     if lost:
                         raise DatasetError(
-                            f"layer '{self._out.shown}' was finished with partial=True while this process held rows "
-                            f"that it lacks, of positions {str(lost)[1:-1]:.100}: finish a layer after all writers"
+                            f"layer '{self._out.shown}' was finished with partial=True "
+                            "while this process held rows that it lacks, of positions "
+                            f"{str(lost)[1:-1]:.100}: finish a layer after all writers"
                         )
         self._blobs.clear()
         self._held = 0
@@ -199,12 +209,13 @@ class LayerWriter:
     def finish(self, *, partial: bool = False) -> LayerManifest:
         """Cut the published rows of all writers into shards; the layer can be opened afterwards.
 
-        Done again, or by two processes at once, it does nothing more. Raises DatasetError where a sample has no row,
-        unless ``partial`` allows it, and where one was written twice with different values.
+        Done again, or by two processes at once, it does nothing more. Raises DatasetError where a
+        sample has no row, unless ``partial`` allows it, and where one was written twice with
+        different values.
         """
         self.flush()
         self._check_run()  # at a URL two first writers may not have seen each other
-        with self._out.writing(_KEPT), self._locked():
+        with self._out.writing(_REUSED), self._locked():
             manifest = finish_layer(self._out, self._base, self._run, partial=partial)
         self.is_finished = True
         return manifest
@@ -222,13 +233,13 @@ class LayerWriter:
             self.flush()
 
     def _encoded(self, key: str, values: Mapping[str, Any]) -> list[RawMember]:
-        known = {channel.name: channel for channel in self._run.channels}
-        if unknown := [name for name in values if name not in known]:
+        table = {channel.name: channel for channel in self._run.channels}
+        if unknown := [name for name in values if name not in table]:
             raise SchemaError(
-                f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(known)}", key=key
+                f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(table)}", key=key
             )
         members = []
-        for name, channel in known.items():
+        for name, channel in table.items():
             value = values.get(name)
             try:
                 if value is None:
@@ -246,36 +257,41 @@ class LayerWriter:
         return members
 
     def _check_size(self, value: Any, channel: Channel) -> None:
-        """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored images."""
+        """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored
+        images.
+        """
         if channel.law.name != "image":
             return
         part = channel.law.fraction or 1
-        sizes = next(one.sizes for one in self._run.base.sensors if one.name == channel.law.camera)
+        sizes = next(
+            sensor.sizes for sensor in self._run.base.sensors if sensor.name == channel.law.camera
+        )
         allowed = [(-(-height // part), -(-width // part)) for width, height in sizes]
         if sizes and tuple(np.shape(value)[:2]) not in allowed:
             raise SchemaError(
-                f"channel '{channel.name}' has {list(np.shape(value)[:2])} pixels (height, width); the stored images "
-                f"of '{channel.law.camera}' need {' or '.join(map(str, map(list, allowed)))}"
+                f"channel '{channel.name}' has {list(np.shape(value)[:2])} pixels (height, "
+                f"width); the stored images of '{channel.law.camera}' need "
+                f"{' or '.join(map(str, map(list, allowed)))}"
             )
 
     def _check_run(self) -> None:
         """Agree with the other writers of the folder on what is written."""
-        found = None
+        stored_run = None
         if not self.is_finished:
-            with self._out.writing(_KEPT), self._locked():
+            with self._out.writing(_REUSED), self._locked():
                 remedy = "remove it, all writers make the same one"
-                found = read_json(self._out, _RUN_FILE, LayerRun, remedy)
-                if found is None and not self.is_finished:
+                stored_run = read_json(self._out, _RUN_FILE, LayerRun, remedy)
+                if stored_run is None and not self.is_finished:
                     with self._out.publish(_RUN_FILE) as file:
                         file.write(msgspec.json.encode(self._run))
                     return
-        if found is None:
+        if stored_run is None:
             manifest: Any = open_layer_data(self._out.location).manifest
             recipe = {
                 name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE
             }
             zstd = manifest.recipe.get("zstd", "")
-            found = LayerRun(
+            stored_run = LayerRun(
                 name=manifest.name,
                 base=manifest.base,
                 channels=manifest.channels,
@@ -283,16 +299,19 @@ class LayerWriter:
                 zstd=zstd,
                 recipe=recipe,
             )
-        if found != self._run:
-            there, here = (
+        if stored_run != self._run:
+            stored_fields, current_fields = (
                 {
                     **msgspec.to_builtins(run),
-                    "channels": {one.name: msgspec.to_builtins(one) for one in run.channels},
+                    "channels": {
+                        channel.name: msgspec.to_builtins(channel) for channel in run.channels
+                    },
                 }
-                for run in (found, self._run)
+                for run in (stored_run, self._run)
             )
             sides = (
-                differences(there, here, "there", "here") or "the order of its channels is another"
+                differences(stored_fields, current_fields, "there", "here")
+                or "the order of its channels is another"
             )
             raise DatasetExistsError(
                 f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder"
@@ -300,9 +319,11 @@ class LayerWriter:
 
     @contextlib.contextmanager
     def _locked(self, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-        """Hold the lock of the folder, which ends with the process; ``is_finished`` is up to date inside.
+        """Hold the lock of the folder, which ends with the process; ``is_finished`` is up to date
+        inside.
 
-        At a URL it is one of this machine's processes alone. Whatever another machine writes has the same bytes.
+        At a URL it is one of this machine's processes alone. Whatever another machine writes has
+        the same bytes.
         """
         with contextlib.ExitStack() as stack:
             path = self._out.work / "lock"
@@ -319,8 +340,8 @@ class LayerWriter:
                         raise
                     continue
                 fcntl.flock(file, how)
-                # The manifest is there before the lock's file is removed: a process that locks a removed or a new
-                # file sees it.
+                # The manifest is there before the lock's file is removed: a process that locks a
+                # removed or a new file sees it.
                 self.is_finished = self._out.size(MANIFEST_FILE) is not None
                 if self.is_finished or os.fstat(file.fileno()).st_nlink:
                     break

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from fuelrail.bench.measure.machine import CpuUse, of_one_host
+from fuelrail.bench.measure.machine import CpuUse, combine_host_uses
 from fuelrail.bench.report.console import print_report
 from fuelrail.bench.report.page import render_markdown
 from support.bench_runs import log, report_of, steps
@@ -60,11 +60,11 @@ def test_the_headline_says_that_others_used_the_host(kind):
 
 def test_ranks_of_one_host_are_no_others_to_each_other():
     rank = CpuUse(seconds=2.0, own=1.0, others=1.0, usable=2.0)
-    assert of_one_host([rank, rank]).others == 0
-    assert of_one_host([rank, rank]).disturbed is None
+    assert combine_host_uses([rank, rank]).others == 0
+    assert combine_host_uses([rank, rank]).disturbed is None
     beside = CpuUse(seconds=2.0, own=0.5, others=1.5, usable=2.0)
     assert (
-        of_one_host([beside, beside]).disturbed
+        combine_host_uses([beside, beside]).disturbed
         == "other processes used 1.0 of 2 CPUs, this measurement 1.0"
     )
-    assert of_one_host([CpuUse(seconds=1, own=1, others=None, usable=2)]).others is None
+    assert combine_host_uses([CpuUse(seconds=1, own=1, others=None, usable=2)]).others is None

@@ -391,8 +391,8 @@ def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     one, two, three = map(named, (1, 2, 3))
     first = manifest(name="a", fingerprint=one)
     second = manifest(name="b", fingerprint=two)
-    both = manifest(name="ab", fingerprint=three, lineage=Lineage.of([first, second]))
-    found = Lineage.of([both, first])
+    both = manifest(name="ab", fingerprint=three, lineage=Lineage.from_parents([first, second]))
+    found = Lineage.from_parents([both, first])
     assert found.parents == (three, one)
     assert [(each.fingerprint, each.parents) for each in found.ancestors] == [
         (three, (one, two)),
@@ -405,7 +405,7 @@ def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
 def test_a_lineage_keeps_the_nearest_ancestors() -> None:
     chain = [manifest(fingerprint=named(0))]
     for number in range(1, 200):
-        chain.append(manifest(fingerprint=named(number), lineage=Lineage.of(chain[-1:])))
+        chain.append(manifest(fingerprint=named(number), lineage=Lineage.from_parents(chain[-1:])))
     found = chain[-1].lineage.ancestors
     assert [one.fingerprint for one in found] == [named(number) for number in range(198, 70, -1)]
     decode_manifest(signed(lineage=chain[-1].lineage), "here")

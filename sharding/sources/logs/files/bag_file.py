@@ -61,21 +61,21 @@ class BagFile(LogFile):
         weakref.finalize(self, bag.close)
         if num_after:
             raise SourceError(
-                f"{self._where} has {num_after} bytes behind its end: two files were joined, or it was written over a "
-                "longer one"
+                f"{self._where} has {num_after} bytes behind its end: two files were "
+                "joined, or it was written over a longer one"
             )
         return bag
 
     @cached_property
     def _topics(self) -> dict[int, Topic]:
         """Topics by the number of a connection."""
-        found = {}
-        for one in self._bag.connections:
-            kind = plain_type(one.msgtype)
-            found[one.id] = Topic(
-                one.topic, _RENAMED.get(kind, kind), "cdr", one.msgdef.data.encode()
+        topics = {}
+        for connection in self._bag.connections:
+            kind = plain_type(connection.msgtype)
+            topics[connection.id] = Topic(
+                connection.topic, _RENAMED.get(kind, kind), "cdr", connection.msgdef.data.encode()
             )
-        return found
+        return topics
 
     @property
     def topics(self) -> dict[str, Topic]:
@@ -92,8 +92,8 @@ class BagFile(LogFile):
                 counts[NOT_DESCRIBED if topic is None else topic.name] += count
         return counts
 
-    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        for place in self._places({*heads, *whole}):
+    def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
+        for place in self._places({*heads, *whole_topics}):
             yield self.read(place)
 
     def places(self, topic: str) -> list[Locator]:
@@ -105,7 +105,7 @@ class BagFile(LogFile):
         entries: Iterable[Any] = heapq.merge(*(self._bag.indexes[number] for number in numbers))
         return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
 
-    def _read(self, place: Locator, most: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
+    def _read(self, place: Locator, limit: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
         with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.at}"):
@@ -120,18 +120,18 @@ class BagFile(LogFile):
             data = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
         return Message(topic=topic.name, log_ns=log_ns, place=place, data=data, length=len(data))
 
-    def _read_chunk(self, at: int) -> Buffer:
+    def _read_chunk(self, position: int) -> Buffer:
         """Read and decompress a chunk."""
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
-        if self._chunk[0] != at:
+        if self._chunk[0] != position:
             file: Any = self._bag.bio
-            file.seek(at)
+            file.seek(position)
             head = Header.read(file, RecordType.CHUNK)
             size = head.get_uint32("size")
             compression = head.get_string("compression")
             self._chunk = (
-                at,
+                position,
                 inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
             )
         return self._chunk[1]

@@ -1,4 +1,6 @@
-"""What both storages of logs have: topics, messages in the order of their recording, and where a message is."""
+"""What both storages of logs have: topics, messages in the order of their recording, and where a
+message is.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,20 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 HEAD_BYTES: Final = 1024
-"""How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
+"""How much of a message is read for its stamp and its layout; the headers of most JPEGs are in
+it too.
+"""
 NOT_DESCRIBED: Final = "(a topic that the file does not describe)"
 """Stands for the topic of messages whose number of a topic the file does not explain."""
 _MOST_PENDING: Final = 256 << 20
 
 
 class Topic(NamedTuple):
-    """A topic. ``type`` has ROS 2's spelling without ``msg/``: ``sensor_msgs/Image``; foxglove's is ``foxglove.Log``.
+    """A topic. ``type`` has ROS 2's spelling without ``msg/``: ``sensor_msgs/Image``; foxglove's is
+    ``foxglove.Log``.
 
-    ``encoding`` is of the messages, such as ``cdr``; ``schema`` is the text or the descriptor of the type.
+    ``encoding`` is of the messages, such as ``cdr``; ``schema`` is the text or the descriptor of
+    the type.
     """
 
     name: str
@@ -39,7 +45,9 @@ class Topic(NamedTuple):
 
 
 class Locator(msgspec.Struct, frozen=True, order=True, gc=False):
-    """A message: of an MCAP file the offset of its chunk, -1 for none, and of its record; of SQLite 0 and its row."""
+    """A message: of an MCAP file the offset of its chunk, -1 for none, and of its record; of
+    SQLite 0 and its row.
+    """
 
     file: str
     chunk: int
@@ -49,11 +57,11 @@ class Locator(msgspec.Struct, frozen=True, order=True, gc=False):
         return f"{self.file}@{self.chunk}:{self.at}"
 
     @classmethod
-    def of(cls, text: str) -> Locator:
+    def parse(cls, text: str) -> Locator:
         """Parse what ``str`` makes."""
         file, _, numbers = text.rpartition("@")
-        chunk, _, at = numbers.partition(":")
-        return cls(file, int(chunk), int(at))
+        chunk, _, position = numbers.partition(":")
+        return cls(file, int(chunk), int(position))
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
@@ -71,12 +79,15 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class LogFile:
-    """A file of a log. ``lost`` is what could not be read, and was left out: kind to bytes or messages.
+    """A file of a log.
+
+    ``lost`` is what could not be read, and was left out: kind to bytes or messages.
 
     ``noted`` is what else is odd about the file, for the report.
 
     The messages of one that ``is_packed`` are compressed one by one, by zstd, as rosbag2 does it
-    (``compression_mode: MESSAGE``); they are decompressed as they are read. Errors are SourceError naming the file.
+    (``compression_mode: MESSAGE``); they are decompressed as they are read. Errors are SourceError
+    naming the file.
     """
 
     def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
@@ -106,20 +117,22 @@ class LogFile:
         """Return where the messages of a topic are, in the order of their recording."""
         raise NotImplementedError
 
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
+    def walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics in the order of their recording; of ``heads`` the
+        first bytes may do.
+        """
         if self._is_packed:
-            return map(self._unpacked, self._walk((), {*heads, *whole}))
-        return self._walk(heads, whole)
+            return map(self._unpacked, self._walk((), {*heads, *whole_topics}))
+        return self._walk(heads, whole_topics)
 
-    def read(self, place: Locator, most: int | None = None) -> Message:
+    def read(self, place: Locator, limit: int | None = None) -> Message:
         """Read a whole message, or its first bytes."""
-        return self._unpacked(self._read(place)) if self._is_packed else self._read(place, most)
+        return self._unpacked(self._read(place)) if self._is_packed else self._read(place, limit)
 
-    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+    def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
         raise NotImplementedError
 
-    def _read(self, place: Locator, most: int | None = None) -> Message:
+    def _read(self, place: Locator, limit: int | None = None) -> Message:
         raise NotImplementedError
 
     def _unpacked(self, message: Message) -> Message:
@@ -132,10 +145,11 @@ class LogFile:
 
 
 def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:
-    """Yield messages by the time of their recording; those of one time in the order in which they come.
+    """Yield messages by the time of their recording; those of one time in the order in which they
+    come.
 
-    ``parts`` have a time each, ascending, before which no message of it or of a later part is. Raises SourceError,
-    naming ``where``, for parts that overlap by more than the memory for it.
+    ``parts`` have a time each, ascending, before which no message of it or of a later part is.
+    Raises SourceError, naming ``where``, for parts that overlap by more than the memory for it.
     """
     pending: list[tuple[int, int, Message]] = []
     num_bytes = number = 0
@@ -150,15 +164,18 @@ def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Itera
             num_bytes += len(message.data)
             if num_bytes > _MOST_PENDING:
                 raise SourceError(
-                    f"{where} has messages so far out of the order of time that over {_MOST_PENDING >> 20} MiB of them "
-                    "would wait for earlier ones: sort it first, as by `mcap sort`"
+                    f"{where} has messages so far out of the order of time that over "
+                    f"{_MOST_PENDING >> 20} MiB of them would wait for earlier ones: sort "
+                    "it first, as by `mcap sort`"
                 )
     while pending:
         yield heapq.heappop(pending)[2]
 
 
 def plain_type(name: str) -> str:
-    """Return the name of a type in one spelling: ``sensor_msgs/msg/Image`` and ``sensor_msgs/Image`` are the same."""
+    """Return the name of a type in one spelling: ``sensor_msgs/msg/Image`` and
+    ``sensor_msgs/Image`` are the same.
+    """
     return name.replace("/msg/", "/")
 
 
@@ -166,14 +183,17 @@ def check_compression(compression: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a compression that is not read here."""
     if compression not in ("", "none", "zstd", "lz4"):
         raise SourceError(
-            f"{where} has the compression '{compression}'; zstd and lz4 are read: write the log again"
+            f"{where} has the compression '{compression}'; zstd and lz4 are read: write the "
+            "log again"
         )
 
 
 def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
-    """Decompress zstd, lz4 or bz2 to the stated size, of which no more is made; anything else is not compressed.
+    """Decompress zstd, lz4 or bz2 to the stated size, of which no more is made; anything else is
+    not compressed.
 
-    Raises SourceError, naming ``where``, for a size over the limit, ValueError for another size than the stated one.
+    Raises SourceError, naming ``where``, for a size over the limit, ValueError for another size
+    than the stated one.
     """
     check_most(size, where)
     if compression == "lz4":

@@ -1,8 +1,9 @@
 """MCAP files: by their summary and indexes, or record by record where they have none.
 
-A summary, its chunk indexes and the message indexes say where each message is. Of uncompressed chunks only the heads of
-messages are read. A compressed chunk is decompressed once, with its checksum. A file without a summary, as a recorder
-leaves it that was killed, is walked from its beginning, and its whole chunks are kept.
+A summary, its chunk indexes and the message indexes say where each message is. Of uncompressed
+chunks only the heads of messages are read. A compressed chunk is decompressed once, with its
+checksum. A file without a summary, as a recorder leaves it that was killed, is walked from its
+beginning, and its whole chunks are kept.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ _MOST_EMPTY: Final = 1 << 16
 class McapFile(LogFile):
     """One MCAP file.
 
-    ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it is an error.
-    ``check_all`` checks uncompressed chunks also, which reads the whole file.
+    ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it
+    is an error. ``check_all`` checks uncompressed chunks also, which reads the whole file.
     """
 
     def __init__(
@@ -114,59 +115,64 @@ class McapFile(LogFile):
             return any(not chunk.is_plain for chunk in self._summary.chunks)
         records = self._records(RECORD.size + CHUNK.size + 8)
         return any(
-            op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records
+            op == CHUNK_OP and not self._chunk_at(position, head).is_plain
+            for position, op, _, head in records
         )
 
-    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+    def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
         summary = self._summary
-        wanted = frozenset(heads) | frozenset(whole)
+        topics = frozenset(heads) | frozenset(whole_topics)
         self.lost.clear()
         self.noted.clear()
         if summary is None:
-            yield from self._walk_records(wanted, frozenset(whole))
+            yield from self._walk_records(topics, frozenset(whole_topics))
             return
         self._channels.topics = summary.channels
         with opened(self._files, self._name) as window:
 
             def messages(chunk: Chunk) -> Iterator[Message]:
-                check_compression(chunk.compression, self._of(chunk))
+                check_compression(chunk.compression, self._chunk_name(chunk))
                 if chunk.is_plain and not self._check_all:
-                    return self._walk_index(window, chunk, wanted, frozenset(whole))
-                return self._walk_chunk(chunk, wanted, frozenset(whole))
+                    return self._walk_index(window, chunk, topics, frozenset(whole_topics))
+                return self._walk_chunk(chunk, topics, frozenset(whole_topics))
 
             yield from by_time(
                 ((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where
             )
 
     def places(self, topic: str) -> list[Locator]:
-        """Return where the messages of a topic are, in the order of recording; an index saves decompression."""
+        """Return where the messages of a topic are, in the order of recording; an index saves
+        decompression.
+        """
         summary = self._summary
-        found = []
+        entries = []
         if summary is None:
             return [
                 message.place for message in self._walk_records(frozenset([topic]), frozenset())
             ]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-            offsets = message_offsets(index, summary.channels, frozenset([topic]), self._of(chunk))
-            found += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
-        return [place for _, place in sorted(found, key=itemgetter(0))]
+            offsets = message_offsets(
+                index, summary.channels, frozenset([topic]), self._chunk_name(chunk)
+            )
+            entries += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
+        return [place for _, place in sorted(entries, key=itemgetter(0))]
 
-    def _read(self, place: Locator, most: int | None = None) -> Message:
+    def _read(self, place: Locator, limit: int | None = None) -> Message:
         with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
                 length = RECORD.unpack_from(head)[1] - _HEAD
                 start = place.at + MESSAGE.size
                 data = self._files.read(
-                    self._name, start, length if most is None else min(most, length)
+                    self._name, start, length if limit is None else min(limit, length)
                 )
                 return Message(
                     topic="", log_ns=0, place=place, data=data, length=length, offset=start
                 )
             if self._chunk[0] != place.chunk:
                 head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
-                self._whole(self._chunk_at(place.chunk, head))
+                self._chunk_records(self._chunk_at(place.chunk, head))
             chunk = self._chunk[1]
             length = RECORD.unpack_from(chunk, place.at)[1] - _HEAD
             start = place.at + MESSAGE.size
@@ -178,7 +184,7 @@ class McapFile(LogFile):
                 length=length,
             )
 
-    def _of(self, chunk: Chunk) -> str:
+    def _chunk_name(self, chunk: Chunk) -> str:
         return f"{self._where}: the chunk at byte {chunk.at}"
 
     def _place(self, chunk: Chunk, offset: int) -> Locator:
@@ -187,51 +193,53 @@ class McapFile(LogFile):
         return Locator(self._name, chunk.at, offset)
 
     def _walk_index(
-        self, window: FileWindow, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+        self, window: FileWindow, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
     ) -> Iterator[Message]:
         """Yield the messages of an uncompressed chunk by its message index."""
         end = chunk.at + chunk.length
         data_at = chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(
-            index, self._channels.topics, wanted, self._of(chunk)
+            index, self._channels.topics, topics, self._chunk_name(chunk)
         ):
-            at = data_at + offset
+            position = data_at + offset
             name = topic.name
-            head = window.at(at, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
+            head = window.at(position, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(
-                    f"{self._where}: the index names a message at byte {at}, where there is none"
+                    f"{self._where}: the index names a message at byte {position}, where "
+                    "there is none"
                 )
             _, size, _, _, log_ns, _ = MESSAGE.unpack_from(head)
             length = size - _HEAD
-            start = at + MESSAGE.size
+            start = position + MESSAGE.size
             if start + length > end:
                 raise SourceError(
-                    f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk"
+                    f"{self._where}: the message at byte {position} has {length} bytes, "
+                    "more than its chunk"
                 )
-            most = length if length <= HEAD_BYTES or name in whole else HEAD_BYTES
-            data = head[MESSAGE.size : MESSAGE.size + most]
-            if len(data) < most:
-                data = window.at(start, most)
+            num_bytes = length if length <= HEAD_BYTES or name in whole_topics else HEAD_BYTES
+            data = head[MESSAGE.size : MESSAGE.size + num_bytes]
+            if len(data) < num_bytes:
+                data = window.at(start, num_bytes)
                 self._lengths[name] = min(
-                    most, HEAD_BYTES
+                    num_bytes, HEAD_BYTES
                 )  # those of a topic are about as long: one look for the next
             yield Message(
                 topic=name,
                 log_ns=log_ns,
-                place=Locator(self._name, -1, at),
+                place=Locator(self._name, -1, position),
                 data=data,
                 length=length,
                 offset=start,
             )
 
     def _walk_chunk(
-        self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+        self, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
     ) -> Iterator[Message]:
         """Yield the messages of a chunk, which is read whole; note its schemas and channels."""
         try:
-            data = bytes(self._whole(chunk))
+            data = bytes(self._chunk_records(chunk))
         except SourceError:
             if not self._skip_damaged:
                 raise
@@ -250,14 +258,14 @@ class McapFile(LogFile):
                 topic = self._channels.topics.get(channel)
                 if topic is None:
                     self.noted[f"{NOT_DESCRIBED}: messages"] += 1
-                elif topic.name in wanted:
+                elif topic.name in topics:
                     offset = chunk.data_at + start if chunk.is_plain else -1
-                    most = end if topic.name in whole else min(end, start + HEAD_BYTES)
+                    data_end = end if topic.name in whole_topics else min(end, start + HEAD_BYTES)
                     yield Message(
                         topic=topic.name,
                         log_ns=log_ns,
                         place=self._place(chunk, position),
-                        data=data[start:most],
+                        data=data[start:data_end],
                         length=end - start,
                         offset=offset,
                     )
@@ -270,50 +278,56 @@ class McapFile(LogFile):
         if position < len(data):
             self.lost["bytes of chunks that are no whole records"] += len(data) - position
 
-    def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
-        """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
+    def _walk_records(
+        self, topics: frozenset[str], whole_topics: frozenset[str]
+    ) -> Iterator[Message]:
+        """Yield the messages of a file without a summary, perhaps cut off; note its schemas and
+        channels.
+        """
         end = len(MAGIC)
         num_empty = 0
         has_data_end = False
-        for at, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
+        for position, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
             if op == CHUNK_OP and not CHUNK.unpack_from(head, RECORD.size)[2]:
                 num_empty += 1
                 self._check_empty(num_empty)
             elif op == CHUNK_OP:
                 yield from sorted(
-                    self._walk_chunk(self._chunk_at(at, head), wanted, whole),
+                    self._walk_chunk(self._chunk_at(position, head), topics, whole_topics),
                     key=attrgetter("log_ns"),
                 )
             elif op == MESSAGE_OP:
-                self._check_message(at, length)
+                self._check_message(position, length)
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
                 topic = self._channels.topics.get(channel)
-                start = at + MESSAGE.size
+                start = position + MESSAGE.size
                 if topic is None:
                     self.noted[f"{NOT_DESCRIBED}: messages"] += 1
-                elif topic.name in wanted:
+                elif topic.name in topics:
                     data = self._files.read(self._name, start, length - _HEAD)
                     yield Message(
                         topic=topic.name,
                         log_ns=log_ns,
-                        place=Locator(self._name, -1, at),
+                        place=Locator(self._name, -1, position),
                         data=data,
                         length=length - _HEAD,
                         offset=start,
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
-                self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
+                self._channels.take(
+                    op, self._files.read(self._name, position + RECORD.size, length)
+                )
             elif op == DATA_END_OP:
                 has_data_end = True
             elif op == FOOTER_OP and has_data_end:
-                num_after = self._size - (at + RECORD.size + length + len(MAGIC))
+                num_after = self._size - (position + RECORD.size + length + len(MAGIC))
                 if num_after > 0:
                     raise SourceError(
                         f"{self._where} has {num_after} bytes behind its end: two files were "
                         "joined, or it was written over a longer one. `mcap merge` joins files"
                     )
                 return
-            end = at + RECORD.size + length
+            end = position + RECORD.size + length
         if has_data_end:
             return
         self.noted["files without an end, as a killed recorder leaves them"] = 1
@@ -363,25 +377,27 @@ class McapFile(LogFile):
             )
 
     @staticmethod
-    def _chunk_at(at: int, head: bytes) -> Chunk:
+    def _chunk_at(position: int, head: bytes) -> Chunk:
         """Return a chunk by the first bytes of its record."""
         size = CHUNK.unpack_from(head, RECORD.size)[4]
         name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
         return Chunk(
             first_ns=0,
-            at=at,
+            at=position,
             length=RECORD.size + RECORD.unpack_from(head)[1],
             compression=name,
             index_at=0,
             index_length=0,
         )
 
-    def _whole(self, chunk: Chunk) -> Buffer:
-        """Return the records of a chunk, decompressed, with the right checksum; keep the last chunk."""
+    def _chunk_records(self, chunk: Chunk) -> Buffer:
+        """Return the records of a chunk, decompressed, with the right checksum; keep the last
+        chunk.
+        """
         if self._chunk[0] != chunk.at:
             record = self._files.read(
                 self._name, chunk.at + RECORD.size, chunk.length - RECORD.size
             )
-            self._chunk = (chunk.at, chunk_data(record, self._of(chunk)))
+            self._chunk = (chunk.at, chunk_data(record, self._chunk_name(chunk)))
             self.num_decompressed += 1
         return self._chunk[1]

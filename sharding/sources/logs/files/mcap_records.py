@@ -1,4 +1,6 @@
-"""Records of MCAP (https://mcap.dev/spec) as the library parses them: the summary, indexes, and chunks."""
+"""Records of MCAP (https://mcap.dev/spec) as the library parses them: the summary, indexes, and
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ RECORD: Final = struct.Struct("<BQ")
 MESSAGE: Final = struct.Struct("<BQHIQQ")
 """The record's head, then channel, sequence, log time and publish time."""
 CHUNK: Final = struct.Struct("<QQQII")
-"""The head of a chunk: first and last time, size, checksum, length of the name of its compression."""
+"""The head of a chunk: first and last time, size, checksum, length of the name of its
+compression.
+"""
 _INDEX: Final = struct.Struct("<BQHI")
-"""The head of a message index: record's head, channel, bytes of its pairs of log time and offset."""
+"""The head of a message index: record's head, channel, bytes of its pairs of log time and
+offset.
+"""
 _PAIR: Final = struct.Struct("<QQ")
 _INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
@@ -46,7 +52,9 @@ _DAMAGED: Final = "is damaged (the option damaged=skip leaves it out)"
 
 
 class Chunk(NamedTuple):
-    """A chunk: time of its first message, offset and length of its record, and where its message index is."""
+    """A chunk: time of its first message, offset and length of its record, and where its message
+    index is.
+    """
 
     first_ns: int
     at: int
@@ -67,7 +75,9 @@ class Chunk(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Channels by number, chunks in the order of their first times, and messages by topic, as counted there."""
+    """Channels by number, chunks in the order of their first times, and messages by topic, as
+    counted there.
+    """
 
     channels: dict[int, Topic]
     chunks: list[Chunk]
@@ -133,17 +143,17 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
             if isinstance(record, Schema | Channel):
                 channels.add(record)
             elif isinstance(record, ChunkIndex):
-                at = record.chunk_start_offset
+                position = record.chunk_start_offset
                 length = record.chunk_length
                 first_ns = record.message_start_time
                 index_bytes = record.message_index_length
                 chunks.append(
                     Chunk(
                         first_ns=first_ns,
-                        at=at,
+                        at=position,
                         length=length,
                         compression=record.compression,
-                        index_at=at + length,
+                        index_at=position + length,
                         index_length=index_bytes,
                     )
                 )
@@ -161,31 +171,36 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
 
 
 def message_offsets(
-    index: bytes, topics: Mapping[int, Topic], wanted: frozenset[str], where: str
+    index: bytes, topics: Mapping[int, Topic], names: frozenset[str], where: str
 ) -> list[tuple[int, int, Topic]]:
-    """Time and offset in a chunk of the messages of these topics by its message index, offsets ascending.
+    """Time and offset in a chunk of the messages of these topics by its message index, offsets
+    ascending.
 
     Raises SourceError, naming ``where``, for what is not an index.
     """
-    found: list[tuple[int, int, Topic]] = []
-    at = 0
-    while at < len(index):
-        op, length = RECORD.unpack_from(index, at) if at + _INDEX.size <= len(index) else (0, 0)
-        if op != _INDEX_OP or at + RECORD.size + length > len(index):
-            raise SourceError(f"{where}: its message index is damaged at byte {at} of {len(index)}")
-        _, _, channel, size = _INDEX.unpack_from(index, at)
+    offsets: list[tuple[int, int, Topic]] = []
+    position = 0
+    while position < len(index):
+        op, length = (
+            RECORD.unpack_from(index, position) if position + _INDEX.size <= len(index) else (0, 0)
+        )
+        if op != _INDEX_OP or position + RECORD.size + length > len(index):
+            raise SourceError(
+                f"{where}: its message index is damaged at byte {position} of {len(index)}"
+            )
+        _, _, channel, size = _INDEX.unpack_from(index, position)
         topic = topics.get(channel)
-        if topic is not None and topic.name in wanted:
-            pairs = index[at + _INDEX.size : at + RECORD.size + length][:size]
-            found += [
+        if topic is not None and topic.name in names:
+            pairs = index[position + _INDEX.size : position + RECORD.size + length][:size]
+            offsets += [
                 (log_ns, offset, topic)
                 for log_ns, offset in _PAIR.iter_unpack(
                     pairs[: len(pairs) // _PAIR.size * _PAIR.size]
                 )
             ]
-        at += RECORD.size + length
-    found.sort(key=itemgetter(1))
-    return found
+        position += RECORD.size + length
+    offsets.sort(key=itemgetter(1))
+    return offsets
 
 
 def chunk_data(record: bytes, where: str) -> Buffer:

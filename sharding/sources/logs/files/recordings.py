@@ -1,4 +1,6 @@
-"""The logs at a location: which there are, their files and topics, and what sensors the topics are."""
+"""The logs at a location: which there are, their files and topics, and what sensors the topics
+are.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class _Metadata(msgspec.Struct):
 
 
 class Recordings:
-    """The logs at a location: ``file`` alone, or those of a folder whose names end with ``suffixes``.
+    """The logs at a location: ``file`` alone, or those of a folder whose names end with
+    ``suffixes``.
 
     A folder with ``metadata.yaml`` is one log, whose files that names. Errors are SourceError.
     ``noted`` counts files and folders of logs that are not read; ``num_stated`` are the messages of
@@ -84,38 +87,39 @@ class Recordings:
         if METADATA in names:
             log = self._files.shown.rstrip("/").rpartition("/")[2]
             return [(log, self._split_files("", log))]
-        found = [(_stem(name), [name]) for name in names if name.endswith(self._suffixes)]
+        logs_found = [(_stem(name), [name]) for name in names if name.endswith(self._suffixes)]
         for name in names:
             if name.endswith(self._suffixes):
                 continue
             if self._files.facts(f"{name}/{METADATA}") is not None:
-                found.append((name, self._split_files(f"{name}/", name)))
+                logs_found.append((name, self._split_files(f"{name}/", name)))
         for name in self._files.folders():
-            is_read = name.endswith(self._suffixes) or any(log == name for log, _ in found)
+            is_read = name.endswith(self._suffixes) or any(log == name for log, _ in logs_found)
             if not is_read and any(map(self._is_log, self._files.listed(name))):
                 self.noted[
                     f"folders of logs without {METADATA}, which are not read (`ros2 bag reindex` "
                     "writes it, or name one as the source)"
                 ] += 1
-        if not found:
+        if not logs_found:
             if ".bag" not in self._suffixes and any(name.endswith(".bag") for name in names):
                 raise SourceError(
-                    f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the kind rosbag1"
+                    f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the "
+                    "kind rosbag1"
                 )
             raise SourceError(
-                f"source '{self._files.shown}' has no logs: it is empty, or none of its files ends with "
-                f"{' or '.join(self._suffixes)}, and no folder has a {METADATA}"
+                f"source '{self._files.shown}' has no logs: it is empty, or none of its "
+                f"files ends with {' or '.join(self._suffixes)}, and no folder has a {METADATA}"
             )
-        return sorted(found)
+        return sorted(logs_found)
 
     @cached_property
     def topics(self) -> dict[str, Topic]:
         """Topics of all logs by name."""
-        found: dict[str, Topic] = {}
+        topics_found: dict[str, Topic] = {}
         for name in (name for _, files in self.logs for name in files):
             with parsing(f"file '{self._files.shown}/{name}'"):
-                found |= self.log_file(name).topics
-        return found
+                topics_found |= self.log_file(name).topics
+        return topics_found
 
     def _open(self, name: str) -> LogFile:
         if name.endswith(".bag"):
@@ -132,32 +136,41 @@ class Recordings:
         )
 
     def chosen(
-        self, option: str, given: Mapping[str, str], types: frozenset[str]
+        self, option: str, selection: Mapping[str, str], types: frozenset[str]
     ) -> dict[str, str]:
-        """Return channel to topic: what the option gives, else all topics of these types, by name."""
-        for channel, topic in given.items():
-            found = self.topics.get(topic)
-            if found is None or found.type not in types:
-                known = (
+        """Return channel to topic: what the option gives, else all topics of these types, by
+        name.
+        """
+        for channel, topic in selection.items():
+            entry = self.topics.get(topic)
+            if entry is None or entry.type not in types:
+                names_known = (
                     ", ".join(
-                        sorted(name for name, one in self.topics.items() if one.type in types)
+                        sorted(
+                            name
+                            for name, candidate in self.topics.items()
+                            if candidate.type in types
+                        )
                     )
                     or "none"
                 )
-                what = "is not there" if found is None else f"has the type {found.type}"
+                problem = "is not there" if entry is None else f"has the type {entry.type}"
                 raise SourceError(
-                    f"the option {option}: topic '{topic}' of {channel} {what}; such topics: {known}"
+                    f"the option {option}: topic '{topic}' of {channel} {problem}; such "
+                    f"topics: {names_known}"
                 )
-        if given:
-            return {channel.lower(): topic for channel, topic in given.items()}
+        if selection:
+            return {channel.lower(): topic for channel, topic in selection.items()}
         names: dict[str, str] = {}
-        for topic in sorted(name for name, one in self.topics.items() if one.type in types):
+        for topic in sorted(
+            name for name, candidate in self.topics.items() if candidate.type in types
+        ):
             if not topic.endswith(("compressedDepth", "/theora")):
                 channel = _channel(topic)
                 if channel in names:
                     raise SourceError(
-                        f"the topics '{names[channel]}' and '{topic}' would both be {channel}: name them with -o "
-                        f"'{option}={{{channel}: {topic}, ...}}'"
+                        f"the topics '{names[channel]}' and '{topic}' would both be "
+                        f"{channel}: name them with -o '{option}={{{channel}: {topic}, ...}}'"
                     )
                 names[channel] = topic
         return names
@@ -166,7 +179,9 @@ class Recordings:
         return name.endswith(self._suffixes)
 
     def _split_files(self, folder: str, log: str) -> list[str]:
-        """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is missing."""
+        """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is
+        missing.
+        """
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
         facts = read_yaml(
@@ -177,8 +192,9 @@ class Recordings:
             mode == "message" and facts.compression_format != "zstd"
         ):
             raise SourceError(
-                f"{where}: the bag is compressed by {facts.compression_mode} and {facts.compression_format}; messages "
-                "by zstd are read, and an MCAP file with compressed chunks, which `ros2 bag convert` makes of it"
+                f"{where}: the bag is compressed by {facts.compression_mode} and "
+                f"{facts.compression_format}; messages by zstd are read, and an MCAP file "
+                "with compressed chunks, which `ros2 bag convert` makes of it"
             )
         found = []
         for name in facts.relative_file_paths:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _HEAD: Final = struct.Struct(">16xH6xII60xI")
-"""Of the head of a database: bytes of a page, changes of the file, pages, and the change that counted them."""
+"""Of the head of a database: bytes of a page, changes of the file, pages, and the change that
+counted them.
+"""
 READ_WITH_WAL: Final = "files read with the -wal beside them, as a killed recorder leaves it"
 
 
@@ -79,7 +81,9 @@ class SqliteFile(LogFile):
         return database
 
     def _check_end(self, path: Path) -> None:
-        """Note bytes behind the last page that the head of the file counts, or raise SourceError if not all are 0."""
+        """Note bytes behind the last page that the head of the file counts, or raise SourceError
+        if not all are 0.
+        """
         with parsing(self._where), path.open("rb") as file:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
@@ -94,8 +98,8 @@ class SqliteFile(LogFile):
             has_more = any(file.read(1 << 16))
         if has_more:
             raise SourceError(
-                f"{self._where} has {size - end} bytes behind its end: two files were joined, or it was written over "
-                "a longer one"
+                f"{self._where} has {size - end} bytes behind its end: two files were "
+                "joined, or it was written over a longer one"
             )
         if size > end:
             self.noted["bytes of 0 behind the end of a database"] += size - end
@@ -136,13 +140,13 @@ class SqliteFile(LogFile):
         """Topics by name."""
         return {topic.name: topic for topic in self._ids.values()}
 
-    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        most = {
-            number: None if topic.name in whole else HEAD_BYTES
+    def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
+        limits = {
+            number: None if topic.name in whole_topics else HEAD_BYTES
             for number, topic in self._ids.items()
-            if topic.name in whole or topic.name in heads
+            if topic.name in whole_topics or topic.name in heads
         }
-        if not most:
+        if not limits:
             return
         after = -(1 << 63)
         counts = Counter[int]()
@@ -153,8 +157,8 @@ class SqliteFile(LogFile):
         while rows := self._rows(tuple[int, int, int], query, (after,)):
             for log_ns, row, topic in rows:
                 counts[topic] += 1
-                if topic in most:
-                    data, length = self._bytes(row, most[topic])
+                if topic in limits:
+                    data, length = self._bytes(row, limits[topic])
                     place = Locator(self._name, 0, row)
                     yield Message(
                         topic=self._ids[topic].name,
@@ -171,14 +175,14 @@ class SqliteFile(LogFile):
     def places(self, topic: str) -> list[Locator]:
         """Return where the messages of a topic are, in the order of their rows."""
         query = "SELECT rowid FROM messages WHERE topic_id = ? ORDER BY rowid"
-        numbers = [number for number, found in self._ids.items() if found.name == topic]
+        numbers = [number for number, topic_entry in self._ids.items() if topic_entry.name == topic]
         return [
             Locator(self._name, 0, row)
             for number in numbers
             for (row,) in self._rows(tuple[int], query, (number,))
         ]
 
-    def _read(self, place: Locator, most: int | None = None) -> Message:
+    def _read(self, place: Locator, limit: int | None = None) -> Message:
         rows = self._rows(
             tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE rowid = ?", (place.at,)
         )
@@ -187,19 +191,21 @@ class SqliteFile(LogFile):
                 f"{self._where} has no message {place.at}: has it changed since the scan?"
             )
         ((log_ns, topic),) = rows
-        data, length = self._bytes(place.at, most)
+        data, length = self._bytes(place.at, limit)
         return Message(
             topic=self._ids[topic].name, log_ns=log_ns, place=place, data=data, length=length
         )
 
-    def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
-        """Read the first bytes of a message, and the length of all; substr() would read the rest too."""
+    def _bytes(self, row: int, limit: int | None) -> tuple[bytes, int]:
+        """Read the first bytes of a message, and the length of all; substr() would read the rest
+        too.
+        """
         with (
             parsing(f"{self._where}: message {row}"),
             self._lock,
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
         ):
-            return blob.read(-1 if most is None else most), len(blob)
+            return blob.read(-1 if limit is None else limit), len(blob)
 
 
 def _connected(path: Path) -> sqlite3.Connection:

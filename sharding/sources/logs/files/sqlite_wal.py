@@ -1,7 +1,9 @@
-"""What SQLite leaves beside a file whose writer was killed: a write-ahead log (``-wal``), or a journal (``-journal``).
+"""What SQLite leaves beside a file whose writer was killed: a write-ahead log (``-wal``), or a
+journal (``-journal``).
 
-The newest messages are in the write-ahead log alone. They are read by a private copy of both files, into which SQLite
-moves the log. A journal is refused: by its text SQLite may delete other files than the copy.
+The newest messages are in the write-ahead log alone. They are read by a private copy of both files,
+into which SQLite moves the log. A journal is refused: by its text SQLite may delete other files
+than the copy.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ _MAGICS: Final = (0x377F0682, 0x377F0683)
 _HEADER: Final = struct.Struct(">8I")
 """The head of a log: magic, version, page size, sequence, two salts, two checksums."""
 _FRAME: Final = struct.Struct(">6I")
-"""The head of a page: its number, the file's pages after a whole write or 0, two salts, two checksums."""
+"""The head of a page: its number, the file's pages after a whole write or 0, two salts, two
+checksums.
+"""
 
 
 def check_no_journal(database: Path, where: str) -> None:
-    """Raise SourceError, naming ``where``, for a file with a journal of a write that was not finished."""
+    """Raise SourceError, naming ``where``, for a file with a journal of a write that was not
+    finished.
+    """
     journal = Path(f"{database}-journal")
     if not os.path.lexists(journal):
         return

@@ -1,8 +1,8 @@
 """CameraInfo as the camera of the pictures that are there.
 
-Raw pictures have K and D; rectified ones (a topic with ``rect`` in it) have P, and the axes that R turns to. Binning
-and the region of interest are applied, with the centre of the top-left pixel at (0, 0). After ROS's REP 104 and the
-comments of ``sensor_msgs/CameraInfo``.
+Raw pictures have K and D; rectified ones (a topic with ``rect`` in it) have P, and the axes that R
+turns to. Binning and the region of interest are applied, with the centre of the top-left pixel at
+(0, 0). After ROS's REP 104 and the comments of ``sensor_msgs/CameraInfo``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _MODELS: Final = {
 
 
 class CameraModel(NamedTuple):
-    """One camera from a time on: K (3, 3), cam2ego (4, 4), lens, and the size of its pictures [px]."""
+    """One camera from a time on: K (3, 3), cam2ego (4, 4), lens, and the size of its pictures
+    [px].
+    """
 
     where: str
     stamp_ns: int
@@ -56,55 +58,57 @@ def camera_models(
     is_rectified = any("rect" in part for part in topic.split("/"))
     frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0][1].frame_id
     cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
-    found: list[CameraModel] = []
+    models: list[CameraModel] = []
     before: CameraInfo | None = None
-    for stamp_ns, one in sorted(index.calibrations[info_topic], key=itemgetter(0)):
-        if before is None or (one is not before and one[1:] != before[1:]):
-            model = _model(where, one, cam2ego, is_rectified=is_rectified)
-            found.append(model._replace(stamp_ns=stamp_ns))
-        before = one
-    return found
+    for stamp_ns, info in sorted(index.calibrations[info_topic], key=itemgetter(0)):
+        if before is None or (info is not before and info[1:] != before[1:]):
+            model = _model(where, info, cam2ego, is_rectified=is_rectified)
+            models.append(model._replace(stamp_ns=stamp_ns))
+        before = info
+    return models
 
 
 def _model(
-    where: str, one: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool
+    where: str, info: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool
 ) -> CameraModel:
     if (
-        len(one.k) != 9
-        or not np.isfinite(one.k).all()
-        or not one.k[0] > 0
-        or (is_rectified and not one.p[0] > 0)
+        len(info.k) != 9
+        or not np.isfinite(info.k).all()
+        or not info.k[0] > 0
+        or (is_rectified and not info.p[0] > 0)
     ):
         raise SourceError(
-            f"{where}: the camera is not calibrated: K is {list(one.k)}; the option cameras leaves it out"
+            f"{where}: the camera is not calibrated: K is {list(info.k)}; the option "
+            "cameras leaves it out"
         )
-    dist = tuple(one.d)
+    dist = tuple(info.d)
     model = "none"
-    intrinsics = np.array(one.k).reshape(3, 3)
+    intrinsics = np.array(info.k).reshape(3, 3)
     if is_rectified:
         dist = ()
-        p = np.array(one.p).reshape(3, 4)
+        p = np.array(info.p).reshape(3, 4)
         intrinsics = p[:, :3].copy()
         turned = np.eye(4)
-        if len(one.r) == 9 and any(one.r):
-            turned[:3, :3] = np.array(one.r).reshape(3, 3).T
+        if len(info.r) == 9 and any(info.r):
+            turned[:3, :3] = np.array(info.r).reshape(3, 3).T
         shifted = np.eye(4)
         shifted[:3, 3] = -np.linalg.solve(p[:, :3], p[:, 3])
         cam2ego = cam2ego @ turned @ shifted
     elif any(dist):
-        name, lengths = _MODELS.get(one.model, ("", ()))
+        name, lengths = _MODELS.get(info.model, ("", ()))
         if len(dist) not in lengths:
-            known = ", ".join(_MODELS)
+            names = ", ".join(_MODELS)
             raise SourceError(
-                f"{where}: the lens '{one.model}' with {len(dist)} coefficients is not known; known are {known}"
+                f"{where}: the lens '{info.model}' with {len(dist)} coefficients is not "
+                f"known; known are {names}"
             )
         model = name
     else:
         dist = ()
-    x, y, width, height = one.roi
-    binning = np.array(one.binning, np.float64)
+    x, y, width, height = info.roi
+    binning = np.array(info.binning, np.float64)
     intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
     intrinsics[0, :2] /= binning[0]
     intrinsics[1, 1] /= binning[1]
-    size = (width or one.width) // one.binning[0], (height or one.height) // one.binning[1]
-    return CameraModel(where, one.stamp_ns, intrinsics, cam2ego, dist, model, *size)
+    size = (width or info.width) // info.binning[0], (height or info.height) // info.binning[1]
+    return CameraModel(where, info.stamp_ns, intrinsics, cam2ego, dist, model, *size)

@@ -21,7 +21,10 @@ GLOBAL_FRAMES: Final = ("map", "odom")
 
 
 class FrameTree:
-    """Static edges, and those that move, by child. Frames have no slash in front. Errors name ``where``."""
+    """Static edges, and those that move, by child.
+
+    Frames have no slash in front. Errors name ``where``.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -35,7 +38,8 @@ class FrameTree:
         child = edges.child.lstrip("/")
         if self._parents.setdefault(child, parent) != parent:
             raise SourceError(
-                f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"
+                f"{self._where}: the frame '{child}' has the parents "
+                f"'{self._parents[child]}' and '{parent}'"
             )
         if is_static:
             matrices = pose(
@@ -46,7 +50,9 @@ class FrameTree:
             self._moving.setdefault(child, []).append(edges)
 
     def settle(self) -> None:
-        """Take as static what was said once, as logs without a topic for static transforms have it."""
+        """Take as static what was said once, as logs without a topic for static transforms have
+        it.
+        """
         for child, parts in list(self._moving.items()):
             stamps = np.concatenate([part.stamp_ns for part in parts])
             if (stamps == stamps[0]).all():
@@ -54,21 +60,25 @@ class FrameTree:
                 self.add(parts[0].rows(np.arange(1)), is_static=True)
 
     def sensor2ego(self, frame: str, ego: str) -> F64:
-        """Return static transform (4, 4); raise SourceError where static transforms do not connect the two frames."""
+        """Return static transform (4, 4); raise SourceError where static transforms do not
+        connect the two frames.
+        """
         up, sensor2top = self._top(frame)
         up_ego, ego2top = self._top(ego)
         if up != up_ego:
-            known = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
+            frames = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
             raise SourceError(
-                f"{self._where}: no static transform connects the sensor frame '{frame}' with '{ego}', the option "
-                f"ego_frame; known frames: {known}"
+                f"{self._where}: no static transform connects the sensor frame '{frame}' "
+                f"with '{ego}', the option ego_frame; known frames: {frames}"
             )
         return np.asarray(invert_rigid(ego2top) @ sensor2top)
 
     def trajectory(self, ego: str, top: str, max_gap_s: float) -> Trajectory:
-        """Return poses of ``ego`` in ``top``; an empty ``top`` is the first of map, odom above it, else the uppermost.
+        """Return poses of ``ego`` in ``top``; an empty ``top`` is the first of map, odom above it,
+        else the uppermost.
 
-        Times are those of the moving transform next to ``ego``. Raises SourceError where nothing moves.
+        Times are those of the moving transform next to ``ego``. Raises SourceError where nothing
+        moves.
         """
         chain = self._chain(ego)
         if not top:
@@ -77,16 +87,17 @@ class FrameTree:
             child in self._moving for child in chain[: chain.index(top)]
         ):
             raise SourceError(
-                f"{self._where}: the transforms do not say how '{ego}' moves in '{top}': above '{ego}' are "
-                f"{', '.join(chain[1:]) or 'no frames'}; the options ego_frame and global_frame name other frames, "
-                "poses=TOPIC takes an Odometry topic, poses=none goes without"
+                f"{self._where}: the transforms do not say how '{ego}' moves in '{top}': "
+                f"above '{ego}' are {', '.join(chain[1:]) or 'no frames'}; the options "
+                "ego_frame and global_frame name other frames, poses=TOPIC takes an "
+                "Odometry topic, poses=none goes without"
             )
         children = chain[: chain.index(top)]
         first = next(child for child in children if child in self._moving)
         if children == [first]:
             return edges_trajectory(self._moving[first], f"{self._where}: {first}", max_gap_s)
         times = np.unique(np.concatenate([part.stamp_ns for part in self._moving[first]]))
-        found = np.broadcast_to(np.eye(4), (len(times), 4, 4))
+        poses = np.broadcast_to(np.eye(4), (len(times), 4, 4))
         for child in children:
             if child in self._moving:
                 step = edges_trajectory(
@@ -94,9 +105,9 @@ class FrameTree:
                 ).at(times)
             else:
                 step = self._fixed[child][1]
-            found = step @ found
-        known = ~np.isnan(found[:, 0, 0])
-        return Trajectory(times[known], found[known], self._where, max_gap_s=max_gap_s)
+            poses = step @ poses
+        is_known = ~np.isnan(poses[:, 0, 0])
+        return Trajectory(times[is_known], poses[is_known], self._where, max_gap_s=max_gap_s)
 
     def _chain(self, frame: str) -> list[str]:
         chain = [frame]
@@ -109,15 +120,17 @@ class FrameTree:
     def _top(self, frame: str) -> tuple[str, F64]:
         """Return the uppermost frame that static transforms lead to, and the way there."""
         self._chain(frame)
-        found = np.eye(4)
+        transform = np.eye(4)
         while frame in self._fixed:
             frame, step = self._fixed[frame]
-            found = step @ found
-        return frame, found
+            transform = step @ transform
+        return frame, transform
 
 
 def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Trajectory:
-    """Return the trajectory of one moving frame, in time order; of edges with the same stamp the first counts."""
+    """Return the trajectory of one moving frame, in time order; of edges with the same stamp the
+    first counts.
+    """
     if not parts:
         return Trajectory(np.empty(0, np.int64), np.empty((0, 4, 4)), where, max_gap_s=max_gap_s)
     stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))

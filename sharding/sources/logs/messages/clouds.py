@@ -1,4 +1,6 @@
-"""Point clouds of any layout as columns: of lidars x, y, z, intensity, ring, time; of radars those that they have."""
+"""Point clouds of any layout as columns: of lidars x, y, z, intensity, ring, time; of radars
+those that they have.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,20 @@ _VECTORS: Final = (
     ("vx_comp", "vy_comp"),
     ("velocity_x", "velocity_y"),
 )
-"""Columns that turn with the points; of those with the same first one, the first that is there counts."""
+"""Columns that turn with the points; of those with the same first one, the first that is there
+counts.
+"""
 
 
 def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
-    """Return the entry of the table for a radar whose clouds have these columns, without their times, and ``dt_s``."""
-    times = {one.lower() for one in _NAMES["time"]}
+    """Return the entry of the table for a radar whose clouds have these columns, without their
+    times, and ``dt_s``.
+    """
+    times = {column.lower() for column in _NAMES["time"]}
     more = [
-        one.name for one in cloud.fields if one.name not in _AXES and one.name.lower() not in times
+        column.name
+        for column in cloud.fields
+        if column.name not in _AXES and column.name.lower() not in times
     ]
     columns = (*_AXES, *more, "dt_s")
     vectors = {group[0]: group for group in reversed(_VECTORS) if set(group) <= set(more)}
@@ -59,12 +67,17 @@ def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
         allows_inf=True,
         optional=True,
         source_name=topic,
-        description="in ego at the sample's time, as are vectors; other columns are as measured; dt_s since measured",
+        description=(
+            "in ego at the sample's time, as are vectors; other columns are as measured; dt_s "
+            "since measured"
+        ),
     )
 
 
 class RadarSweep(msgspec.Struct, frozen=True):
-    """What a radar's member needs beyond its cloud: ``sensor2ego`` are 16 numbers, of ego at the sample's time."""
+    """What a radar's member needs beyond its cloud: ``sensor2ego`` are 16 numbers, of ego at the
+    sample's time.
+    """
 
     columns: tuple[str, ...]
     vectors: tuple[tuple[str, ...], ...]
@@ -72,44 +85,49 @@ class RadarSweep(msgspec.Struct, frozen=True):
     sensor2ego: list[float]
 
 
-def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float32]:
-    """Return points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks; raise SourceError."""
+def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> NDArray[np.float32]:
+    """Return points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks;
+    raise SourceError.
+    """
     rows = _rows(cloud, where)
-    sensor2ego = np.array(made.sensor2ego).reshape(4, 4)
-    found = np.full((len(rows), len(made.columns)), np.nan)
-    for at, column in enumerate(made.columns):
+    sensor2ego = np.array(sweep.sensor2ego).reshape(4, 4)
+    points = np.full((len(rows), len(sweep.columns)), np.nan)
+    for number, column in enumerate(sweep.columns):
         if column in (rows.dtype.names or ()):
-            found[:, at] = rows[column]
-    found = found[np.isfinite(found[:, :3]).all(1)]
+            points[:, number] = rows[column]
+    points = points[np.isfinite(points[:, :3]).all(1)]
     if cloud.pose is not None:
         sensor2ego = sensor2ego @ pose(cloud.pose.wxyz, cloud.pose.xyz, where)
-    found[:, :3] = found[:, :3] @ sensor2ego[:3, :3].T + sensor2ego[:3, 3]
-    for group in made.vectors:
-        own = [made.columns.index(name) for name in group]
+    points[:, :3] = points[:, :3] @ sensor2ego[:3, :3].T + sensor2ego[:3, 3]
+    for group in sweep.vectors:
+        group_columns = [sweep.columns.index(name) for name in group]
         size = len(group)
-        found[:, own] = found[:, own] @ sensor2ego[:size, :size].T
-    found[:, -1] = made.dt_s
-    return np.asarray(found, np.float32)
+        points[:, group_columns] = points[:, group_columns] @ sensor2ego[:size, :size].T
+    points[:, -1] = sweep.dt_s
+    return np.asarray(points, np.float32)
 
 
 def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
-    """Return points (P, 6) in the cloud's frame, without those that lack a position; NaN for a missing column.
+    """Return points (P, 6) in the cloud's frame, without those that lack a position; NaN for a
+    missing column.
 
-    Time is seconds after the stamp: integers are nanoseconds (over 1e15: since 1970), floats seconds (over 1e9: since
-    1970).
+    Time is seconds after the stamp: integers are nanoseconds (over 1e15: since 1970), floats
+    seconds (over 1e9: since 1970).
     Raises SourceError, naming ``where``, for a layout that contradicts itself.
     """
     rows = _rows(cloud, where)
-    found = np.full((len(rows), len(COLUMNS)), np.nan, np.float32)
-    for at, column in enumerate(COLUMNS):
+    points = np.full((len(rows), len(COLUMNS)), np.nan, np.float32)
+    for number, column in enumerate(COLUMNS):
         name = next((name for name in _NAMES[column] if name in (rows.dtype.names or ())), None)
         if name is not None:
-            found[:, at] = _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
-    found = found[np.isfinite(found[:, :3]).all(1)]
+            points[:, number] = (
+                _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
+            )
+    points = points[np.isfinite(points[:, :3]).all(1)]
     if cloud.pose is not None:
         moved = pose(cloud.pose.wxyz, cloud.pose.xyz, where)
-        found[:, :3] = found[:, :3] @ moved[:3, :3].T + moved[:3, 3]
-    return found
+        points[:, :3] = points[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+    return points
 
 
 def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
@@ -120,11 +138,12 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
         field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields
     )
     row_step = cloud.row_step or cloud.width * cloud.step
-    needed = max(cloud.height - 1, 0) * row_step + cloud.width * cloud.step
-    if not inside or row_step < cloud.width * cloud.step or len(memoryview(cloud.data)) < needed:
+    num_bytes = max(cloud.height - 1, 0) * row_step + cloud.width * cloud.step
+    if not inside or row_step < cloud.width * cloud.step or len(memoryview(cloud.data)) < num_bytes:
         raise SourceError(
-            f"{where}: a cloud of {cloud.height} x {cloud.width} points of {cloud.step} bytes with the fields "
-            f"{', '.join(fields)} does not fit into its {len(memoryview(cloud.data))} bytes and rows of {row_step}"
+            f"{where}: a cloud of {cloud.height} x {cloud.width} points of {cloud.step} "
+            f"bytes with the fields {', '.join(fields)} does not fit into its "
+            f"{len(memoryview(cloud.data))} bytes and rows of {row_step}"
         )
     if not {"x", "y", "z"} <= fields.keys():
         raise SourceError(
@@ -146,8 +165,10 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
 def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:
     """Return seconds after the stamp."""
     if values.dtype.kind in "iu":
-        whole = values.astype(np.int64)
-        return np.asarray((whole - stamp_ns if len(whole) and whole.max() > 1e15 else whole) * 1e-9)
+        integers = values.astype(np.int64)
+        return np.asarray(
+            (integers - stamp_ns if len(integers) and integers.max() > 1e15 else integers) * 1e-9
+        )
     seconds = values.astype(np.float64)
     return np.asarray(
         seconds - stamp_ns * 1e-9 if len(seconds) and np.nanmax(seconds) > 1e9 else seconds

@@ -40,8 +40,8 @@ class Foxglove:
 
     def picture(self, data: Buffer) -> Picture:
         """Read the head of a picture."""
-        one = self._read(data)
-        return Picture(one.stamp_ns, one.text("frame_id"), *one.span("data"))
+        message = self._read(data)
+        return Picture(message.stamp_ns, message.text("frame_id"), *message.span("data"))
 
     def video_format(self, data: Buffer) -> str:
         """Read the codec of a video."""
@@ -49,14 +49,14 @@ class Foxglove:
 
     def calibration(self, data: Buffer) -> CameraInfo:
         """Read a CameraCalibration."""
-        one = self._read(data)
-        d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
-        width = one.number("width")
-        height = one.number("height")
-        model = one.text("distortion_model")
+        message = self._read(data)
+        d, k, r, p = (tuple(message.doubles(name)) for name in "DKRP")
+        width = message.number("width")
+        height = message.number("height")
+        model = message.text("distortion_model")
         return CameraInfo(
-            stamp_ns=one.stamp_ns,
-            frame_id=one.text("frame_id"),
+            stamp_ns=message.stamp_ns,
+            frame_id=message.text("frame_id"),
             width=width,
             height=height,
             model=model,
@@ -68,11 +68,11 @@ class Foxglove:
 
     def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
         """Yield each calibration with its stamp."""
-        return ((one.stamp_ns, one) for one in map(self.calibration, messages))
+        return ((info.stamp_ns, info) for info in map(self.calibration, messages))
 
     def transforms(self, data: Buffer) -> list[Edge]:
         """Read a FrameTransform or FrameTransforms."""
-        one = self._read(data)
+        message = self._read(data)
         return [
             Edge(
                 parent=edge.text("parent_frame_id"),
@@ -82,21 +82,21 @@ class Foxglove:
                 xyz=_vector(edge.message("translation")),
             )
             for edge in (
-                one.messages("transforms")
+                message.messages("transforms")
                 if self._topic.type.endswith("FrameTransforms")
-                else [one]
+                else [message]
             )
         ]
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
         """Read the transforms of many messages."""
-        return Edges.of(
+        return Edges.from_pairs(
             (row, edge) for row, data in enumerate(messages) for edge in self.transforms(data)
         )
 
     def marks(self, data: Buffer) -> Marks:
         """Read an ImageAnnotations."""
-        one = self._read(data)
+        message = self._read(data)
         shapes = [
             Shape(
                 stamp_ns=shape.stamp_ns,
@@ -105,43 +105,43 @@ class Foxglove:
                 y=[point.double("y") for point in shape.messages("points")],
                 about={pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
             )
-            for shape in one.messages("points")
+            for shape in message.messages("points")
         ]
         return Marks.of_shapes(
-            one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")]
+            message.stamp_ns, shapes, [text.text("text") for text in message.messages("texts")]
         )
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
         """Read stamp, frame and number of points, the number by the length of the message."""
-        one = self._read(data)
+        message = self._read(data)
         return (
-            one.stamp_ns,
-            one.text("frame_id"),
-            max(length // max(one.number("point_stride"), 1), 1),
+            message.stamp_ns,
+            message.text("frame_id"),
+            max(length // max(message.number("point_stride"), 1), 1),
         )
 
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud."""
-        one = self._read(data)
-        pose = one.message("pose")
-        frame_id = one.text("frame_id")
-        step = one.number("point_stride")
+        message = self._read(data)
+        pose = message.message("pose")
+        frame_id = message.text("frame_id")
+        step = message.number("point_stride")
         columns = tuple(
             PointField(field.text("name"), field.number("offset"), _KINDS[field.number("type")])
-            for field in one.messages("fields")
+            for field in message.messages("fields")
         )
-        start, length = one.span("data")
+        start, length = message.span("data")
         points = memoryview(data)[start : start + length]
         width = length // max(step, 1)
         turn = _quaternion(pose.message("orientation"))
         moved = _vector(pose.message("position"))
         edge = (
-            Edge(parent=frame_id, child=frame_id, stamp_ns=one.stamp_ns, wxyz=turn, xyz=moved)
+            Edge(parent=frame_id, child=frame_id, stamp_ns=message.stamp_ns, wxyz=turn, xyz=moved)
             if any(turn)
             else None
         )
         return Cloud(
-            stamp_ns=one.stamp_ns,
+            stamp_ns=message.stamp_ns,
             frame_id=frame_id,
             height=1,
             width=width,

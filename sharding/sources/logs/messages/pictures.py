@@ -26,7 +26,8 @@ _PLAIN: Final = {
     "mono8": ("GRAY", 1),
 }
 _ORDERS: Final = ("rggb", "bggr", "gbrg", "grbg")
-# OpenCV names a Bayer pattern by the second row's second and third pixel, ROS by the first row's first two.
+# OpenCV names a Bayer pattern by the second row's second and third pixel, ROS by the first row's
+# first two.
 _CONVERTED: Final = {
     "bayer_rggb8": (cv2.COLOR_BayerBG2RGB, 1),
     "bayer_bggr8": (cv2.COLOR_BayerRG2RGB, 1),
@@ -48,7 +49,9 @@ ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
 
 class EncodedHead(NamedTuple):
-    """``text`` are the first bytes of a JPEG, which say its size [px] and are mostly those of the next one too."""
+    """``text`` are the first bytes of a JPEG, which say its size [px] and are mostly those of
+    the next one too.
+    """
 
     text: bytes
     extension: str
@@ -61,12 +64,12 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
 
     Raises ImageError for what is no JPEG or PNG that can be read.
     """
-    for most in (896, 4 << 10, 64 << 10, 1 << 20):
-        head = read(min(most, length))
+    for limit in (896, 4 << 10, 64 << 10, 1 << 20):
+        head = read(min(limit, length))
         try:
             info = probe(head)
         except ImageError:
-            if most >= min(length, 1 << 20):
+            if limit >= min(length, 1 << 20):
                 raise
         else:
             extension = "png" if info.format == "png" else "jpg"
@@ -79,22 +82,26 @@ def check_no_depth(topic: str, form: str, head: Buffer) -> None:
     has_png = bytes(head[_DEPTH_HEAD_BYTES:][: len(_PNG)]) == _PNG
     if has_png or any(name in form for name in ("compressedDepth", "16UC1", "32FC1")):
         raise SourceError(
-            f"topic '{topic}' has compressed depth ('{form}'), which is no image of a camera: name the topics of "
-            "cameras without it, by the option cameras={CHANNEL: TOPIC, ...}; depth is written as a layer of the "
-            "dataset (docs/layers.md)"
+            f"topic '{topic}' has compressed depth ('{form}'), which is no image of a "
+            "camera: name the topics of cameras without it, by the option cameras={CHANNEL: "
+            "TOPIC, ...}; depth is written as a layer of the dataset (docs/layers.md)"
         )
 
 
 def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
-    """Raise SourceError, naming ``where``, for a raw encoding that has no JPEG of 8 bits, or only by levels."""
+    """Raise SourceError, naming ``where``, for a raw encoding that has no JPEG of 8 bits, or
+    only by levels.
+    """
     if encoding in _DEEP and not has_levels:
         raise SourceError(
-            f"{where} has the encoding '{encoding}' of 16 bits, and images have 8: the option levels says which values "
-            "become black and white, as levels={CHANNEL: [0, 4095]}; the option cameras leaves a topic out, as of depth"
+            f"{where} has the encoding '{encoding}' of 16 bits, and images have 8: the "
+            "option levels says which values become black and white, as levels={CHANNEL: "
+            "[0, 4095]}; the option cameras leaves a topic out, as of depth"
         )
     if encoding not in ENCODINGS:
         raise SourceError(
-            f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}; the option "
+            f"{where} has the encoding '{encoding}'; raw pictures are read of "
+            f"{', '.join(ENCODINGS)}; the option "
             "cameras={CHANNEL: TOPIC, ...} leaves a topic out, as of depth"
         )
 
@@ -110,8 +117,8 @@ def raw_fault(picture: Picture) -> str:
     if picture.step >= row_bytes and picture.length >= picture.step * picture.height:
         return ""
     return (
-        f"{picture.width}x{picture.height} pixels of {picture.encoding} in rows of {picture.step} bytes do not fit "
-        f"into {picture.length} bytes"
+        f"{picture.width}x{picture.height} pixels of {picture.encoding} in rows of "
+        f"{picture.step} bytes do not fit into {picture.length} bytes"
     )
 
 
@@ -142,7 +149,7 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         image = np.asarray(cv2.cvtColor(image, code), np.uint8)
-    made: bytes = simplejpeg.encode_jpeg(
+    encoded: bytes = simplejpeg.encode_jpeg(
         image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray"
     )
-    return made
+    return encoded

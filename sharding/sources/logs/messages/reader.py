@@ -32,7 +32,8 @@ class Reader:
         self.is_proto = topic.encoding == "protobuf"
         if topic.encoding not in ("cdr", "protobuf"):
             raise SourceError(
-                f"topic '{topic.name}' has the encoding '{topic.encoding}'; cdr (ROS 2) and protobuf are read"
+                f"topic '{topic.name}' has the encoding '{topic.encoding}'; cdr (ROS 2) and "
+                "protobuf are read"
             )
         self._is_first = not self.is_proto
         self._form: Foxglove | Ros = Foxglove(topic) if self.is_proto else Ros(topic)
@@ -48,17 +49,17 @@ class Reader:
     def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
         """Read whole calibrations with their stamps; successive equal ones may be one record."""
         return self._guard(
-            lambda data: list(self._form.calibrations(data)), [one.data for one in messages]
+            lambda data: list(self._form.calibrations(data)), [message.data for message in messages]
         )
 
     def edges(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole transforms of many messages, by parent and child."""
-        return self._guard(self._form.edges, [one.data for one in messages])
+        return self._guard(self._form.edges, [message.data for message in messages])
 
     def poses(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
         assert isinstance(self._form, Ros), "a type of ROS"
-        return Edges.of(
+        return Edges.from_pairs(
             enumerate(self._guard(self._form.pose, message.data) for message in messages)
         )
 
@@ -68,7 +69,9 @@ class Reader:
 
     @property
     def columns(self) -> list[str]:
-        """Places of single numbers in a message of ROS; raises SourceError where it has none, or no stamp."""
+        """Places of single numbers in a message of ROS; raises SourceError where it has none, or
+        no stamp.
+        """
         names = (
             self._guard(lambda form: form.columns, self._form)
             if isinstance(self._form, Ros)
@@ -76,21 +79,24 @@ class Reader:
         )
         if not names:
             raise SourceError(
-                f"topic '{self._topic.name}' has the type {self._topic.type}, not a message of ROS 2 with numbers"
+                f"topic '{self._topic.name}' has the type {self._topic.type}, not a message "
+                "of ROS 2 with numbers"
             )
         return names
 
     def signals(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         assert isinstance(self._form, Ros), "a type of ROS"
-        return self._guard(self._form.signals, [one.data for one in messages])
+        return self._guard(self._form.signals, [message.data for message in messages])
 
     def cloud(self, message: Message) -> Cloud:
         """Read a whole point cloud."""
         return self._guard(self._form.cloud, message.data)
 
     def cloud_head(self, message: Message) -> tuple[int, str, int]:
-        """Read stamp, frame and number of points; for protobuf the number of 16-byte points that fit the message."""
+        """Read stamp, frame and number of points; for protobuf the number of 16-byte points that
+        fit the message.
+        """
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:
@@ -102,10 +108,13 @@ class Reader:
 
 
 def _check_plain(data: Any, topic: str) -> None:
-    """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
+    """Raise SourceError where the first message is compressed by itself, which no topic of MCAP
+    states.
+    """
     first = data[0] if isinstance(data, list) and data else data
     if isinstance(first, bytes | bytearray | memoryview) and bytes(first[:4]) == _ZSTD:
         raise SourceError(
-            f"topic '{topic}': messages are compressed one by one, as rosbag2 does by compression_mode MESSAGE: `ros2 "
-            "bag convert` makes a file with compressed chunks of them, which is read"
+            f"topic '{topic}': messages are compressed one by one, as rosbag2 does by "
+            "compression_mode MESSAGE: `ros2 bag convert` makes a file with compressed "
+            "chunks of them, which is read"
         )

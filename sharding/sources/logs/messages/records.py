@@ -46,8 +46,8 @@ CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 class Picture(msgspec.Struct, frozen=True, gc=False):
     """The head of a picture: its bytes are ``length`` from ``offset`` on in the message.
 
-    ``width``, ``height`` and ``step`` are of a raw one: 0 of others. ``encoding`` is that of a raw one, or
-    the format as the message states it;
+    ``width``, ``height`` and ``step`` are of a raw one: 0 of others. ``encoding`` is that of a raw
+    one, or the format as the message states it;
     ``big_endian`` are its pixels of 16 bits.
     """
 
@@ -63,7 +63,9 @@ class Picture(msgspec.Struct, frozen=True, gc=False):
 
 
 class CameraInfo(NamedTuple):
-    """What CameraInfo says: ``k`` (9,), ``r`` (9,) and ``p`` (12,) by rows, ``d``; ``roi`` is x, y, width, height."""
+    """What CameraInfo says: ``k`` (9,), ``r`` (9,) and ``p`` (12,) by rows, ``d``; ``roi`` is x,
+    y, width, height.
+    """
 
     stamp_ns: int
     frame_id: str
@@ -79,7 +81,9 @@ class CameraInfo(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The frame ``child`` in the frame ``parent`` at a time: rotation w, x, y, z, translation [m]."""
+    """The frame ``child`` in the frame ``parent`` at a time: rotation w, x, y, z, translation
+    [m].
+    """
 
     parent: str
     child: str
@@ -89,7 +93,9 @@ class Edge(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Edges of one parent and child, as columns of N in the order of recording; ``row`` numbers their messages."""
+    """Edges of one parent and child, as columns of N in the order of recording; ``row`` numbers
+    their messages.
+    """
 
     parent: str
     child: str
@@ -110,7 +116,7 @@ class Edges(NamedTuple):
         )
 
     @classmethod
-    def of(cls, edges: Iterable[tuple[int, Edge]]) -> list[Edges]:
+    def from_pairs(cls, edges: Iterable[tuple[int, Edge]]) -> list[Edges]:
         """Return columns of edges with the numbers of their messages, by parent and child."""
         by_frames: dict[tuple[str, str], list[tuple[int, Edge]]] = {}
         for row, edge in edges:
@@ -118,12 +124,12 @@ class Edges(NamedTuple):
         return [
             cls(
                 *frames,
-                np.array([row for row, _ in own], np.int64),
-                np.array([edge.stamp_ns for _, edge in own], np.int64),
-                np.array([edge.wxyz for _, edge in own], np.float64),
-                np.array([edge.xyz for _, edge in own], np.float64),
+                np.array([row for row, _ in pairs], np.int64),
+                np.array([edge.stamp_ns for _, edge in pairs], np.int64),
+                np.array([edge.wxyz for _, edge in pairs], np.float64),
+                np.array([edge.xyz for _, edge in pairs], np.float64),
             )
-            for frames, own in by_frames.items()
+            for frames, pairs in by_frames.items()
         ]
 
     @classmethod
@@ -132,15 +138,19 @@ class Edges(NamedTuple):
         by_frames: dict[tuple[str, str], list[Edges]] = {}
         for part in parts:
             by_frames.setdefault(part[:2], []).append(part)
-        whole = [
-            cls(*frames, *map(np.concatenate, zip(*(part[2:] for part in own), strict=True)))
-            for frames, own in by_frames.items()
+        joined_edges = [
+            cls(*frames, *map(np.concatenate, zip(*(part[2:] for part in pair_parts), strict=True)))
+            for frames, pair_parts in by_frames.items()
         ]
-        return [one.rows(np.argsort(one.row, kind="stable")) for one in whole]
+        return [
+            pair_edges.rows(np.argsort(pair_edges.row, kind="stable"))
+            for pair_edges in joined_edges
+        ]
 
 
 class Marks(NamedTuple):
-    """Boxes in a picture: left, top, right, bottom [px], where 0 is the left edge of the first pixel; category, track.
+    """Boxes in a picture: left, top, right, bottom [px], where 0 is the left edge of the first
+    pixel; category, track.
 
     A category that is not stated is "unknown", and a track "".
     """
@@ -152,24 +162,26 @@ class Marks(NamedTuple):
 
     @classmethod
     def of_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
-        """Return the bounds of closed lines; where there are as many texts, these name lines without a category."""
+        """Return the bounds of closed lines; where there are as many texts, these name lines
+        without a category.
+        """
         loops = [shape for shape in shapes if shape.kind == _LINE_LOOP and shape.x]
         names = texts if len(texts) == len(loops) else [""] * len(loops)
-        box = [(min(one.x), min(one.y), max(one.x), max(one.y)) for one in loops]
+        box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
 
-        def said(one: Shape, keys: tuple[str, ...]) -> str:
-            return next((one.about[key] for key in keys if one.about.get(key)), "")
+        def said(loop: Shape, keys: tuple[str, ...]) -> str:
+            return next((loop.about[key] for key in keys if loop.about.get(key)), "")
 
         category = [
-            said(one, ("category", "class", "label")) or name
-            for one, name in zip(loops, names, strict=True)
+            said(loop, ("category", "class", "label")) or name
+            for loop, name in zip(loops, names, strict=True)
         ]
-        stamps = (stamp_ns, *(one.stamp_ns for one in shapes))
+        stamps = (stamp_ns, *(loop.stamp_ns for loop in shapes))
         return cls(
             next(filter(None, stamps), 0),
             box,
             [name or UNKNOWN for name in category],
-            [said(one, ("track", "track_id", "id")) for one in loops],
+            [said(loop, ("track", "track_id", "id")) for loop in loops],
         )
 
 
@@ -192,7 +204,9 @@ class PointField(NamedTuple):
 
 
 class Cloud(NamedTuple):
-    """A point cloud: rows of ``width`` points, ``step`` bytes each; ``row_step`` bytes a row; ``pose`` moves them."""
+    """A point cloud: rows of ``width`` points, ``step`` bytes each; ``row_step`` bytes a row;
+    ``pose`` moves them.
+    """
 
     stamp_ns: int
     frame_id: str

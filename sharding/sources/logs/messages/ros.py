@@ -1,4 +1,6 @@
-"""ROS 2 messages: CDR (OMG DDS-XTypes 7.4), read by rosbags; of pictures and clouds the head is read here."""
+"""ROS 2 messages: CDR (OMG DDS-XTypes 7.4), read by rosbags; of pictures and clouds the head is
+read here.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,13 @@ class Ros:
         return type_store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
-        """Read the head of a picture; parse one again only if more than stamp and length changed."""
+        """Read the head of a picture; parse one again only if more than stamp and length
+        changed.
+        """
         order, text, last = self._pictured
-        at = last.offset - 4
-        if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
-            (length,) = _readers(data)[0](data, at)
+        length_at = last.offset - 4
+        if data[_STAMP.stop : length_at] == text and data[: _STAMP.start] == order:
+            (length,) = _readers(data)[0](data, length_at)
             return Picture(
                 stamp_ns=_stamp_ns(data, _STAMP.start),
                 frame_id=last.frame_id,
@@ -125,7 +129,9 @@ class Ros:
         return str(self._read(data).format)
 
     def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
-        """Yield each calibration with its stamp; one that equals the one before it is the same record."""
+        """Yield each calibration with its stamp; one that equals the one before it is the same
+        record.
+        """
         for data in messages:
             text = data[_STAMP.stop :]
             if self._calibrated is None or self._calibrated[0] != text:
@@ -158,7 +164,7 @@ class Ros:
                     f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms"
                 )
             return edges
-        one = self._read(data)
+        message = self._read(data)
         return [
             Edge(
                 parent=edge.parent_frame_id,
@@ -167,7 +173,7 @@ class Ros:
                 wxyz=_wxyz(edge.rotation),
                 xyz=_xyz(edge.translation),
             )
-            for edge in getattr(one, "transforms", [one])
+            for edge in getattr(message, "transforms", [message])
         ]
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
@@ -177,13 +183,13 @@ class Ros:
         """
         alike: dict[tuple[int, bytes], list[int]] = {}
         for row, data in enumerate(messages):
-            at = _last_pose(data)
+            pose_offset = _last_pose(data)
             key = (
                 len(data),
-                bytes(data[: _FIRST_STAMP.start]) + bytes(data[_FIRST_STAMP.stop : at]),
+                bytes(data[: _FIRST_STAMP.start]) + bytes(data[_FIRST_STAMP.stop : pose_offset]),
             )
             alike.setdefault(key, []).append(row)
-        found: list[Edges] = []
+        edges_read: list[Edges] = []
         loose: list[tuple[int, Edge]] = []
         for rows in alike.values():
             edges = self.transforms(messages[rows[0]])
@@ -191,7 +197,7 @@ class Ros:
                 loose += [(row, edge) for row in rows for edge in self.transforms(messages[row])]
                 continue
             data = messages[rows[0]]
-            at = _last_pose(data)
+            pose_offset = _last_pose(data)
             order = "<" if data[1] & 1 else ">"
             table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(
                 len(rows), -1
@@ -200,32 +206,34 @@ class Ros:
                 np.ascontiguousarray(table[:, _FIRST_STAMP]).view(f"{order}u4").astype(np.int64)
             )
             poses = (
-                np.ascontiguousarray(table[:, at : at + _POSE_BYTES])
+                np.ascontiguousarray(table[:, pose_offset : pose_offset + _POSE_BYTES])
                 .view(f"{order}f8")
                 .astype(np.float64)
             )
             stamp_ns = stamps @ np.array([1_000_000_000, 1])
-            own = np.array(rows)
-            found.append(
+            message_rows = np.array(rows)
+            edges_read.append(
                 Edges(
                     parent=edges[0].parent,
                     child=edges[0].child,
-                    row=own,
+                    row=message_rows,
                     stamp_ns=stamp_ns,
                     wxyz=poses[:, [6, 3, 4, 5]],
                     xyz=poses[:, :3],
                 )
             )
-        return Edges.joined([*found, *Edges.of(loose)])
+        return Edges.joined([*edges_read, *Edges.from_pairs(loose)])
 
     def pose(self, data: Buffer) -> Edge:
         """Read an Odometry, a PoseStamped, or one with covariance."""
-        one = self._read(data)
-        pose = one.pose if self._topic.type == "geometry_msgs/PoseStamped" else one.pose.pose
-        child = getattr(one, "child_frame_id", "")
-        stamp_ns = _time_ns(one.header.stamp)
+        message = self._read(data)
+        pose = (
+            message.pose if self._topic.type == "geometry_msgs/PoseStamped" else message.pose.pose
+        )
+        child = getattr(message, "child_frame_id", "")
+        stamp_ns = _time_ns(message.header.stamp)
         return Edge(
-            parent=one.header.frame_id,
+            parent=message.header.frame_id,
             child=child,
             stamp_ns=stamp_ns,
             wxyz=_wxyz(pose.orientation),
@@ -234,14 +242,16 @@ class Ros:
 
     @functools.cached_property
     def columns(self) -> list[str]:
-        """Places of the single numbers of a message, such as ``twist.linear.x``; none in lists, as of covariances."""
+        """Places of the single numbers of a message, such as ``twist.linear.x``; none in lists,
+        as of covariances.
+        """
         fields = type_store(self._type, self._topic.schema).fielddefs
 
         def paths(kind: str) -> Iterator[str]:
-            for name, (node, own) in fields[kind][1]:
-                if node.name == "NAME" and own not in _TIMES:
-                    yield from (f"{name}.{path}" for path in paths(own))
-                elif node.name == "BASE" and own[0] != "string":
+            for name, (node, field_kind) in fields[kind][1]:
+                if node.name == "NAME" and field_kind not in _TIMES:
+                    yield from (f"{name}.{path}" for path in paths(field_kind))
+                elif node.name == "BASE" and field_kind[0] != "string":
                     yield name
 
         return list(paths(self._type))
@@ -249,12 +259,13 @@ class Ros:
     def signals(self, messages: Sequence[Buffer]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         read = [operator.attrgetter(path) for path in self.columns]
-        found = [self._read(data) for data in messages]
+        records = [self._read(data) for data in messages]
         stamps = [
-            _time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found
+            _time_ns(record.header.stamp if hasattr(record, "header") else record.stamp)
+            for record in records
         ]
         return np.array(stamps, np.int64), np.array(
-            [[get(one) for get in read] for one in found], np.float64
+            [[get(record) for get in read] for record in records], np.float64
         )
 
     def marks(self, data: Buffer) -> Marks:
@@ -262,7 +273,7 @@ class Ros:
 
         The bounds of a box that is turned, and the category of the best score.
         """
-        one = self._read(data)
+        message = self._read(data)
         if self._topic.type != "vision_msgs/Detection2DArray":
             shapes = [
                 Shape(
@@ -272,14 +283,14 @@ class Ros:
                     y=[point.y for point in shape.points],
                     about={pair.key: pair.value for pair in getattr(shape, "metadata", ())},
                 )
-                for shape in one.points
+                for shape in message.points
             ]
-            stamp_ns = _time_ns(one.timestamp) if hasattr(one, "timestamp") else 0
+            stamp_ns = _time_ns(message.timestamp) if hasattr(message, "timestamp") else 0
             return Marks.of_shapes(
-                stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())]
+                stamp_ns, shapes, [text.text for text in getattr(message, "texts", ())]
             )
-        found = Marks(_time_ns(one.header.stamp), [], [], [])
-        for detection in one.detections:
+        found = Marks(_time_ns(message.header.stamp), [], [], [])
+        for detection in message.detections:
             centre = detection.bbox.center
             size = (detection.bbox.size_x / 2, detection.bbox.size_y / 2)
             place = getattr(centre, "position", centre)
@@ -305,20 +316,20 @@ class Ros:
 
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud2."""
-        one = self._read(data)
+        message = self._read(data)
         columns = tuple(
-            PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields
+            PointField(field.name, field.offset, _KINDS[field.datatype]) for field in message.fields
         )
         return Cloud(
-            stamp_ns=_time_ns(one.header.stamp),
-            frame_id=one.header.frame_id,
-            height=one.height,
-            width=one.width,
+            stamp_ns=_time_ns(message.header.stamp),
+            frame_id=message.header.frame_id,
+            height=message.height,
+            width=message.width,
             fields=columns,
-            big_endian=bool(one.is_bigendian),
-            step=one.point_step,
-            row_step=one.row_step,
-            data=one.data,
+            big_endian=bool(message.is_bigendian),
+            step=message.point_step,
+            row_step=message.row_step,
+            data=message.data,
         )
 
 
@@ -340,14 +351,14 @@ def type_store(name: str, schema: bytes) -> Any:
         return _standard()
     if not schema:
         raise SourceError(
-            f"the log has no definition of the type {name}, which is none of ROS 2's own; `ros2 bag convert` of ROS 2 "
-            "Iron or later writes one that has"
+            f"the log has no definition of the type {name}, which is none of ROS 2's own; "
+            "`ros2 bag convert` of ROS 2 Iron or later writes one that has"
         )
     text = schema.decode()
     if text.count("\n") > _MOST_LINES:
         raise ValueError(f"its definition has over {_MOST_LINES} lines")
     types = get_types_from_msg(text, name)
-    found = get_typestore(Stores.ROS2_HUMBLE)
+    store = get_typestore(Stores.ROS2_HUMBLE)
     header = types.get("std_msgs/msg/Header", ((), ()))
     if [field for field, _ in header[1]] == [
         "seq",
@@ -358,30 +369,32 @@ def type_store(name: str, schema: bytes) -> Any:
     sizes: dict[str, int] = {}
 
     def num_values(kind: str, inside: tuple[str, ...]) -> int:
-        """Count the values of a message (numbers, texts, lists), for each of which the library writes code."""
+        """Count the values of a message (numbers, texts, lists), for each of which the library
+        writes code.
+        """
         if kind in inside:
             raise ValueError(f"in its definition {kind} has itself as a field")
         if kind not in sizes:
-            fields: Any = types[kind][1] if kind in types else found.fielddefs[kind][1]
+            fields: Any = types[kind][1] if kind in types else store.fielddefs[kind][1]
             sizes[kind] = 1 + sum(
-                of_field(node, about, (*inside, kind)) for _, (node, about) in fields
+                count_values(node, detail, (*inside, kind)) for _, (node, detail) in fields
             )
             if sizes[kind] > _MOST_VALUES:
                 raise ValueError(f"in its definition {kind} has over {_MOST_VALUES} values")
         return sizes[kind]
 
-    def of_field(node: Any, about: Any, inside: tuple[str, ...]) -> int:
+    def count_values(node: Any, detail: Any, inside: tuple[str, ...]) -> int:
         if node in (Nodetype.ARRAY, Nodetype.SEQUENCE):
-            (node, about), number = about
-            is_numbers = node == Nodetype.BASE and about[0] != "string"
+            (node, detail), number = detail
+            is_numbers = node == Nodetype.BASE and detail[0] != "string"
             number = 1 if is_numbers or node == Nodetype.SEQUENCE else max(number, 1)
         else:
             number = 1
-        return int(number) * (num_values(about, inside) if node == Nodetype.NAME else 1)
+        return int(number) * (num_values(detail, inside) if node == Nodetype.NAME else 1)
 
     num_values(name, ())
-    found.register(types)
-    return found
+    store.register(types)
+    return store
 
 
 class _Cdr:
@@ -393,9 +406,9 @@ class _Cdr:
         self._u32 = _readers(data)[0]
 
     def u32(self) -> int:
-        at = self.at + -self.at % 4
-        self.at = at + 4
-        (value,) = self._u32(self._data, at)
+        position = self.at + -self.at % 4
+        self.at = position + 4
+        (value,) = self._u32(self._data, position)
         return int(value)
 
     def text(self) -> str:
@@ -409,9 +422,9 @@ class _Cdr:
         return self._data[start : start + length]
 
     def stamp(self) -> int:
-        at = self.at + -self.at % 4
-        self.at = at + 8
-        return _stamp_ns(self._data, at)
+        position = self.at + -self.at % 4
+        self.at = position + 8
+        return _stamp_ns(self._data, position)
 
     def edge(self) -> Edge:
         """Read a TransformStamped."""
@@ -419,9 +432,9 @@ class _Cdr:
         self.at = stamp_at + 8
         parent = self.text()
         child = self.text()
-        at = self.at + (4 - self.at) % 8
-        self.at = at + _POSE_BYTES
-        x, y, z, qx, qy, qz, w = _readers(self._data)[2](self._data, at)
+        position = self.at + (4 - self.at) % 8
+        self.at = position + _POSE_BYTES
+        x, y, z, qx, qy, qz, w = _readers(self._data)[2](self._data, position)
         return Edge(
             parent=parent,
             child=child,
@@ -436,12 +449,14 @@ def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:
 
 
 def _last_pose(data: Buffer) -> int:
-    """Return where the last transform of a TFMessage has its translation: padding to 4 bytes follows it."""
+    """Return where the last transform of a TFMessage has its translation: padding to 4 bytes
+    follows it.
+    """
     return len(data) - _POSE_BYTES - (len(data) - 4) % 8
 
 
-def _stamp_ns(data: Buffer, at: int) -> int:
-    seconds, rest = _readers(data)[1](data, at)
+def _stamp_ns(data: Buffer, position: int) -> int:
+    seconds, rest = _readers(data)[1](data, position)
     return int(seconds * 1_000_000_000 + rest)
 
 

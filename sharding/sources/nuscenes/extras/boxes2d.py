@@ -1,4 +1,6 @@
-"""2-D boxes of nuScenes: the bounds of what of each 3-D box is in an image, and the tables' tokens of each box."""
+"""2-D boxes of nuScenes: the bounds of what of each 3-D box is in an image, and the tables'
+tokens of each box.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
 
-_DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
+_DESCRIPTION: Final = (
+    "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in "
+    "boxes"
+)
 _NEAR_M: Final = 0.1
 _FACES: Final = np.array(
     ((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5))
@@ -29,7 +34,10 @@ _FACES: Final = np.array(
 
 TOKENS: Final = value_channel(
     "box_tokens",
-    description='JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the order of boxes',
+    description=(
+        'JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the '
+        "order of boxes"
+    ),
 )
 
 
@@ -38,22 +46,24 @@ def image_box_channels(cameras: Sequence[str]) -> tuple[Channel, ...]:
     return tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras)
 
 
-def image_boxes(rows: SceneRows, at: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
-    """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not rectified."""
-    found: dict[str, ImageBoxRows] = {}
-    ego2global = rows.ego2global[at]
+def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
+    """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not
+    rectified.
+    """
+    boxes_by_camera: dict[str, ImageBoxRows] = {}
+    ego2global = rows.ego2global[number]
     frame = np.zeros(len(boxes.category), np.int64)
     category = np.array(boxes.category, object)
     track = np.array(boxes.track, object)
     columns = in_ego([(0, boxes)], frame, np.zeros(1, np.int64), ego2global[None])
     corners = box_corners(columns["boxes3d"], columns["rotation_wxyz"]).astype(np.float64)
-    for camera, image in rows.images[at].items():
+    for camera, image in rows.images[number].items():
         if image.absent:
             continue
         if image.dist:
             raise SourceError(
-                f"sample '{rows.tokens[at]}': the image of '{camera}' is not rectified, so that its 2-D boxes are not "
-                "known; leave out 'boxes2d' in the option channels"
+                f"sample '{rows.tokens[number]}': the image of '{camera}' is not rectified, "
+                "so that its 2-D boxes are not known; leave out 'boxes2d' in the option channels"
             )
         assert image.intrinsics is not None and image.cam2ego is not None, (
             "every camera is calibrated"
@@ -62,23 +72,25 @@ def image_boxes(rows: SceneRows, at: int, boxes: BoxRows) -> dict[str, ImageBoxR
         ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
         in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
         bounds, numbers = image_bounds(in_camera, image.intrinsics, (image.width, image.height))
-        found[camera] = ImageBoxRows(
+        boxes_by_camera[camera] = ImageBoxRows(
             box=bounds,
             category=category[numbers].tolist(),
             track=track[numbers].tolist(),
             row=numbers,
         )
-    return found
+    return boxes_by_camera
 
 
 def image_bounds(
     corners: NDArray[np.float64], intrinsics: NDArray[np.float64], size_wh: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K boxes.
+    """Return bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K
+    boxes.
 
-    ``corners`` (M, 8, 3) are in camera axes, in the order of `Boxes.corners`. The image reaches from -0.5 to
-    side - 0.5: the centre of the first pixel is 0. A box is cut off 0.1 m before the camera and at the image's
-    borders, side by side, so that the bounds are those of what is left, not those of its corners.
+    ``corners`` (M, 8, 3) are in camera axes, in the order of `Boxes.corners`. The image reaches
+    from -0.5 to side - 0.5: the centre of the first pixel is 0. A box is cut off 0.1 m before the
+    camera and at the image's borders, side by side, so that the bounds are those of what is left,
+    not those of its corners.
     """
     width, height = size_wh
     u, v, z = intrinsics
@@ -87,25 +99,27 @@ def image_bounds(
     distance = corners @ planes.T - shifts
     is_outside = (distance < 0).all(1).any(1)
     is_inside = (distance >= 0).all((1, 2))
-    found = np.full((len(corners), 4), np.nan)
-    whole = corners[is_inside] @ intrinsics.T
-    pixels = whole[..., :2] / whole[..., 2:]
-    found[is_inside] = np.concatenate((pixels.min(1), pixels.max(1)), 1)
+    bounds = np.full((len(corners), 4), np.nan)
+    projected = corners[is_inside] @ intrinsics.T
+    pixels = projected[..., :2] / projected[..., 2:]
+    bounds[is_inside] = np.concatenate((pixels.min(1), pixels.max(1)), 1)
     for row in np.flatnonzero(~is_inside & ~is_outside).tolist():
-        kept = [_clipped(corners[row, face], planes, shifts) for face in _FACES]
-        image = np.concatenate(kept) @ intrinsics.T
+        faces = [_clipped(corners[row, face], planes, shifts) for face in _FACES]
+        image = np.concatenate(faces) @ intrinsics.T
         if len(image):
             pixels = image[:, :2] / image[:, 2:]
-            found[row] = (*pixels.min(0), *pixels.max(0))
-    rows = np.flatnonzero((found[:, 2:] > found[:, :2]).all(1))
+            bounds[row] = (*pixels.min(0), *pixels.max(0))
+    rows = np.flatnonzero((bounds[:, 2:] > bounds[:, :2]).all(1))
     limits = (width - 0.5, height - 0.5, width - 0.5, height - 0.5)
-    return np.clip(found[rows], -0.5, limits), rows
+    return np.clip(bounds[rows], -0.5, limits), rows
 
 
 def _clipped(
     polygon: NDArray[np.float64], planes: NDArray[np.float64], shifts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland and Hodgman, 1974."""
+    """Return part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland
+    and Hodgman, 1974.
+    """
     for plane, shift in zip(planes, shifts, strict=True):
         distance = polygon @ plane - shift
         following = np.roll(distance, -1)
@@ -114,8 +128,8 @@ def _clipped(
             distance, distance - following, out=np.zeros_like(distance), where=crosses
         )
         crossing = polygon + share[:, None] * (np.roll(polygon, -1, 0) - polygon)
-        both = np.stack((polygon, crossing), 1).reshape(-1, 3)
-        polygon = both[np.stack((distance >= 0, crosses), 1).reshape(-1)]
+        vertices = np.stack((polygon, crossing), 1).reshape(-1, 3)
+        polygon = vertices[np.stack((distance >= 0, crosses), 1).reshape(-1)]
         if not len(polygon):
             break
     return polygon

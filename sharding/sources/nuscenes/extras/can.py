@@ -1,4 +1,5 @@
-"""nuScenes' CAN bus as channels: the messages between a keyframe and the one before it, as they were measured.
+"""nuScenes' CAN bus as channels: the messages between a keyframe and the one before it, as they
+were measured.
 
 Fields, units and frames are those of the README of the CAN bus expansion:
 https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/can_bus/README.md
@@ -91,7 +92,9 @@ def can_channel(message: str, *, series: bool = False) -> Channel:
 
 
 class CanMessages(msgspec.Struct, frozen=True):
-    """What a worker needs to build the member: messages of ``after_us < utime <= until_us``, relative to the latter."""
+    """What a worker needs to build the member: messages of ``after_us < utime <= until_us``,
+    relative to the latter.
+    """
 
     message: str
     file: str
@@ -101,14 +104,17 @@ class CanMessages(msgspec.Struct, frozen=True):
     def member(self, read: Callable[[str], bytes]) -> bytes:
         """Return the member's bytes; raise SourceError."""
         times, values = _parsed(read, self.message, self.file)
-        kept = (times > self.after_us) & (times <= self.until_us)
-        rows = np.concatenate([(self.until_us - times[kept, None]) * 1e-6, values[kept]], 1)
+        mask = (times > self.after_us) & (times <= self.until_us)
+        rows = np.concatenate([(self.until_us - times[mask, None]) * 1e-6, values[mask]], 1)
         channel = can_channel(self.message)
         return KINDS[channel.kind].encode(rows, channel)
 
 
 class CanBus:
-    """The messages of all scenes; nuScenes lacks several scenes and messages. ``has_series``: they are series."""
+    """The messages of all scenes; nuScenes lacks several scenes and messages.
+
+    ``has_series``: they are series.
+    """
 
     def __init__(self, *, has_series: bool) -> None:
         self.has_series = has_series
@@ -117,8 +123,10 @@ class CanBus:
     def series(
         self, files: SourceFiles, scene: str, times_ns: Sequence[int]
     ) -> tuple[tuple[str, ...], dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]]:
-        """Return the files of a scene with samples at these times, and their series; raise SourceError."""
-        found = []
+        """Return the files of a scene with samples at these times, and their series; raise
+        SourceError.
+        """
+        files_found = []
         series = {}
         for message in MESSAGES if self.has_series else ():
             file = f"{FOLDER}/{scene}_{message}.json"
@@ -126,47 +134,51 @@ class CanBus:
             if files.facts(file) is not None:
                 times_us, values = parse_can(files.read(file), message, file)
                 series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
-                found.append(file)
-        return tuple(found), series
+                files_found.append(file)
+        return tuple(files_found), series
 
-    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+    def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the members of one sample, as far as their files are there; none of series."""
         if self.has_series:
             return
         keyframes = rows.keyframes
-        sample = rows.samples[at]
-        until_us = rows.timestamp_us[at]
+        sample = rows.samples[number]
+        until_us = rows.timestamp_us[number]
         before = int(keyframes.joined["sample"].links["prev"][sample])
         after_us = (
             until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
         )
         for channel in self.channels:
             file = f"{FOLDER}/{rows.scene.name}_{channel.source_name}.json"
-            made = CanMessages(str(channel.source_name), file, after_us, until_us)
-            yield FileMember(channel.field, msgspec.json.encode(made).decode(), (file,))
+            messages = CanMessages(str(channel.source_name), file, after_us, until_us)
+            yield FileMember(channel.field, msgspec.json.encode(messages).decode(), (file,))
 
 
 @lru_cache(maxsize=8)
 def _parsed(
     read: Callable[[str], bytes], message: str, file: str
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that follow."""
+    """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that
+    follow.
+    """
     return parse_can(read(file), message, file)
 
 
 def parse_can(
     data: bytes, message: str, file: str
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raise SourceError."""
+    """Return times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raise
+    SourceError.
+    """
     fields = MESSAGES[message]
     records = read_json(
         data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'"
     )
     times = np.array([record.utime for record in records], np.int64)
     if (np.diff(times) < 0).any():
-        at = int(np.argmax(np.diff(times) < 0)) + 1
+        row = int(np.argmax(np.diff(times) < 0)) + 1
         raise SourceError(
-            f"CAN file '{file}': message {at} of {times[at]} us is earlier than the one before it"
+            f"CAN file '{file}': message {row} of {times[row]} us is earlier than the one before it"
         )
     columns = [
         np.array([getattr(record, field) for record in records], np.float64).reshape(

@@ -1,7 +1,9 @@
-"""The members of a sample beyond cameras, lidars and boxes, in groups: their form, and the group of one's own files.
+"""The members of a sample beyond cameras, lidars and boxes, in groups: their form, and the group of
+one's own files.
 
-``{version}/channels.json`` is a list of entries of the table of channels (FORMAT.md, section 2.1); the file of channel
-``depth`` of a sample is ``channels/depth/{sample token}.{extension}``. nuScenes itself has none.
+``{version}/channels.json`` is a list of entries of the table of channels (FORMAT.md, section 2.1);
+the file of channel ``depth`` of a sample is ``channels/depth/{sample token}.{extension}``. nuScenes
+itself has none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Group(Protocol):
         """Entries of the table, of what any sample may have."""
         ...
 
-    def members(self, rows: SceneRows, at: int) -> Iterable[FileMember | Reference]:
+    def members(self, rows: SceneRows, number: int) -> Iterable[FileMember | Reference]:
         """Return the members of sample number ``at`` of a scene; raise SourceError."""
         ...
 
@@ -45,7 +47,7 @@ class Stated(NamedTuple):
 
     channels: tuple[Channel, ...]
 
-    def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - there is nothing more
+    def members(self, rows: SceneRows, number: int) -> tuple[()]:  # noqa: ARG002 - there is nothing more
         """Return none."""
         return ()
 
@@ -66,11 +68,11 @@ class OwnChannels:
     def __init__(self, channels: tuple[Channel, ...]) -> None:
         self.channels = channels
 
-    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+    def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the members of one sample."""
         for channel in self.channels:
             hint = f'bring it there, or say "optional": true in {CHANNELS_FILE}'
-            name = channel_file(channel, rows.tokens[at])
+            name = channel_file(channel, rows.tokens[number])
             yield FileMember(
                 channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False
             )

@@ -1,7 +1,9 @@
-"""Lanelet2 maps of T4 datasets: OSM's XML with the tags of Autoware, as lines in the frame of the map.
+"""Lanelet2 maps of T4 datasets: OSM's XML with the tags of Autoware, as lines in the frame of the
+map.
 
-A node has its place in the tags ``local_x`` and ``local_y`` [m], a way is a line of nodes, and a relation of type
-``lanelet`` has a left and a right way (Poggenhans et al., ITSC 2018). Types of lines and lanelets:
+A node has its place in the tags ``local_x`` and ``local_y`` [m], a way is a line of nodes, and a
+relation of type ``lanelet`` has a left and a right way (Poggenhans et al., ITSC 2018). Types of
+lines and lanelets:
 https://docs.ros.org/en/ros2_packages/rolling/api/lanelet2_core/doc/LinestringTagging.html
 """
 
@@ -26,7 +28,9 @@ MAP_LAYERS: Final = (
     "road_border",
     "stop_line",
 )
-"""Outlines of lanelets, then lines: ``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
+"""Outlines of lanelets, then lines: ``lane_marking`` is painted, ``lane_border`` is where a lane
+ends without paint.
+"""
 _LANELETS: Final = {
     "crosswalk": "ped_crossing",
     "walkway": "walkway",
@@ -50,8 +54,10 @@ _WAYS: Final = {
 
 
 def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
-    """Return the lines of a map, and the number of ways that are of no layer; raise SourceError, naming ``where``."""
-    found = _Elements(data, where)
+    """Return the lines of a map, and the number of ways that are of no layer; raise SourceError,
+    naming ``where``.
+    """
+    elements = _Elements(data, where)
     lines: list[NDArray[np.float64]] = []
     layers: list[int] = []
 
@@ -61,24 +67,26 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
             layers.append(MAP_LAYERS.index(layer))
 
     bounds = set()
-    for name, tags in found.tags["relation"].items():
+    for name, tags in elements.tags["relation"].items():
         if tags.get("type") == "lanelet":
-            roles = dict(found.members[name])
+            roles = dict(elements.members[name])
             if missing := {"left", "right"} - roles.keys():
                 raise SourceError(
                     f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way"
                 )
-            left, right = (found.line(roles[side], f"lanelet {name}") for side in ("left", "right"))
+            left, right = (
+                elements.line(roles[side], f"lanelet {name}") for side in ("left", "right")
+            )
             bounds |= {roles["left"], roles["right"]}
             add(outline(left, right), _LANELETS.get(tags.get("subtype", ""), "lane"))
     num_others = 0
-    for name, tags in found.tags["way"].items():
+    for name, tags in elements.tags["way"].items():
         layer = _WAYS.get(tags.get("type", ""))
         if layer is not None:
-            add(found.line(name, "the map"), layer)
+            add(elements.line(name, "the map"), layer)
         elif name not in bounds:
             num_others += 1
-    return VectorMap.of(lines, layers, where), num_others
+    return VectorMap.from_lines(lines, layers, where), num_others
 
 
 def outline(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -103,31 +111,33 @@ class _Elements:
         self._name = ""
         read_xml(data, where, self, "is not a Lanelet2 map, or it is cut off")
 
-    def start(self, element: str, given: dict[str, str]) -> None:
+    def start(self, element: str, attributes: dict[str, str]) -> None:
         """Take an element."""
         if not self._element and element != "osm":
             raise ValueError(f"its first element is '{element}', wanted is 'osm'")
         self._element = element
         if element in ("node", "way", "relation"):
             self._kind = element
-            self._name = given["id"]
-            if given.get("action") == "delete":  # as the editor JOSM leaves it
+            self._name = attributes["id"]
+            if attributes.get("action") == "delete":  # as the editor JOSM leaves it
                 self._kind = ""
             elif element != "node":
                 self.tags[element][self._name] = {}
                 (self._nodes if element == "way" else self.members)[self._name] = []
         elif element == "tag":
-            if self._kind == "node" and given["k"] in self._places:
-                self._places[given["k"]][self._name] = float(given["v"])
-            elif self._kind in self.tags and given["k"] in ("type", "subtype"):
-                self.tags[self._kind][self._name][given["k"]] = given["v"]
+            if self._kind == "node" and attributes["k"] in self._places:
+                self._places[attributes["k"]][self._name] = float(attributes["v"])
+            elif self._kind in self.tags and attributes["k"] in ("type", "subtype"):
+                self.tags[self._kind][self._name][attributes["k"]] = attributes["v"]
         elif element == "nd" and self._kind == "way":
-            self._nodes[self._name].append(given["ref"])
-        elif element == "member" and self._kind == "relation" and given["type"] == "way":
-            self.members[self._name].append((given["role"], given["ref"]))
+            self._nodes[self._name].append(attributes["ref"])
+        elif element == "member" and self._kind == "relation" and attributes["type"] == "way":
+            self.members[self._name].append((attributes["role"], attributes["ref"]))
 
     def line(self, way: str, owner: str) -> NDArray[np.float64]:
-        """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is missing."""
+        """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is
+        missing.
+        """
         x, y = self._places.values()
         if way not in self._nodes:
             raise SourceError(
@@ -137,6 +147,7 @@ class _Elements:
             return np.array([(x[node], y[node]) for node in self._nodes[way]]).reshape(-1, 2)
         except KeyError as error:
             raise SourceError(
-                f"{self._where}: way {way} refers to node {error}, which is not in the file with local_x and local_y; "
-                "where nodes have latitude and longitude alone, write the map with Autoware's tools first"
+                f"{self._where}: way {way} refers to node {error}, which is not in the file "
+                "with local_x and local_y; where nodes have latitude and longitude alone, "
+                "write the map with Autoware's tools first"
             ) from error

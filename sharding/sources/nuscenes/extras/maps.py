@@ -1,6 +1,8 @@
-"""Vectors of the nuScenes map expansion in a window about the ego vehicle, in ego at the sample's time.
+"""Vectors of the nuScenes map expansion in a window about the ego vehicle, in ego at the sample's
+time.
 
-Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuScenesMap`` of nuscenes-devkit.
+Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuScenesMap`` of
+nuscenes-devkit.
 """
 
 from __future__ import annotations
@@ -80,18 +82,20 @@ class Maps:
         self._windows = windows
         self.channels = (windows.channel,)
 
-    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+    def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the window at one sample, as far as the file is there."""
         file = f"{FOLDER}/{rows.log.location}.json"
-        for (one,) in self._windows.references(file, rows.ego2global[at : at + 1]):
-            yield FileMember(one.name, one.ref, (file,), num_bytes=one.bytes)
+        for (reference,) in self._windows.references(file, rows.ego2global[number : number + 1]):
+            yield FileMember(reference.name, reference.ref, (file,), num_bytes=reference.bytes)
 
 
 def parse_map(data: bytes, file: str) -> VectorMap:
-    """Return the lines of a file of the map expansion, and the outlines of its areas; raise SourceError."""
-    found = read_json(data, f"map file '{file}'", _File, "is not a map of nuScenes' expansion")
-    nodes = {node.token: (node.x, node.y) for node in found.node}
-    of_line = {line.token: [line.node_tokens] for line in found.line}
+    """Return the lines of a file of the map expansion, and the outlines of its areas; raise
+    SourceError.
+    """
+    document = read_json(data, f"map file '{file}'", _File, "is not a map of nuScenes' expansion")
+    nodes = {node.token: (node.x, node.y) for node in document.node}
+    of_line = {line.token: [line.node_tokens] for line in document.line}
     of_polygon = {
         polygon.token: [
             [*tokens, *tokens[:1]]
@@ -100,12 +104,12 @@ def parse_map(data: bytes, file: str) -> VectorMap:
                 *(hole.node_tokens for hole in polygon.holes),
             )
         ]
-        for polygon in found.polygon
+        for polygon in document.polygon
     }
     lines = []
     layers = []
     for number, layer in enumerate(LAYERS):
-        elements: list[_Element] = getattr(found, layer)
+        elements: list[_Element] = getattr(document, layer)
         for element in elements:
             named = [
                 (of_polygon, token)
@@ -121,9 +125,10 @@ def parse_map(data: bytes, file: str) -> VectorMap:
                     ]
                 except KeyError as error:
                     raise SourceError(
-                        f"map file '{file}': layer '{layer}' names the token {error!s:.80}, which is not in the file"
+                        f"map file '{file}': layer '{layer}' names the token {error!s:.80}, "
+                        "which is not in the file"
                     ) from error
-                kept = [chain for chain in chains if len(chain) > 1]
-                lines += kept
-                layers += [number] * len(kept)
-    return VectorMap.of(lines, layers, f"map file '{file}'")
+                chains_kept = [chain for chain in chains if len(chain) > 1]
+                lines += chains_kept
+                layers += [number] * len(chains_kept)
+    return VectorMap.from_lines(lines, layers, f"map file '{file}'")

@@ -1,7 +1,9 @@
-"""nuScenes' radars as channels: all points with the 18 fields of the files, in ego at the sample's time.
+"""nuScenes' radars as channels: all points with the 18 fields of the files, in ego at the sample's
+time.
 
-Earlier sweeps are ego-motion compensated as ``RadarPointCloud.from_file_multisweep`` of nuscenes-devkit does it; unlike
-there, no point is filtered out and velocities turn with the points. Layout of the files:
+Earlier sweeps are ego-motion compensated as ``RadarPointCloud.from_file_multisweep`` of
+nuscenes-devkit does it; unlike there, no point is filtered out and velocities turn with the points.
+Layout of the files:
 https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/utils/data_classes.py
 """
 
@@ -70,12 +72,17 @@ def radar_channel(source_name: str) -> Channel:
         sensor="radar",
         optional=True,
         source_name=source_name,
-        description="unfiltered, in ego at the sample's time; vx_comp and vy_comp are over ground; dt_s since measured",
+        description=(
+            "unfiltered, in ego at the sample's time; vx_comp and vy_comp are over ground; dt_s "
+            "since measured"
+        ),
     )
 
 
 class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
-    """What a worker needs to build the member: age [s] and sensor to ego (3 x 4) of each file, the latest first."""
+    """What a worker needs to build the member: age [s] and sensor to ego (3 x 4) of each file,
+    the latest first.
+    """
 
     channel: str
     files: list[str]
@@ -93,8 +100,8 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
             columns = list(FIELDS)
             points[:, :3] = points[:, :3] @ matrix[:, :3].T + matrix[:, 3]
             for pair in _VELOCITIES:
-                at = [columns.index(name) for name in pair]
-                points[:, at] = points[:, at] @ matrix[:2, :2].T
+                indices = [columns.index(name) for name in pair]
+                points[:, indices] = points[:, indices] @ matrix[:2, :2].T
             parts.append(np.concatenate([points, np.full((len(points), 1), dt_s)], 1))
         return np.concatenate(parts).astype(np.float32)
 
@@ -103,43 +110,50 @@ class Radars:
     """All radars that have keyframes, by name."""
 
     def __init__(self, tables: Tables, disk: Disk, keyframes: Keyframes, num_sweeps: int) -> None:
-        """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
+        """Take the number of earlier sweeps of each radar that come with a keyframe's own
+        (``num_sweeps``).
+        """
         self._sweeps = SensorSweeps(
             tables=tables, disk=disk, modality="radar", keyframes=keyframes, num_sweeps=num_sweeps
         )
         self.channels = tuple(map(radar_channel, keyframes.radars))
 
-    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
-        """Yield the members of one sample; radars without a valid row are left out. Raises SourceError."""
-        global2ego = invert_rigid(rows.ego2global[at])
-        for channel, sweep in rows.radars[at].items():
+    def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
+        """Yield the members of one sample; radars without a valid row are left out.
+
+        Raises SourceError.
+        """
+        global2ego = invert_rigid(rows.ego2global[number])
+        for channel, sweep in rows.radars[number].items():
             if sweep.absent:
                 continue
             files, timestamp_ns, sensor2global = self._sweeps.files(
-                self._sweeps.rows_up_to(rows.row_of(at, channel))
+                self._sweeps.rows_up_to(rows.row_of(number, channel))
             )
-            dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
+            dt_s = (rows.timestamp_us[number] * NS_PER_US - timestamp_ns) * 1e-9
             sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
-            made = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
+            radar_files = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
             yield FileMember(
                 radar_channel(channel).field,
-                POINTS + msgspec.json.encode(made).decode(),
+                POINTS + msgspec.json.encode(radar_files).decode(),
                 files,
                 hint,
             )
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
-    """Return the points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raise SourceError.
+    """Return the points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raise
+    SourceError.
 
-    A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has it.
+    A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has
+    it.
     """
-    found = read_pcd(data, f"radar file '{name}'")
-    if list(found) != list(FIELDS):
+    fields = read_pcd(data, f"radar file '{name}'")
+    if list(fields) != list(FIELDS):
         raise SourceError(
-            f"radar file '{name}' has the fields {' '.join(found):.200}; wanted are nuScenes' 18 fields, "
-            f"{' '.join(FIELDS)}"
+            f"radar file '{name}' has the fields {' '.join(fields):.200}; wanted are "
+            f"nuScenes' 18 fields, {' '.join(FIELDS)}"
         )
-    points = np.stack([column.astype(np.float64) for column in found.values()], 1)
+    points = np.stack([column.astype(np.float64) for column in fields.values()], 1)
     return points[:0] if len(points) and np.isnan(points[0]).any() else points

@@ -1,4 +1,6 @@
-"""Past and future of the ego vehicle and of each box, in ego at the sample's time, keyframe by keyframe."""
+"""Past and future of the ego vehicle and of each box, in ego at the sample's time, keyframe by
+keyframe.
+"""
 
 from __future__ import annotations
 
@@ -54,66 +56,68 @@ class Trajectories:
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 
-    def members(self, rows: SceneRows, at: int) -> list[Reference]:
+    def members(self, rows: SceneRows, number: int) -> list[Reference]:
         """Return references of one sample's members."""
-        global2ego = invert_rigid(rows.ego2global[at])
-        found = [self._ego(rows, at, global2ego)]
+        global2ego = invert_rigid(rows.ego2global[number])
+        references = [self._ego(rows, number, global2ego)]
         if AGENTS in self.channels:
-            found.append(
+            references.append(
                 computed(
-                    AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)
+                    AGENTS,
+                    KINDS[AGENTS.kind].encode(self._agents(rows, number, global2ego), AGENTS),
                 )
             )
-        return found
+        return references
 
     def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> Reference:
         keyframes = rows.keyframes
-        own = rows.samples[at : at + 1]
+        sample = rows.samples[at : at + 1]
         past, future = (
-            _followed(own, self._links[link], number)
+            _followed(sample, self._links[link], number)
             for link, number in (("prev", PAST), ("next", FUTURE))
         )
-        samples = np.concatenate([past[::-1, 0], own, future[:, 0]])
-        there = samples >= 0
-        times_s = (keyframes.timestamp_us[samples[there]] - rows.timestamp_us[at]) * 1e-6
-        return ego_trajectory(global2ego, keyframes.ego2global(samples[there]), times_s, there)
+        samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
+        exists = samples >= 0
+        times_s = (keyframes.timestamp_us[samples[exists]] - rows.timestamp_us[at]) * 1e-6
+        return ego_trajectory(global2ego, keyframes.ego2global(samples[exists]), times_s, exists)
 
     def _agents(
         self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]
     ) -> dict[str, NDArray[np.generic]]:
         sample = int(rows.samples[at])
         annotations = self._annotations
-        own = annotations.rows_of(sample)
-        steps = np.full((len(own), STEPS), -1, np.int64)
-        steps[:, PAST] = own
+        agent_rows = annotations.rows_of(sample)
+        steps = np.full((len(agent_rows), STEPS), -1, np.int64)
+        steps[:, PAST] = agent_rows
         scene_of = self._links["scene_token"]
         for link, number in (
             (annotations.links["prev"], PAST),
             (annotations.links["next"], FUTURE),
         ):
-            for found in _followed(own, link, number):
-                # A track may leave keyframes out: what counts is the keyframe of the box, not the number of links.
-                samples = annotations.links["sample_token"][found]
+            for followed in _followed(agent_rows, link, number):
+                # A track may leave keyframes out: what counts is the keyframe of the box, not the
+                # number of links.
+                samples = annotations.links["sample_token"][followed]
                 step = self._frame[samples] - self._frame[sample] + PAST
-                fits = (found >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
+                fits = (followed >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
                 fits &= scene_of[samples] == scene_of[sample]
-                steps[np.flatnonzero(fits), step[fits]] = found[fits]
-        there = steps >= 0
+                steps[np.flatnonzero(fits), step[fits]] = followed[fits]
+        exists = steps >= 0
         position = (
             annotations.columns["translation"][steps] @ global2ego[:3, :3].T + global2ego[:3, 3]
         )
         turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
         yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
         return {
-            "position": np.where(there[..., None], position, np.nan).astype(np.float32),
-            "yaw": np.where(there, yaw, np.nan).astype(np.float32)[..., None],
-            "valid": there.astype(np.uint8),
+            "position": np.where(exists[..., None], position, np.nan).astype(np.float32),
+            "yaw": np.where(exists, yaw, np.nan).astype(np.float32)[..., None],
+            "valid": exists.astype(np.uint8),
         }
 
 
 def _followed(rows: NDArray[np.int64], link: NDArray[np.int64], number: int) -> NDArray[np.int64]:
     """Return rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
-    found = np.empty((number, len(rows)), np.int64)
+    table = np.empty((number, len(rows)), np.int64)
     for step in range(number):
-        rows = found[step] = np.where(rows >= 0, link[rows], -1)
-    return found
+        rows = table[step] = np.where(rows >= 0, link[rows], -1)
+    return table

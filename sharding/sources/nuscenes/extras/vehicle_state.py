@@ -1,6 +1,8 @@
-"""Table ``vehicle_state`` of T4 datasets: pedals, steering, indicators and speed of the ego vehicle, as signals.
+"""Table ``vehicle_state`` of T4 datasets: pedals, steering, indicators and speed of the ego
+vehicle, as signals.
 
-Layout: https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_detailed.md (vehicle_state.json)
+Layout: https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_detailed.md
+(vehicle_state.json)
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class _More(msgspec.Struct, frozen=True, gc=False):
 
 
 class VehicleState(Record, frozen=True, gc=False):
-    """A row of the table; what is null is not known, and NaN in the channel. The state of the gears is not a number."""
+    """A row of the table; what is null is not known, and NaN in the channel.
+
+    The state of the gears is not a number.
+    """
 
     timestamp: int
     accel_pedal: float | None = None
@@ -77,7 +82,9 @@ def state_channel(*, series: bool) -> Channel:
 
 
 def state_signals(rows: Sequence[VehicleState]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return times [ns] (N,), ascending, and numbers (N, C); raise SourceError for a time not in microseconds."""
+    """Return times [ns] (N,), ascending, and numbers (N, C); raise SourceError for a time not in
+    microseconds.
+    """
     rows = sorted(rows, key=lambda row: row.timestamp)
     for row in rows:
         check_time(row.timestamp, row.token)
