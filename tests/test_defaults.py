@@ -185,6 +185,7 @@ SOURCES = {
         **FRAMES,
         **VIDEO,
         "root": ("none", NOTHING),
+        "ignore_zeros": ("false", NOTHING),  # a tar that goes on behind its end is an error
         "pixel_origin": ("center", NOTHING),
         "camera_axes": ("optical", NOTHING),
         "boxes_in": ("ego", NOTHING),
@@ -239,6 +240,8 @@ SOURCES = {
         "cam2ego": ("none", NOTHING),
         "ego2global": ("none", NOTHING),
         "first_samples": ("1000", f"members and values that the first samples lack{REPORT}"),
+        "ignore_zeros": ("false", NOTHING),  # a tar that goes on behind its end is an error
+        "gather": ("false", NOTHING),  # a sample in two places is an error
         "clip": ("none", NOTHING),
     },
 }

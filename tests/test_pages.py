@@ -23,7 +23,7 @@ PAGES = sorted(
         *ROOMS,
     ]
 )
-MAX_README_LINES = 90
+MAX_README_LINES = 100
 MAX_PICTURE_BYTES = 400_000
 MAX_ENTRIES = 13  # of a folder of docs: a page for each subject
 

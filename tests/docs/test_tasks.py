@@ -295,7 +295,7 @@ def test_9_distil_a_teacher(desk, monkeypatch) -> None:
 
 def test_10_know_what_to_run_before_a_change_and_a_release() -> None:
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for page in ("CONTRIBUTING.md", "docs/releasing.md"):
+    for page in ("CONTRIBUTING.md", ".github/RELEASING.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         used = {
             word

@@ -168,7 +168,7 @@ def test_what_cannot_be_one_run_is_refused(tiny, path):
         make(tiny, "s3://bucket/a.ledger")
     with pytest.raises(ConfigError, match="digest_every"):
         make(tiny, {"path": str(path), "digest_every": 0})
-    path.write_bytes(path.read_bytes()[1:])
+    path.write_bytes(b"x" + path.read_bytes()[1:])
     with pytest.raises(LedgerError, match="record 0 does not have the digest") as error:
         make(tiny, path)
     assert error.value.record == 0

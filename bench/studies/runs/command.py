@@ -150,10 +150,10 @@ def _run(args: argparse.Namespace) -> int:
         report = run_diff(args.ledger, args.other)
         code = int(report != type(report)(None, None, report.compared_digests, []))
     elif args.word == "seen":
-        from fuelrail.bench.studies.runs.replay import find_showings  # with torch
+        from fuelrail.bench.studies.runs.replay import seen  # with torch
 
         find_options = options = from_flags(args, FindOptions)
-        report = find_showings(
+        report = seen(
             args.ledger,
             args.names,
             dataset=find_options.dataset,

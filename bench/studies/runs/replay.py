@@ -387,7 +387,7 @@ class SeenReport(msgspec.Struct, frozen=True):
         )
 
 
-def find_showings(
+def seen(
     ledger: str | os.PathLike[str],
     names: Sequence[str],
     *,

@@ -215,10 +215,10 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
     ]
     assert dataset.manifest.extra_channels[1].description == "a, b"
     found = {}
-    names = {"select": ["observation_state", "action", "task", "note"]}
+    channels = ["observation_state", "action", "task", "note"]
     attributes = ["episode_index", "task_index", "next_done"]
     for split in ("train", "val"):
-        with load(tmp_path / "out", 1, split=split, attributes=attributes, **names) as loader:
+        with load(tmp_path / "out", 1, split=split, select=[*channels, *attributes]) as loader:
             for batch in loader:
                 found[int(batch["episode_index"]), int(batch["frame"])] = batch
     for number, episode in enumerate(episodes):
@@ -429,7 +429,7 @@ def test_a_set_of_images_or_of_none_needs_no_decoder_of_videos(tmp_path, version
     assert fr.shard(f"lerobot:{root}", tmp_path / "states", workers=1).num_samples == 10
     info["features"]["observation.images.top"] = {"dtype": "video", "shape": [48, 64, 3]}
     (root / "meta" / "info.json").write_text(json.dumps(info))
-    with pytest.raises(ConfigError, match=r"is video, which needs av, .*fuelrail\[video\]"):
+    with pytest.raises(ConfigError, match=r"is video, which needs av, .*\[video\]"):
         fr.shard(f"lerobot:{root}", tmp_path / "videos", workers=1)
 
 
@@ -441,7 +441,7 @@ def test_tens_of_thousands_of_features_are_read_in_seconds(tmp_path):
     }
     (root / "meta" / "info.json").write_text(json.dumps(info))
     start = time.process_time()
-    with pytest.raises(SourceError, match="has no column 'more"):
+    with pytest.raises(SourceError, match="the source has 30,010 attributes"):
         scan(root)
     assert time.process_time() - start < 5
 

@@ -156,6 +156,7 @@ def peak_bytes(code, *arguments):
     return "\n".join(lines), int(last)
 
 
+@pytest.mark.process
 def test_a_checkpoint_is_digested_in_pieces(ledger, tmp_path):
     file = tmp_path / "weights.pt"
     with file.open("wb") as stream:
@@ -216,6 +217,7 @@ def test_states_of_checkpoints_are_those_of_a_regular_file(ledger, tmp_path):
             fr.seen(ledger, ["clip-0001"], checkpoints=tmp_path / f"{name}.json")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("form", ["dictionary", "delta", "runs", "lists"])
 def test_a_table_of_keys_is_limited_by_what_it_decodes_to(tmp_path, form):
     """Kilobytes that decode to gigabytes."""

@@ -421,8 +421,8 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
     table, row, change, says = BREAKS[case]
     copy.tables[table][row].update(change)
     copy.write(table)
-    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is not JSON
-        says = "ego_pose.json' is not JSON"
+    if case == "a pose of NaN":  # JSON has no NaN: it is read as null
+        says = "ego_pose.json', counted from record 0: it must be a number, not nothing"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
 
