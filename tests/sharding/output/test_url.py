@@ -90,8 +90,8 @@ def test_a_url_gets_the_same_bytes_as_a_folder(source, expected, bucket, url, tm
     assert fetched(bucket, url, tmp_path / "got") == expected
     assert open_dataset(url, cache_dir=tmp_path / "cache").manifest == outcome.manifest
     assert uploads(bucket) == []
-    again = shard_nuscenes(source.root, url, **OPTIONS)
-    assert again.num_written == 0
+    repeated = shard_nuscenes(source.root, url, **OPTIONS)
+    assert repeated.num_written == 0
     name = "train-000001.tar"
     bucket.pipe_file(f"{url}/{name}", b"damaged")
     assert shard_nuscenes(source.root, url, **OPTIONS).num_written == 1
@@ -205,9 +205,9 @@ def test_finished_shards_are_believed_by_their_seal_or_read(
     read = []
     holds = url_output.UrlOutput.holds
 
-    def holding(self, name, *wanted):
+    def holding(self, name, *digests):
         read.append(name)
-        return holds(self, name, *wanted)
+        return holds(self, name, *digests)
 
     monkeypatch.setattr(url_output.UrlOutput, "holds", holding)
     outcome = shard_nuscenes(source.root, url, **OPTIONS)
@@ -298,16 +298,16 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(
     (work / "run").unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "node"))
     for run in ("run1", "run1", "run2"):
-        here = inputs_here(job, run, "node")
-        assert here.scan_table.read_bytes() == b"scan.arrow"
-        assert here.plan_rows.read_bytes() == b"plan.npy"
-        assert here.scan_table.is_relative_to(tmp_path / "node")
-        assert here.scan_table.parent.name == run
-    assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == [
+        inputs = inputs_here(job, run, "node")
+        assert inputs.scan_table.read_bytes() == b"scan.arrow"
+        assert inputs.plan_rows.read_bytes() == b"plan.npy"
+        assert inputs.scan_table.is_relative_to(tmp_path / "node")
+        assert inputs.scan_table.parent.name == run
+    assert [path.name for path in inputs.scan_table.parent.parent.iterdir() if path.is_dir()] == [
         "run2"
     ]
     forget_inputs(url)
-    assert not here.scan_table.exists()
+    assert not inputs.scan_table.exists()
 
 
 @pytest.fixture(params=["gs", "az", "memory"])

@@ -309,8 +309,8 @@ def test_floats_cannot_hold_nanoseconds(tmp_path):
     write_wide(make_world(), root, "parquet")
     table = parquet.read_table(root / "frames.parquet")
     floats = table["timestamp_ns"].cast(pa.float64(), safe=False)
-    at = table.schema.get_field_index("timestamp_ns")
-    parquet.write_table(table.set_column(at, "timestamp_ns", floats), root / "frames.parquet")
+    position = table.schema.get_field_index("timestamp_ns")
+    parquet.write_table(table.set_column(position, "timestamp_ns", floats), root / "frames.parquet")
     with pytest.raises(SourceError, match="cannot hold nanoseconds"):
         scan(root)
 
@@ -360,8 +360,11 @@ def test_more_attributes_than_a_dataset_takes_are_refused_by_the_scan(tmp_path):
     path = tmp_path / "frames.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     spec = SourceSpec("manifest", str(tmp_path), {})
-    own = len(make_source(spec).attribute_types)
-    for number, is_allowed in ((4096 - 5 - own, True), (4096 - 4 - own, False)):
+    num_attributes = len(make_source(spec).attribute_types)
+    for number, is_allowed in (
+        (4096 - 5 - num_attributes, True),
+        (4096 - 4 - num_attributes, False),
+    ):
         columns = {f"a{column}": 1 for column in range(number)}
         path.write_text("".join(json.dumps({**row, **columns}) + "\n" for row in rows))
         if is_allowed:
