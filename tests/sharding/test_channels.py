@@ -427,7 +427,7 @@ def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -
     ]
     options = {"shuffle": False, "points": True, "select": names}
     loaded = batches(tmp_path / "made", 2, **options)
-    for camera_batch, of_whole in zip(
+    for camera_batch, expected_batch in zip(
         loaded, batches(drive / "packed", 2, cameras=[camera], **options), strict=True
     ):
-        assert not unlike(camera_batch, of_whole)
+        assert not unlike(camera_batch, expected_batch)

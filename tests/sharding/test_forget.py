@@ -72,7 +72,7 @@ def span_of(opened, position):
     return opened.shard_path(row).read_bytes()[row.offset :][: row.length]
 
 
-def traces(dataset, rows):
+def find_traces(dataset, rows):
     """What must not be found anywhere: keys, digests, and bytes of each span that the others do not have."""
     opened = open_dataset(dataset)
     needles = {}
@@ -125,7 +125,7 @@ def check(dataset, before, names, rows, report):
         named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
         expected[key] = {**before["members"][key], META: msgspec.structs.replace(meta, **named)}
     assert members_of(dataset) == expected
-    assert not any(key.encode() in data for key in gone for data in metas(dataset))
+    assert not any(key.encode() in data for key in gone for data in read_metas(dataset))
     table = opened.table
     assert table.equals(before["table"].take(remaining))
     assert opened.manifest.lineage.parents == (before["fingerprint"],)
@@ -151,7 +151,7 @@ def check(dataset, before, names, rows, report):
             assert lines[0] == f"v1.2 {len({name.partition('.')[0] for name in listed})}"
 
 
-def metas(dataset):
+def read_metas(dataset):
     opened = open_dataset(dataset)
     for position in range(len(opened)):
         row = opened.index.row(position)
@@ -177,7 +177,7 @@ def state(dataset):
 def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_path):
     clip, key, rows = choose(dataset)
     before = state(dataset)
-    needles = traces(dataset, rows)
+    needles = find_traces(dataset, rows)
     layer = write_layer(dataset, tmp_path / "layer")
     positions_of_part = sorted({0, 3, 6, 9, 12, 15, *rows[1:3]})
     part = write_layer(dataset, tmp_path / "part", positions_of_part)

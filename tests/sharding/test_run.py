@@ -350,14 +350,14 @@ def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, work
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 
 
-def in_the_back(root):
+def choose_back_image(root):
     return sorted((root / "samples" / "CAM_BACK").iterdir())[5]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_truncated_jpeg_is_named_and_nothing_half_written(expected, copy, tmp_path, kind):
-    victim = in_the_back(copy)
+    victim = choose_back_image(copy)
     content = victim.read_bytes()
     victim.write_bytes(content[:-9])
     out = tmp_path / "out"
@@ -372,13 +372,13 @@ def test_a_truncated_jpeg_is_named_and_nothing_half_written(expected, copy, tmp_
 
 
 def test_an_image_of_another_size_than_the_tables_say(copy, tmp_path):
-    in_the_back(copy).write_bytes(encode_image(1, 64, 64))
+    choose_back_image(copy).write_bytes(encode_image(1, 64, 64))
     with pytest.raises(SourceError, match="64 x 64 pixels, the source's tables say 48 x 32"):
         shard_nuscenes(copy, tmp_path / "out", **OPTIONS)
 
 
 def test_a_file_that_changes_or_vanishes_during_the_run(copy, tmp_path, monkeypatch):
-    victim = in_the_back(copy)
+    victim = choose_back_image(copy)
     scan = NuScenesSource.scan
 
     def scan_then(harm):

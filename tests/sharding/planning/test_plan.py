@@ -82,7 +82,7 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
         units = list(zip(clip[rows].tolist(), (frame[rows] // frames).tolist(), strict=True))
         for unit in set(units):
             assert home.setdefault(unit, shard.stem) == shard.stem, "a unit is in two shards"
-            inside = rows[[n for n, neighbour in enumerate(units) if neighbour == unit]]
+            inside = rows[[n for n, unit_of_row in enumerate(units) if unit_of_row == unit]]
             assert np.array_equal(inside, np.arange(inside[0], inside[0] + len(inside))), (
                 "a unit out of order"
             )

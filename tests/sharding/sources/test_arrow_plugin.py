@@ -84,7 +84,7 @@ def row(number):
     }
 
 
-def stated():
+def schema_metadata():
     """What Hugging Face writes into the schema of its files."""
     features = {
         "image": {"_type": "Image"},
@@ -101,7 +101,9 @@ def table(rows, types=TYPES, metadata=None):
     columns = {
         name: pa.array([record[name] for record in rows], kind) for name, kind in types.items()
     }
-    return pa.table(columns).replace_schema_metadata(stated() if metadata is None else metadata)
+    return pa.table(columns).replace_schema_metadata(
+        schema_metadata() if metadata is None else metadata
+    )
 
 
 def write(root, name, content, form="parquet", rows=5):
@@ -426,9 +428,9 @@ def test_what_hugging_face_saves_is_read(tmp_path):
             for part in reloaded.values()
             for example in part.cast_column("image", hf.Image(decode=False))
         ]
-        of_caption = {sample["attributes"]["score"]: sample for sample in samples.values()}
+        sample_by_score = {sample["attributes"]["score"]: sample for sample in samples.values()}
         for example in theirs:
-            sample = of_caption[example["score"]]
+            sample = sample_by_score[example["score"]]
             check(sample, example)
             np.testing.assert_array_equal(sample["grid"], np.array(example["grid"], np.int32))
 

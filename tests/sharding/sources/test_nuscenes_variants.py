@@ -144,14 +144,14 @@ def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
         instance["category_token"] = token("category", names[number])
     nuscenes.write("category", "instance")
     _, info, table = scan(nuscenes, tmp_path)
-    of_devkit = [oracle.category_to_detection_name(name) for name in names]
+    detection_names = [oracle.category_to_detection_name(name) for name in names]
     assert boxes_of(table).label.tolist() == [
-        -1 if name is None else CLASSES.index(name) for name in of_devkit
+        -1 if name is None else CLASSES.index(name) for name in detection_names
     ]
     assert info.report.unmapped == {}
     assert info.report.outside_classes == {
         name: 1
-        for name, detection_name in zip(names, of_devkit, strict=True)
+        for name, detection_name in zip(names, detection_names, strict=True)
         if detection_name is None
     }
 
@@ -481,11 +481,13 @@ def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(nuscenes, tmp_path):
     tables = nuscenes.tables
     gone = tables["sample"].pop(1)["token"]
     track = tables["instance"].pop(0)["token"]
-    of_track = sum(
+    num_track_boxes = sum(
         row["instance_token"] == track and row["sample_token"] != gone
         for row in tables["sample_annotation"]
     )
-    num_boxes = sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - of_track
+    num_boxes = (
+        sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - num_track_boxes
+    )
     num_data = sum(
         row["sample_token"] == gone and row["is_key_frame"] for row in tables["sample_data"]
     )
@@ -498,7 +500,7 @@ def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(nuscenes, tmp_path):
     counts = info.report.cut_links
     assert counts["sample.next"] == counts["sample.prev"] == 1
     assert counts["sample_data.sample_token"] <= num_data
-    assert counts["sample_annotation.instance_token"] == of_track
+    assert counts["sample_annotation.instance_token"] == num_track_boxes
     assert "cut_links" in info.report.builtins()
     assert any("cut: " in line for line in info.report.lines())
     metas = [decode_meta(table.row(number).meta) for number in range(3)]

@@ -308,7 +308,7 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             assert valid.any()
 
 
-def placed(matrix, points):
+def transform_points(matrix, points):
     return points @ matrix[:3, :3].T + matrix[:3, 3]
 
 
@@ -344,7 +344,7 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
                     [1, 0, 0]
                 )
                 np.testing.assert_allclose(
-                    point[:3], placed(moved, ray * row["distance"]), atol=2e-3
+                    point[:3], transform_points(moved, ray * row["distance"]), atol=2e-3
                 )
                 np.testing.assert_allclose(
                     point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3

@@ -201,7 +201,7 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     dataset, samples = base
     opened = fr.open(dataset)
     keys = opened.index.texts("key").to_pylist()
-    of_key = {opened.read(key, "meta")["meta"].sample_token: key for key in keys}
+    key_by_token = {opened.read(key, "meta")["meta"].sample_token: key for key in keys}
     tokens = [sample["token"] for sample in samples]
     records = [
         {
@@ -236,7 +236,7 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     )
     lines = [
         {
-            "image": of_key[tokens[2]],
+            "image": key_by_token[tokens[2]],
             "Captions": ["a", "b"],
             "who": "me",
             "regions": [{"x": 1}],

@@ -114,14 +114,14 @@ def check_killed_and_resumed(source: Path, out: Path, point: int, expected: dict
         assert digests(out) == expected
         return False
     staging = out / WORK / "staging"
-    of_source = sum(
+    source_bytes = sum(
         path.stat().st_size for path in source.rglob("*") if path.suffix in (".jpg", ".npy")
     )
     staged = bytes_in(staging) if staging.exists() else 0
     indexes = sum(path.stat().st_size for path in staging.glob("*ind*")) + sum(
         path.stat().st_size for path in staging.glob("*.arrow")
     )
-    assert staged - indexes <= of_source
+    assert staged - indexes <= source_bytes
     num_clips_kept = complete_clips(out)
     assert join(fork(lambda: num_made_and_run(source, out))) == 0
     assert digests(out) == expected, f"killed at point {point}"

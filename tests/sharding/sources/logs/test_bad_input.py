@@ -47,7 +47,7 @@ def scanned(tmp_path, sent, compression="NONE", options=None, **writing):
     return scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), options or {}))
 
 
-def changed(sent, topic, change):
+def replace_messages(sent, topic, change):
     """Messages of which those of a topic go through ``change``: (number, message) to a message or None."""
     messages = []
     number = 0
@@ -146,13 +146,13 @@ def test_a_split_bag_with_a_file_missing_is_named(tmp_path, world):
         scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))
 
 
-def without_stamp(_, message):
+def clear_stamp(_, message):
     message.header.stamp.sec = message.header.stamp.nanosec = 0
     return message
 
 
 def test_a_zero_stamp_is_refused_and_the_recording_has_times(tmp_path, world):
-    sent = changed(sent_of(world), CAMERA, without_stamp)
+    sent = replace_messages(sent_of(world), CAMERA, clear_stamp)
     with pytest.raises(SourceError, match=r"cam_front.*without a stamp.*clock=log_time"):
         scanned(tmp_path, sent)
     assert scanned(tmp_path, sent, options={"clock": "log_time"}).num_samples >= 6
@@ -164,11 +164,11 @@ def test_a_clock_that_was_set_back_is_named(tmp_path, world):
         return message
 
     with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s"):
-        scanned(tmp_path, changed(sent_of(world), CAMERA, back))
+        scanned(tmp_path, replace_messages(sent_of(world), CAMERA, back))
 
 
 def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
-    sent = changed(
+    sent = replace_messages(
         sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None
     )
     info = scanned(tmp_path, sent)
@@ -208,7 +208,7 @@ def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
         return info
 
     with pytest.raises(SourceError, match=message):
-        scanned(tmp_path, changed(sent_of(world), "/cam_front/camera_info", wrong))
+        scanned(tmp_path, replace_messages(sent_of(world), "/cam_front/camera_info", wrong))
 
 
 def test_a_camera_without_calibration_or_transform_is_named(tmp_path, world):
@@ -398,7 +398,7 @@ def test_clocks_that_differ_are_named(tmp_path, world):
 
     sent = sent_of(world)
     for camera in world.cameras:
-        sent = changed(sent, f"/{camera}/image_raw/compressed", late)
+        sent = replace_messages(sent, f"/{camera}/image_raw/compressed", late)
     with pytest.raises(
         SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"
     ):

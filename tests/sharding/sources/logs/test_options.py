@@ -73,13 +73,13 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
     world = make_world(1, 12)
     sent = []
     ros = Ros()
-    for message in ros_messages(world, world.clips[0]):
-        elapsed_ns = message.stamp_ns - world.clips[0].frames[0].timestamp_ns
-        if message.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
-            message.message.header.stamp.sec -= 100
-        elif message.topic == "/tf" and elapsed_ns > 950_000_000:
-            message.message.transforms[0].header.stamp = ros.time(message.stamp_ns - 800_000_000)
-        sent.append(message)
+    for record in ros_messages(world, world.clips[0]):
+        elapsed_ns = record.stamp_ns - world.clips[0].frames[0].timestamp_ns
+        if record.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
+            record.message.header.stamp.sec -= 100
+        elif record.topic == "/tf" and elapsed_ns > 950_000_000:
+            record.message.transforms[0].header.stamp = ros.time(record.stamp_ns - 800_000_000)
+        sent.append(record)
     spec = logged(tmp_path, sent, {"missing_camera": "mask"})
     with pytest.raises(
         SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"
@@ -109,26 +109,26 @@ def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
     world = make_world(1, 12)
     first = world.clips[0].frames[0].timestamp_ns
     sent = []
-    for message in ros_messages(world, world.clips[0]):
-        elapsed_ns = message.stamp_ns - first
+    for record in ros_messages(world, world.clips[0]):
+        elapsed_ns = record.stamp_ns - first
         later_ns = 0
         if elapsed_ns > 350_000_000:
             later_ns = 5_000_000_000  # a pause
-        if elapsed_ns > 750_000_000 and message.topic.endswith(("points", "/tf", "compressed")):
+        if elapsed_ns > 750_000_000 and record.topic.endswith(("points", "/tf", "compressed")):
             head = (
-                message.message.transforms[0].header
-                if message.topic == "/tf"
-                else message.message.header
+                record.message.transforms[0].header
+                if record.topic == "/tf"
+                else record.message.header
             )
             head.stamp.sec += 100
-        if later_ns and message.topic != "/tf_static":
+        if later_ns and record.topic != "/tf_static":
             head = (
-                message.message.transforms[0].header
-                if message.topic == "/tf"
-                else message.message.header
+                record.message.transforms[0].header
+                if record.topic == "/tf"
+                else record.message.header
             )
             head.stamp.sec += 5
-        sent.append(message._replace(stamp_ns=message.stamp_ns + later_ns))
+        sent.append(record._replace(stamp_ns=record.stamp_ns + later_ns))
     write_mcap(tmp_path / "log.mcap", sent)
     info = scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
     assert [clip.num_samples for clip in info.clips] == [4, 4, 4]
@@ -171,9 +171,7 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     for clip in world.clips:
         sent = video_messages(world, clip)
         num_bytes += sum(
-            len(sent_message.message.data)
-            for sent_message in sent
-            if sent_message.topic.endswith("/video")
+            len(record.message.data) for record in sent if record.topic.endswith("/video")
         )
         (write_bag if kind == "rosbag1" else write_mcap)(
             tmp_path / f"{clip.name}.{'bag' if kind == 'rosbag1' else 'mcap'}", sent

@@ -19,7 +19,7 @@ from support.manifest_world import write_wide
 from support.source_world import make_world
 
 
-def moved(rows):
+def move_rows(rows):
     return [rows[0], *rows[4:], *rows[1:4]]
 
 
@@ -46,7 +46,7 @@ BAD_WIDE = {
         without("cam.cam_left.intrinsics"),
         r"row 0: the camera of .* has no intrinsics",
     ),
-    "clips apart": (moved, r"row 5: clip 'drive-0' comes again.*sort the table by clip_id"),
+    "clips apart": (move_rows, r"row 5: clip 'drive-0' comes again.*sort the table by clip_id"),
     "twice": (lambda rows: [rows[0], *rows], r"row 1.*is also the time of row 0"),
     "empty clip": (put(2, clip_id=""), r"row 2: clip_id is empty"),
     "unit": (in_units_of_us, r"row 0, column timestamp_us.*check the unit"),

@@ -18,12 +18,12 @@ from fuelrail.sharding.sources.tables.matching import nearest
 def test_nearest_takes_each_once_and_none_that_is_too_far(frames, sensor, tolerance):
     matches = nearest(np.array(frames, np.int64), np.array(sensor, np.int64), tolerance).tolist()
     assert len(matches) == len(frames)
-    readings = [reading for reading in matches if reading >= 0]
-    assert readings == sorted(set(readings))
-    for frame, reading in zip(frames, matches, strict=True):
+    sensor_indices = [sensor_index for sensor_index in matches if sensor_index >= 0]
+    assert sensor_indices == sorted(set(sensor_indices))
+    for frame, sensor_index in zip(frames, matches, strict=True):
         distances = [abs(time - frame) for time in sensor]
-        if reading >= 0:
-            assert distances[reading] == min(distances) <= tolerance
+        if sensor_index >= 0:
+            assert distances[sensor_index] == min(distances) <= tolerance
         elif distances and min(distances) <= tolerance:
             closest = sensor[distances.index(min(distances))]
             assert min(

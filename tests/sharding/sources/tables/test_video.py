@@ -280,7 +280,7 @@ def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
-def bad(tmp_path, path, match, **columns):
+def check_refused(tmp_path, path, match, **columns):
     write_rows(tmp_path, {"front": ["a.mp4#frame=0", path]}, **columns)
     with pytest.raises(SourceError, match=match):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
@@ -289,32 +289,34 @@ def bad(tmp_path, path, match, **columns):
 def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
     write_video(tmp_path / "a.mp4", [draw_number(number) for number in range(5)])
     content = (tmp_path / "a.mp4").read_bytes()
-    bad(
+    check_refused(
         tmp_path,
         "a.mp4#frame=5",
         r"row 1, column cam\.\w+\.path: 'a.mp4#frame=5': the video has 5 frames, counted from 0",
     )
-    bad(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
-    bad(
+    check_refused(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
+    check_refused(
         tmp_path,
         "a.mp4#frame=1",
         r"row 0, column cam.front.path: 'a.mp4#frame=0' is 96x48, and 640x480 is stated",
         **{"cam.front.width": 640, "cam.front.height": 480},
     )
-    bad(
+    check_refused(
         tmp_path,
         "a.mp4#frame=1",
         r"row 0, column cam.front.byte_offset: .*is a frame of a video",
         **{"cam.front.byte_offset": 0, "cam.front.byte_length": 5},
     )
     (tmp_path / "b.mp4").write_bytes(b"no video")
-    bad(
+    check_refused(
         tmp_path,
         "b.mp4#frame=1",
         r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened.*cut off, or no video",
     )
     (tmp_path / "b.mp4").write_bytes(b"")
-    bad(tmp_path, "b.mp4#frame=1", r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened")
+    check_refused(
+        tmp_path, "b.mp4#frame=1", r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened"
+    )
     with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as file:
         stream = file.add_stream("mpeg4", rate=10)
         stream.width = 96
@@ -322,7 +324,7 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
         stream.pix_fmt = "yuv420p"
         file.mux(stream.encode(av.VideoFrame.from_ndarray(draw_number(0), "rgb24")))
         file.mux(stream.encode(None))
-    bad(tmp_path, "c.mp4#frame=0", r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'")
+    check_refused(tmp_path, "c.mp4#frame=0", r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'")
     assert content == (tmp_path / "a.mp4").read_bytes()
 
 
@@ -339,7 +341,7 @@ def test_a_video_cut_behind_its_index_is_named_by_the_scan(tmp_path):
                 file.mux(packet)
     data = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "a.mp4").write_bytes(data[:-20])
-    bad(
+    check_refused(
         tmp_path,
         "a.mp4#frame=1",
         r"row 0, column cam\.\w+\.path: video .*is cut off: it has \d+ bytes, its index",

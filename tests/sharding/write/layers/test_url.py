@@ -34,7 +34,7 @@ def base(tmp_path_factory):
     return root
 
 
-def brought(bucket, url: str, to) -> dict[str, str]:
+def download_digests(bucket, url: str, to) -> dict[str, str]:
     """The digests of all files at a URL."""
     bucket.invalidate_cache()
     bucket.get(url, str(to), recursive=True)
@@ -61,7 +61,7 @@ def test_two_writers_and_an_interruption_do_not_show(base, bucket, tmp_path) -> 
         writer.write(position, values_of(position))
     manifest = writer.finish()
     assert manifest.fingerprint == second_writer.finish().fingerprint
-    assert brought(bucket, url, tmp_path / "brought") == digests(local_layer)
+    assert download_digests(bucket, url, tmp_path / "brought") == digests(local_layer)
     assert LayerWriter(base, url, channels=TABLE).written().all()
     with pytest.raises(DatasetError, match="is finished"):
         LayerWriter(base, url, channels=TABLE).write(0, values_of(0))
@@ -107,6 +107,6 @@ def test_annotate_writes_to_a_url(base, bucket, tmp_path) -> None:
     local_report = annotate(base, tmp_path / "mean", model, **options)
     url_report = annotate(base, "s3://layers/annotated/mean", model, **options)
     assert url_report.fingerprint == local_report.fingerprint is not None
-    assert brought(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(
+    assert download_digests(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(
         tmp_path / "mean"
     )
