@@ -170,11 +170,11 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
 
 
 def test_images_may_be_paths_below_a_root(tmp_path):
-    for log_number in range(2):
-        (tmp_path / "logs" / "data" / str(log_number)).mkdir(parents=True)
+    for camera_index in range(2):
+        (tmp_path / "logs" / "data" / str(camera_index)).mkdir(parents=True)
         for number in range(FRAMES):
-            (tmp_path / "logs" / "data" / str(log_number) / f"{number}.jpg").write_bytes(
-                picture(10 * number + log_number)
+            (tmp_path / "logs" / "data" / str(camera_index) / f"{number}.jpg").write_bytes(
+                picture(10 * number + camera_index)
             )
     root = write_logs(tmp_path / "logs", store="path")
     options = {"missing_camera": "mask", "root": str(root / "data")}
