@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def dataroot(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dataroot]:
     """Make a dataroot of ``clips`` such as ``"a4 b5"``, of 4 and of 5 keyframes; options are of `build_nuscenes`."""
-    made: dict[str, Dataroot] = {}
+    dataroots: dict[str, Dataroot] = {}
 
     def make(clips: str, **options) -> Dataroot:
         key = repr((clips, options))
-        if key not in made:
+        if key not in dataroots:
             lengths = {name[0]: int(name[1:]) for name in clips.split()}
-            made[key] = build_nuscenes(tmp_path_factory.mktemp("dataroot"), lengths, **options)
-        return made[key]
+            dataroots[key] = build_nuscenes(tmp_path_factory.mktemp("dataroot"), lengths, **options)
+        return dataroots[key]
 
     return make
 
@@ -32,13 +32,13 @@ def dataroot(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dataroot
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Shard a dataroot with one worker, undisturbed; options are of `shard_nuscenes`."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(source: Dataroot, **options) -> Path:
         key = repr((source.root, options))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("sharded") / "out"
-            shard_nuscenes(source.root, made[key], **options)
-        return made[key]
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("sharded") / "out"
+            shard_nuscenes(source.root, folders[key], **options)
+        return folders[key]
 
     return make

@@ -66,11 +66,15 @@ def test_the_report_of_a_run(source, tmp_path):
         json.loads(report.as_json())["num_bytes"]
         == (tmp_path / "out" / "train-000000.tar").stat().st_size
     )
-    again = shard(
+    repeated = shard(
         source, tmp_path / "out", recipe, options={"points": False}, engine=LocalEngine(1)
     )
-    assert (again.num_written, again.num_kept, again.fingerprint) == (0, 1, report.fingerprint)
-    assert "in 1 shard (1 reused), " in again.as_text()
+    assert (repeated.num_written, repeated.num_kept, repeated.fingerprint) == (
+        0,
+        1,
+        report.fingerprint,
+    )
+    assert "in 1 shard (1 reused), " in repeated.as_text()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +104,14 @@ def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
         2,
         {"train": 3, "val": 3},
     )
-    other = sharded(dataroot("c2", cameras=TWO))
-    both = reshard([out, other], tmp_path / "both", append=True)
-    assert (both.num_samples, both.num_clips, both.num_written, both.num_kept) == (8, 3, 0, 3)
+    other_out = sharded(dataroot("c2", cameras=TWO))
+    report = reshard([out, other_out], tmp_path / "both", append=True)
+    assert (report.num_samples, report.num_clips, report.num_written, report.num_kept) == (
+        8,
+        3,
+        0,
+        3,
+    )
     assert not verify(tmp_path / "both", deep=True).faults
     for options, name in (
         ({"seed": 3}, "seed"),
@@ -110,7 +119,7 @@ def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
         ({"workers": 2}, "workers"),
     ):
         with pytest.raises(ConfigError, match=f"append=True reuses shards .* combined with {name}"):
-            reshard([out, other], tmp_path / "more", append=True, **options)
+            reshard([out, other_out], tmp_path / "more", append=True, **options)
     with pytest.raises(ConfigError, match="input and output are the same folder"):
         reshard(out, out)
     with pytest.raises(ConfigError, match="is already a Fuelrail dataset: use `fuelrail reshard"):
@@ -145,10 +154,10 @@ def test_verify_finds_and_repairs(source, tmp_path):
 
 
 def test_inspect_describes(out):
-    found = inspect(out)
-    assert found.facts["manifest"]["num_samples"] == 6
-    assert str(found) == found.as_text()
-    assert "cam_front" in found.text
+    description = inspect(out)
+    assert description.facts["manifest"]["num_samples"] == 6
+    assert str(description) == description.as_text()
+    assert "cam_front" in description.text
     assert inspect(out, "a-000001").facts["meta"]["frame_idx"] == 1
     with pytest.raises(ConfigError, match="has no sample 'x'"):
         inspect(out, "x")
@@ -218,11 +227,11 @@ def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
 
 
 def test_appending_shows_its_shards_too(dataroot, sharded, tmp_path, capsys):
-    both = [sharded(dataroot(clips, cameras=TWO), name="d") for clips in ("a2", "b2")]
+    folders = [sharded(dataroot(clips, cameras=TWO), name="d") for clips in ("a2", "b2")]
     with JsonLines() as lines:
-        append([str(one) for one in both], tmp_path / "both", lines)
+        append([str(folder) for folder in folders], tmp_path / "both", lines)
     planned, *shards = events_of(capsys)
-    sizes = [(one / "train-000000.tar").stat().st_size for one in both]
+    sizes = [(folder / "train-000000.tar").stat().st_size for folder in folders]
     assert planned == {"event": "planned", "samples": 4, "shards": 2, "bytes": sum(sizes)}
     assert shards == [
         {"event": "shard", "name": f"train-00000{number}.tar", "bytes": size, "kept": False}

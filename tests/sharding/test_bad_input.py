@@ -111,7 +111,7 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     transforms = Transforms(image=ImageAugment(height=32, width=48))
     with DataLoader(out, 2, transforms=transforms, num_workers=1) as loader:
         assert [key for batch in loader for key in batch["sample_key"]] == keys
-    again = tmp_path / "again"
-    reshard(out, again, seed=9, layout="none")
-    assert verify(again, deep=True, num_threads=1).faults == []
-    assert sorted(open_dataset(again).index.strings("key")) == sorted(keys)
+    resharded = tmp_path / "again"
+    reshard(out, resharded, seed=9, layout="none")
+    assert verify(resharded, deep=True, num_threads=1).faults == []
+    assert sorted(open_dataset(resharded).index.strings("key")) == sorted(keys)

@@ -65,7 +65,7 @@ def copy(drive: Path, tmp_path: Path) -> Path:
 
 def values(dataset: Any, number: int) -> dict[str, Any]:
     sample = dataset[number]
-    names = [one.name for one in dataset.manifest.extra_channels]
+    names = [channel.name for channel in dataset.manifest.extra_channels]
     return decode_values(sample.extra, select(dataset.manifest.channels, names, "it"), sample.key)
 
 
@@ -110,9 +110,9 @@ def test_radar_points_lie_on_the_boxes_and_move_with_them(drive) -> None:
             inside = (np.abs(offset) <= boxes.boxes3d[:, 3:6] / 2 + 0.02).all(1)
             owners = np.flatnonzero(inside)
             if len(owners) == 1 and np.isfinite(boxes.velocity[owners[0]]).all():
-                wanted = boxes.velocity[owners[0], :2]
+                expected = boxes.velocity[owners[0], :2]
                 assert (
-                    np.hypot(*(wanted - (vx, vy))) < 0.6
+                    np.hypot(*(expected - (vx, vy))) < 0.6
                 )  # the tables' velocities are differences over 0.5 s
                 moving += np.hypot(vx, vy) > 1.0
     assert moving > 10
@@ -128,10 +128,10 @@ def test_masks_lie_in_the_boxes_of_their_instances(drive, tmp_path) -> None:
     dataset = open_dataset(tmp_path / "out")
     inside = []
     for number in range(len(dataset)):
-        found = values(dataset, number)
+        channels = values(dataset, number)
         for camera in ("cam_front", "cam_back_left"):
-            mask = found[f"instances_{camera}"]
-            boxes = found[f"boxes2d_{camera}"]
+            mask = channels[f"instances_{camera}"]
+            boxes = channels[f"boxes2d_{camera}"]
             assert mask.shape == (180, 320)
             for instance in set(mask.ravel().tolist()) - {0}:
                 v, u = np.nonzero(mask == instance)
@@ -148,27 +148,27 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
     compared = 0
     for number in range(len(dataset)):
         sample = dataset[number]
-        found = values(dataset, number)
+        channels = values(dataset, number)
         (points,) = sample.points.values()
         ego2img = sample.geometry.ego2img()
         in_ego = np.c_[points[:, :3], np.ones(len(points))] @ sample.geometry.lidar2keyego().T
         for camera, name in enumerate(
             ("cam_front", "cam_front_right", "cam_front_left", "cam_back")
         ):
-            depth = found[f"depth_{name}"]
+            depth = channels[f"depth_{name}"]
             assert depth.shape == (45, 80)
             u, v, z, _ = (in_ego @ ego2img[camera].T).T
             u, v = ((side / z + 0.5) / 4 for side in (u, v))
-            seen = (z > 1) & (z < 40) & (u > 1) & (u < 79) & (v > 1) & (v < 44)
-            rows = v[seen].astype(int)
-            columns = u[seen].astype(int)
+            is_visible = (z > 1) & (z < 40) & (u > 1) & (u < 79) & (v > 1) & (v < 44)
+            rows = v[is_visible].astype(int)
+            columns = u[is_visible].astype(int)
             # A point shows within a pixel of the map what its neighbours show: edges and occlusion aside.
             around = np.stack(
                 [depth[rows + dv, columns + du] for dv in (-1, 0, 1) for du in (-1, 0, 1)]
             )
-            near = (around.min(0) - 0.05 <= z[seen]) & (z[seen] <= around.max(0) + 0.05)
+            near = (around.min(0) - 0.05 <= z[is_visible]) & (z[is_visible] <= around.max(0) + 0.05)
             assert near.mean() > 0.9
-            compared += int(seen.sum())
+            compared += int(is_visible.sum())
     assert compared > 1000
 
 
@@ -183,13 +183,15 @@ def test_inspect_shows_the_channels(drive) -> None:
 def test_reshard_carries_them(drive, tmp_path) -> None:
     first = open_dataset(drive / "packed")
     reshard(drive / "packed", tmp_path / "again", workers=1, layout="frame", order="clip", seed=3)
-    again = open_dataset(tmp_path / "again")
+    resharded = open_dataset(tmp_path / "again")
     assert faults(tmp_path / "again") == []
-    plain = [msgspec.structs.replace(one, codec="") for one in first.manifest.channels]
-    assert [msgspec.structs.replace(one, codec="") for one in again.manifest.channels] == plain
+    plain = [msgspec.structs.replace(channel, codec="") for channel in first.manifest.channels]
+    assert [
+        msgspec.structs.replace(channel, codec="") for channel in resharded.manifest.channels
+    ] == plain
     for number in range(len(first)):
         sample = first[number]
-        assert again[sample.key].extra == sample.extra
+        assert resharded[sample.key].extra == sample.extra
 
 
 def test_append_carries_them(drive, first, tmp_path) -> None:
@@ -198,13 +200,13 @@ def test_append_carries_them(drive, first, tmp_path) -> None:
     )
     reshard([first, tmp_path / "new"], tmp_path / "both", append=True)
     assert faults(tmp_path / "both") == []
-    both = open_dataset(tmp_path / "both")
+    appended = open_dataset(tmp_path / "both")
     packed = open_dataset(drive / "packed")
-    assert len(both) == len(packed)
-    assert both.manifest.channels == packed.manifest.channels
+    assert len(appended) == len(packed)
+    assert appended.manifest.channels == packed.manifest.channels
     for number in range(len(packed)):
         sample = packed[number]
-        assert both[sample.key].extra == sample.extra
+        assert appended[sample.key].extra == sample.extra
 
 
 def test_datasets_of_other_channels_do_not_become_one(first, copy, tmp_path) -> None:
@@ -266,15 +268,15 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             "NaN at [0, 0]; the table of channel 'radar' forbids",
         ),
         (
-            lambda drive: rewrite(drive, "radar", lambda one: one.astype(np.float64)),
+            lambda drive: rewrite(drive, "radar", lambda rows: rows.astype(np.float64)),
             "channel 'radar' is float64",
         ),
         (
-            lambda drive: rewrite(drive, "radar", lambda one: one[:, :5]),
+            lambda drive: rewrite(drive, "radar", lambda rows: rows[:, :5]),
             "the table has float32[any, 7]",
         ),
         (
-            lambda drive: rewrite(drive, "instances_cam_back", lambda one: one[:-1]),
+            lambda drive: rewrite(drive, "instances_cam_back", lambda mask: mask[:-1]),
             "320 x 179 pixels; on the image of 'cam_back' of 320 x 180 at 1/1 it has 320 x 180",
         ),
         (
@@ -329,20 +331,20 @@ def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> Non
     width, height = images.get("size", (160, 90))
     for number in range(len(dataset)):
         scaled = values(dataset, number)
-        whole = values(before, before.position(dataset[number].key))
+        full = values(before, before.position(dataset[number].key))
         mask = scaled["instances_cam_front"]
         v, u = (
-            ((np.arange(to) + 0.5) * of / to).astype(int)
-            for to, of in ((height, 180), (width, 320))
+            ((np.arange(to) + 0.5) * full_size / to).astype(int)
+            for to, full_size in ((height, 180), (width, 320))
         )
-        np.testing.assert_array_equal(mask, whole["instances_cam_front"][v][:, u])
+        np.testing.assert_array_equal(mask, full["instances_cam_front"][v][:, u])
         boxes = scaled["boxes2d_cam_front"]["box"]
-        all_boxes = whole["boxes2d_cam_front"]["box"]
+        all_boxes = full["boxes2d_cam_front"]["box"]
         scale = np.array([width / 320, height / 180] * 2)
         np.testing.assert_allclose(boxes, (all_boxes + 0.5) * scale - 0.5, atol=1e-3)
         depth = scaled["depth_cam_front"]
         assert depth.shape == (-(-height // 4), -(-width // 4))
-        assert (depth > 0).mean() == pytest.approx((whole["depth_cam_front"] > 0).mean(), abs=0.05)
+        assert (depth > 0).mean() == pytest.approx((full["depth_cam_front"] > 0).mean(), abs=0.05)
     # 73 rows at 1/4 are 19, and half of 73 are 36, at 1/4 9: not half of 19.
     reshard([tmp_path / "out"], tmp_path / "again", workers=1, images={"resize": 0.5})
     assert faults(tmp_path / "again") == []
@@ -398,14 +400,16 @@ def test_a_table_that_does_not_hold_together_is_refused(
 def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
     radar = next(
-        one for one in open_dataset(tmp_path / "out").manifest.channels if one.name == "radar"
+        channel
+        for channel in open_dataset(tmp_path / "out").manifest.channels
+        if channel.name == "radar"
     )
     edit_manifest(
         tmp_path / "out", "radar", shape=(None, 6), columns=radar.columns[:6], units=radar.units[:6]
     )
-    found = faults(tmp_path / "out")
-    assert len(found) == len(open_dataset(drive / "out"))
-    assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in found)
+    reported = faults(tmp_path / "out")
+    assert len(reported) == len(open_dataset(drive / "out"))
+    assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in reported)
 
 
 @pytest.mark.parametrize("camera", ["cam_front", "cam_back"])
@@ -417,11 +421,13 @@ def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -
     assert faults(tmp_path / "made") == faults(tmp_path / "again") == []
     assert members_of(tmp_path / "made") == members_of(tmp_path / "again")
     table = open_dataset(tmp_path / "made").manifest.channels
-    assert {one.law.camera for one in table if one.law.camera} == {camera}
-    names = [one.name for one in table if one.sensor is None and one.name != "boxes"]
+    assert {channel.law.camera for channel in table if channel.law.camera} == {camera}
+    names = [
+        channel.name for channel in table if channel.sensor is None and channel.name != "boxes"
+    ]
     options = {"shuffle": False, "points": True, "select": names}
-    found = batches(tmp_path / "made", 2, **options)
-    for one, of_whole in zip(
-        found, batches(drive / "packed", 2, cameras=[camera], **options), strict=True
+    loaded = batches(tmp_path / "made", 2, **options)
+    for camera_batch, expected_batch in zip(
+        loaded, batches(drive / "packed", 2, cameras=[camera], **options), strict=True
     ):
-        assert not unlike(one, of_whole)
+        assert not unlike(camera_batch, expected_batch)

@@ -122,15 +122,15 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     variables = {**environment(), "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=variables)
     os.close(child_end)
-    shown = b""
+    output = b""
     with contextlib.suppress(OSError):  # the end of a pseudo terminal is an error
         while piece := os.read(main_end, 4096):
-            shown += piece
+            output += piece
     os.close(main_end)
     said = process.communicate()[0]
     assert process.returncode == 0
-    assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidar" in shown
-    assert b"0/1 shards, making train-000000" in shown
+    assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidar" in output
+    assert b"0/1 shards, making train-000000" in output
     assert said.startswith(b"6 samples")
 
 

@@ -48,17 +48,17 @@ def with_channels(source):
 def members_by_fuelrail(root):
     """Return each sample in its stored order: field as stored to stored bytes."""
     dataset = open_dataset(root)
-    found = []
-    for at in range(len(dataset.index)):
-        row = dataset.index.row(at)
+    members = []
+    for number in range(len(dataset.index)):
+        row = dataset.index.row(number)
         span = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
-        found.append(
+        members.append(
             {
                 m.name + codecs.suffix(m.codec): span[m.offset : m.offset + m.stored_bytes]
                 for m in row.members
             }
         )
-    return found
+    return members
 
 
 def members_by_dali(root, fields, count, *, with_index):
@@ -66,24 +66,24 @@ def members_by_dali(root, fields, count, *, with_index):
 
     @pipeline_def(batch_size=count, num_threads=2, device_id=None)
     def reading():
-        found = fn.readers.webdataset(
+        members = fn.readers.webdataset(
             paths=[str(shard) for shard in shards],
             index_paths=[str(shard.with_suffix(".idx")) for shard in shards] if with_index else [],
             ext=fields,
             missing_component_behavior="empty",
             random_shuffle=False,
         )
-        return tuple(found)
+        return tuple(members)
 
     pipe = reading()
     pipe.build()
     outputs = pipe.run()
     return [
         {
-            field: np.asarray(output[at]).tobytes()
+            field: np.asarray(output[number]).tobytes()
             for field, output in zip(fields, outputs, strict=True)
         }
-        for at in range(count)
+        for number in range(count)
     ]
 
 

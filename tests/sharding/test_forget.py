@@ -63,39 +63,41 @@ def choose(dataset):
     clips = index.strings("clip_id")
     keys = index.strings("key")
     clip = sorted(set(clips))[1]
-    key = next(key for key, of in zip(keys, clips, strict=True) if of != clip)
-    return clip, key, [at for at in range(len(keys)) if clips[at] == clip or keys[at] == key]
+    key = next(key for key, clip_of_key in zip(keys, clips, strict=True) if clip_of_key != clip)
+    return clip, key, [row for row in range(len(keys)) if clips[row] == clip or keys[row] == key]
 
 
-def span_of(opened, at):
-    row = opened.index.row(at)
+def span_of(opened, position):
+    row = opened.index.row(position)
     return opened.shard_path(row).read_bytes()[row.offset :][: row.length]
 
 
-def traces(dataset, rows):
+def find_traces(dataset, rows):
     """What must not be found anywhere: keys, digests, and bytes of each span that the others do not have."""
     opened = open_dataset(dataset)
-    found = {}
-    kept = [at for at in range(len(opened)) if at not in rows]
-    others = {row.xxh3 for at in kept for row in opened.index.row(at).members}
-    rest = b"".join(span_of(opened, at) for at in kept)
-    for at in rows:
-        row = opened.index.row(at)
-        span = span_of(opened, at)
-        found[row.key.encode()] = "key"
-        members = [one.xxh3 for one in row.members if one.xxh3 not in others]
+    needles = {}
+    remaining = [position for position in range(len(opened)) if position not in rows]
+    other_digests = {
+        row.xxh3 for position in remaining for row in opened.index.row(position).members
+    }
+    rest = b"".join(span_of(opened, position) for position in remaining)
+    for position in rows:
+        row = opened.index.row(position)
+        span = span_of(opened, position)
+        needles[row.key.encode()] = "key"
+        members = [member.xxh3 for member in row.members if member.xxh3 not in other_digests]
         for number in (row.xxh3, xxhash.xxh3_64_intdigest(row.key.encode()), *members):
-            found |= {
+            needles |= {
                 number.to_bytes(8, "little"): f"digest of {row.key}",
                 f"{number:016x}".encode(): "digest as text",
             }
         pieces = [span[first : first + 40] for first in range(0, len(span) - 40, 40)]
-        own = [
+        unique_pieces = [
             piece for piece in pieces if piece not in rest and piece.count(0) < 4
         ]  # else a header of the tar
-        assert len(own) > 10
-        found |= dict.fromkeys(own, f"bytes of {row.key}")
-    return found
+        assert len(unique_pieces) > 10
+        needles |= dict.fromkeys(unique_pieces, f"bytes of {row.key}")
+    return needles
 
 
 def search(folder, needles):
@@ -106,29 +108,31 @@ def search(folder, needles):
         texts = [path.read_bytes(), str(path).encode()]
         if path.name == "attributes.parquet":
             texts.append(json.dumps(pq.read_table(path).to_pydict(), default=str).encode())
-        for needle, what in needles.items():
-            assert not any(needle in text for text in texts), f"{path} has the {what}"
+        for needle, label in needles.items():
+            assert not any(needle in text for text in texts), f"{path} has the {label}"
 
 
 def check(dataset, before, names, rows, report):
     """Compare the dataset with what it was."""
     assert verify(dataset, deep=True, num_threads=2).faults == []
     opened = open_dataset(dataset)
-    kept = [at for at in range(len(before["keys"])) if at not in rows]
-    assert opened.index.strings("key") == [before["keys"][at] for at in kept]
-    gone = {before["keys"][at] for at in rows}
+    remaining = [position for position in range(len(before["keys"])) if position not in rows]
+    assert opened.index.strings("key") == [before["keys"][position] for position in remaining]
+    gone = {before["keys"][position] for position in rows}
     expected = {}
     for key in opened.index.strings("key"):  # neighbours say nothing of them
         meta = before["members"][key][META]
         named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
         expected[key] = {**before["members"][key], META: msgspec.structs.replace(meta, **named)}
     assert members_of(dataset) == expected
-    assert not any(key.encode() in data for key in gone for data in metas(dataset))
+    assert not any(key.encode() in data for key in gone for data in read_metas(dataset))
     table = opened.table
-    assert table.equals(before["table"].take(kept))
+    assert table.equals(before["table"].take(remaining))
     assert opened.manifest.lineage.parents == (before["fingerprint"],)
     assert opened.manifest.lineage.ancestors[0].num_samples == len(before["keys"])
-    assert {one.key for one in report.samples} == {before["keys"][at] for at in rows}
+    assert {sample.key for sample in report.samples} == {
+        before["keys"][position] for position in rows
+    }
     assert report.names == sorted(names)
     first = report.folders[0]
     assert (first.before, first.after) == (before["fingerprint"], opened.manifest.fingerprint)
@@ -137,7 +141,7 @@ def check(dataset, before, names, rows, report):
     } == first.shards
     for path in dataset.glob("*.tar"):
         with tarfile.open(path) as tar:
-            members = [(one.name, one.size) for one in tar]
+            members = [(member.name, member.size) for member in tar]
         listed = subprocess.run(
             ["tar", "-tf", path], capture_output=True, text=True, check=True
         ).stdout.split()
@@ -147,13 +151,15 @@ def check(dataset, before, names, rows, report):
             assert lines[0] == f"v1.2 {len({name.partition('.')[0] for name in listed})}"
 
 
-def metas(dataset):
+def read_metas(dataset):
     opened = open_dataset(dataset)
-    for at in range(len(opened)):
-        row = opened.index.row(at)
+    for position in range(len(opened)):
+        row = opened.index.row(position)
         path = opened.shard_path(row)
         yield bytes(
-            read_members(row, span_of(opened, at), path.name, dictionary=opened.dictionary)[META]
+            read_members(row, span_of(opened, position), path.name, dictionary=opened.dictionary)[
+                META
+            ]
         )
 
 
@@ -171,10 +177,10 @@ def state(dataset):
 def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_path):
     clip, key, rows = choose(dataset)
     before = state(dataset)
-    needles = traces(dataset, rows)
+    needles = find_traces(dataset, rows)
     layer = write_layer(dataset, tmp_path / "layer")
-    some = sorted({0, 3, 6, 9, 12, 15, *rows[1:3]})
-    part = write_layer(dataset, tmp_path / "part", some)
+    positions_of_part = sorted({0, 3, 6, 9, 12, 15, *rows[1:3]})
+    part = write_layer(dataset, tmp_path / "part", positions_of_part)
     old = open_layer("layer", layer, open_dataset(dataset))
     layer_values = {
         row: old.find(row, before["keys"][row])[1].xxh3 for row in range(len(before["keys"]))
@@ -204,39 +210,41 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
     search(tmp_path, needles)
     assert len(report.caches) == 2
     opened = open_dataset(dataset)
-    for path, positions in ((layer, range(len(before["keys"]))), (part, some)):
+    for path, positions in ((layer, range(len(before["keys"]))), (part, positions_of_part)):
         assert verify(path, deep=True, num_threads=1).faults == []
         bound = open_layer("layer", path, opened)
-        for at, key in enumerate(opened.index.strings("key")):
+        for new_row, key in enumerate(opened.index.strings("key")):
             position = before["keys"].index(key)
-            found = bound.find(at, key)
-            assert (found is not None) == (position in positions)
+            record = bound.find(new_row, key)
+            assert (record is not None) == (position in positions)
             if path == layer:
-                assert found[1].xxh3 == layer_values[position]
-                assert bound.data.read(found[0], "loss")["loss"] == values_of(position)["loss"]
+                assert record[1].xxh3 == layer_values[position]
+                assert bound.data.read(record[0], "loss")["loss"] == values_of(position)["loss"]
     # The rest of a step would be a second deletion.
     second = opened.index.strings("key")[0]
-    again = fr.forget(dataset, [second], layers=[layer, part])
-    assert [one.before for one in again.folders] == [one.after for one in report.folders]
+    second_report = fr.forget(dataset, [second], layers=[layer, part])
+    assert [folder.before for folder in second_report.folders] == [
+        folder.after for folder in report.folders
+    ]
     assert verify(dataset, deep=True, num_threads=1).faults == []
     assert len(open_dataset(dataset).manifest.lineage.ancestors) == 2
 
 
 def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
-    for which in (-1, 0):  # the last shard goes; then the first, and the others move up
+    for shard_index in (-1, 0):  # the last shard goes; then the first, and the others move up
         opened = open_dataset(dataset)
         shards = list(opened.shards)
-        inodes = {one.sha256: (dataset / one.name).stat().st_ino for one in shards}
-        first = shards[which].first_sample
+        inodes = {shard.sha256: (dataset / shard.name).stat().st_ino for shard in shards}
+        first = shards[shard_index].first_sample
         report = fr.forget(
-            dataset, opened.index.strings("key", first, first + shards[which].num_samples)
+            dataset, opened.index.strings("key", first, first + shards[shard_index].num_samples)
         )
-        assert shards[which].name in report.folders[0].shards
+        assert shards[shard_index].name in report.folders[0].shards
         now = list(open_dataset(dataset).shards)
         assert len(now) == len(shards) - 1
-        kept = inodes.keys() - set(report.folders[0].shards.values())
-        assert {one.sha256: (dataset / one.name).stat().st_ino for one in now}.items() >= {
-            digest: inodes[digest] for digest in kept
+        unchanged = inodes.keys() - set(report.folders[0].shards.values())
+        assert {shard.sha256: (dataset / shard.name).stat().st_ino for shard in now}.items() >= {
+            digest: inodes[digest] for digest in unchanged
         }.items()
     assert verify(dataset, deep=True, num_threads=1).faults == []
     assert not (dataset / ".fuelrail").exists()
@@ -274,11 +282,11 @@ def test_the_command(plain, tmp_path, capsys):
 def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
     clip, _, _ = choose(plain)
     everything = sorted(set(open_dataset(plain).index.strings("clip_id")))
-    other = sharded(dataroot("e2 f3"))
-    foreign = write_layer(other, tmp_path / "foreign")
+    other_dataset = sharded(dataroot("e2 f3"))
+    foreign = write_layer(other_dataset, tmp_path / "foreign")
     only = write_layer(plain, tmp_path / "only", choose(plain)[2][:2])
     before = digests(tmp_path)
-    for error, names, options, what in (
+    for error, names, options, message in (
         (OrderError, [clip, "nobody"], {}, "1 names are neither"),
         (OrderError, str(tmp_path / "none.txt"), {}, "cannot be read"),
         (ConfigError, everything, {}, "nothing would be left of"),
@@ -287,7 +295,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         (ConfigError, [clip], {"layers": ["memory://layer"]}, "is at a URL"),
         (ConfigError, choose(plain)[:2], {"layers": [only]}, "nothing would be left of"),
     ):
-        with pytest.raises(error, match=what):
+        with pytest.raises(error, match=message):
             fr.forget(plain, names, **options)
         assert digests(tmp_path) == before
     with pytest.raises(ConfigError, match="is at a URL"):
@@ -296,7 +304,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         fr.forget(tmp_path / "none", [clip])
     assert not (tmp_path / "none").exists()
     shard = next(
-        one.name for one in open_dataset(plain).shards if clip in str(members_of(plain).keys())
+        entry.name for entry in open_dataset(plain).shards if clip in str(members_of(plain).keys())
     )
     flip(plain / shard)
     names = [open_dataset(plain).index.row(0).key]
@@ -316,9 +324,11 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
 
 def shard_with_neighbours(folder, per_keyframe):
     """A dataset whose samples hold sweeps of earlier ones, and steps of trajectories of others."""
-    made = build_nuscenes(folder / "root", {"a": 7, "b": 4}, cameras=("CAM_FRONT",), num_points=4)
-    add_sweeps(made, per_keyframe)
-    made.write()
+    nuscenes = build_nuscenes(
+        folder / "root", {"a": 7, "b": 4}, cameras=("CAM_FRONT",), num_points=4
+    )
+    add_sweeps(nuscenes, per_keyframe)
+    nuscenes.write()
     options = {"sweeps": 7, "channels": ["trajectories"]}
     fr.shard(f"nuscenes:{folder / 'root'}", folder / "dataset", options=options, layout="none")
     return folder / "dataset"
@@ -326,14 +336,16 @@ def shard_with_neighbours(folder, per_keyframe):
 
 def sweeps_by_key(dataset):
     opened = open_dataset(dataset)
-    found = {}
+    points_by_key = {}
     for number, key in enumerate(opened.index.strings("key")):
         sweeps = opened.read(number, ["lidar_top_sweeps"]).get("lidar_top_sweeps")
         ends = [] if sweeps is None else np.cumsum(sweeps.num_points)
         points = [] if sweeps is None else np.split(sweeps.points, ends[:-1])
         times = [] if sweeps is None else sweeps.timestamp_ns.tolist()
-        found[key] = {time: part.tobytes() for time, part in zip(times, points, strict=True)}
-    return found
+        points_by_key[key] = {
+            time: part.tobytes() for time, part in zip(times, points, strict=True)
+        }
+    return points_by_key
 
 
 @pytest.mark.parametrize(("per_keyframe", "gone"), [(3, (2, 5, 6)), (0, (0, 2))])
@@ -375,13 +387,13 @@ def test_neighbours_hold_nothing_of_single_samples(per_keyframe, gone, tmp_path)
         steps = [step for step in steps if 0 <= step < 17]
         path = paths[key].copy()
         path[steps, :-1], path[steps, -1] = np.nan, 0
-        found = opened.read(key, ["ego_trajectory", "agent_trajectories"])
-        assert np.array_equal(found["ego_trajectory"], path, equal_nan=True)
+        stored = opened.read(key, ["ego_trajectory", "agent_trajectories"])
+        assert np.array_equal(stored["ego_trajectory"], path, equal_nan=True)
         if agents[key]:
             valid = agents[key]["agent_trajectories"]["valid"].copy()
             valid[:, steps] = 0
-            assert np.array_equal(found["agent_trajectories"]["valid"], valid)
-            assert np.isnan(found["agent_trajectories"]["position"][:, steps]).all()
+            assert np.array_equal(stored["agent_trajectories"]["valid"], valid)
+            assert np.isnan(stored["agent_trajectories"]["position"][:, steps]).all()
         num_cut += bool(len(steps))
     assert report.folders[0].num_cut == num_cut
     assert f"{num_cut} other samples held sweeps" in report.as_text()
@@ -413,11 +425,11 @@ def test_series_and_statistics_hold_nothing_of_single_samples(tmp_path):
         if row in (1, 7):
             continue
         begin, end = spans.get(row // 4, (0, -1))
-        left = [time for time in stored[row] if not begin < time <= end]
-        found = opened.read(key, ["can"])["can"]
-        assert found["timestamp_ns"].tolist() == left
-        assert np.array_equal(found["values"], np.array(left) * 1e-9)
-        assert len(left) < len(stored[row]) or row != 2
+        remaining = [time for time in stored[row] if not begin < time <= end]
+        series = opened.read(key, ["can"])["can"]
+        assert series["timestamp_ns"].tolist() == remaining
+        assert np.array_equal(series["values"], np.array(remaining) * 1e-9)
+        assert len(remaining) < len(stored[row]) or row != 2
     assert verify(tmp_path / "d", deep=True, num_threads=1).faults == []
 
 
@@ -434,8 +446,8 @@ def test_a_working_folder_of_another_run_is_not_continued(plain, tmp_path):
         fr.forget(tmp_path / "none", [clip])
     with pytest.raises(fr.DatasetError):
         fr.forget(plain, [clip])
-    kept = digests(plain)
-    assert {name: kept[name] for name in kept if "fuelrail" not in name} == {
+    unchanged = digests(plain)
+    assert {name: unchanged[name] for name in unchanged if "fuelrail" not in name} == {
         name: before[name] for name in before if "fuelrail" not in name
     }
 
@@ -462,8 +474,8 @@ def test_a_split_may_go_and_attributes_may_lack(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("which", ["3", pytest.param("all", marks=pytest.mark.long)])
-def test_kills_change_nothing(plain, tmp_path, which):
+@pytest.mark.parametrize("kill_points", ["3", pytest.param("all", marks=pytest.mark.long)])
+def test_kills_change_nothing(plain, tmp_path, kill_points):
     clip, key, _ = choose(plain)
     layer = write_layer(plain, tmp_path / "layer")
     file = tmp_path / "keys.txt"
@@ -476,7 +488,7 @@ def test_kills_change_nothing(plain, tmp_path, which):
         layer,
         file,
         tmp_path / "scratch",
-        which,
+        kill_points,
     ]
     (tmp_path / "scratch").mkdir()
     fingerprint = open_dataset(plain).manifest.fingerprint

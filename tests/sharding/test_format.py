@@ -204,17 +204,17 @@ def test_seek_table(out):
         assert (count, descriptor, magic) == (shard["num_samples"] + 1, 0, 0x8F92EAB1)
         table = data[-9 - 8 * count - 8 :]
         assert struct.unpack("<II", table[:8]) == (0x184D2A5E, len(table) - 8)
-        at = 0
+        offset = 0
         for row, (stored, raw) in zip(
             [*(row for row in rows if row["shard"] == number), None],
             struct.iter_unpack("<II", table[8:-9]),
             strict=True,
         ):
-            assert row is None or (row["offset"], row["length"]) == (at, stored)
-            frame = zstandard.get_frame_parameters(data[at : at + stored])
+            assert row is None or (row["offset"], row["length"]) == (offset, stored)
+            frame = zstandard.get_frame_parameters(data[offset : offset + stored])
             assert (frame.content_size, frame.has_checksum, frame.dict_id) == (raw, True, 0)
-            at += stored
-        assert data[at:] == table
+            offset += stored
+        assert data[offset:] == table
 
 
 def test_tar_blocks(out):
@@ -224,14 +224,14 @@ def test_tar_blocks(out):
         [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]]
         for row in rows
     ]
-    found = []
+    members = []
     for shard in read_shards(out, json.loads((out / "dataset.json").read_text("utf-8"))):
         data = (out / shard["name"]).read_bytes()
-        at = 0
+        offset = 0
         if shard["name"].endswith(".tar.zst"):
             data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
-        while data[at : at + 512] != bytes(512):
-            header = data[at : at + 512]
+        while data[offset : offset + 512] != bytes(512):
+            header = data[offset : offset + 512]
             name = header[:100].rstrip(b"\0").decode()
             size = int(header[124:135], 8)
             assert header[100:124] == b"0000644\x000000000\x000000000\x00"
@@ -243,9 +243,9 @@ def test_tar_blocks(out):
             assert header[265:329] == bytes(64)
             assert header[329:345] == b"0000000\x000000000\x00"
             assert header[345:] == bytes(167)
-            end = at + 512 + size
-            at = end + -end % 512
-            assert data[end:at] == bytes(at - end)
-            found.append(name)
-        assert data[at:] == bytes(1024)
-    assert found == [name for names_of_sample in expected for name in names_of_sample]
+            end = offset + 512 + size
+            offset = end + -end % 512
+            assert data[end:offset] == bytes(offset - end)
+            members.append(name)
+        assert data[offset:] == bytes(1024)
+    assert members == [name for names_of_sample in expected for name in names_of_sample]

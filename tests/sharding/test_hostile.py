@@ -108,21 +108,21 @@ class TestMemory:
 
     def test_an_index_is_refused_before_its_compressed_buffers_are_decoded(self, case):
         compressed = [["inspect", str(case(f"arrow/{codec}", codec))] for codec in ("zstd", "lz4")]
-        taken, said = peak_bytes(*compressed)
+        peak, said = peak_bytes(*compressed)
         assert said.count("its buffers are compressed") == 2
-        assert taken < GIB // 4
+        assert peak < GIB // 4
 
     @pytest.mark.long
     def test_commands_stay_within_a_gibibyte(self, case, tmp_path):
         """Four members of 120 MiB."""
         place = str(case("zstd/four-allowed"))
-        taken, _ = peak_bytes(
+        peak, _ = peak_bytes(
             ["verify", "--deep", place],
             ["inspect", place, "clip-0000-000000"],
             ["view", place, "--output", str(tmp_path / "s.png")],
             ["reshard", place, str(tmp_path / "out")],
         )
-        assert 100 << 20 < taken < GIB
+        assert 100 << 20 < peak < GIB
 
     @pytest.mark.parametrize(
         "name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"]
@@ -342,10 +342,10 @@ def test_a_rig_without_cameras(case, tmp_path):
 def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
-    whole = (
+    block_digests = (
         tmp_path / "DS" / "blocks.sha256"
     ).read_bytes()  # a digest for every MiB: of shards, index and keys
-    blocks = whole[:32] + bytes(32 << 10) + whole[64:]
+    blocks = block_digests[:32] + bytes(32 << 10) + block_digests[64:]
     (tmp_path / "DS" / "blocks.sha256").write_bytes(blocks)
     manifest = load_manifest(tmp_path / "DS")
     changed = {
@@ -353,7 +353,7 @@ def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
         "blocks.sha256": {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()},
     }
     files = tuple(
-        msgspec.structs.replace(one, **changed.get(one.name, {})) for one in manifest.files
+        msgspec.structs.replace(file, **changed.get(file.name, {})) for file in manifest.files
     )
     (tmp_path / "DS" / MANIFEST_FILE).write_bytes(
         encode_manifest(msgspec.structs.replace(manifest, files=files))

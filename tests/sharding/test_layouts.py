@@ -99,10 +99,16 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(source, outs
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("there", list(LAYOUTS))
-@pytest.mark.parametrize("here", ["member", "frame"])
-def test_shards_to_shards(outs, tmp_path, there, here):
-    reshard(outs / there, tmp_path / "again", seed=7, shard_size_bytes=SHARD_BYTES, **LAYOUTS[here])
+@pytest.mark.parametrize("source_layout", list(LAYOUTS))
+@pytest.mark.parametrize("target_layout", ["member", "frame"])
+def test_shards_to_shards(outs, tmp_path, source_layout, target_layout):
+    reshard(
+        outs / source_layout,
+        tmp_path / "again",
+        seed=7,
+        shard_size_bytes=SHARD_BYTES,
+        **LAYOUTS[target_layout],
+    )
     assert members_of(tmp_path / "again") == members_of(outs / "member")
     assert verify(tmp_path / "again", deep=False, num_threads=2).faults == []
 
@@ -213,7 +219,7 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
         for place in (*datasets, str(tmp_path / "out"))
     }
     assert said[str(tmp_path / "out")] == said[datasets[0]] | said[datasets[1]]
-    assert {one[1:] for one in said[str(tmp_path / "out")]} == {(0, bytes(32))}
+    assert {entry[1:] for entry in said[str(tmp_path / "out")]} == {(0, bytes(32))}
     build_nuscenes(tmp_path / "last", {"e": 3}, num_points=61)
     shard_nuscenes(tmp_path / "last", tmp_path / "third", **options)
     at_once = append([*datasets, str(tmp_path / "third")], tmp_path / "at-once")
@@ -248,7 +254,7 @@ def test_gnu_tar_and_a_seekable_reader_by_others_read_frame_shards(outs):
         capture_output=True,
         text=True,
     ).stdout
-    rows = [dataset.index.row(at) for at in range(dataset.shards[0].num_samples)]
+    rows = [dataset.index.row(position) for position in range(dataset.shards[0].num_samples)]
     assert said.split() == [f"{row.key}.{member.name}" for row in rows for member in row.members]
     for shard_entry in dataset.shards:
         path = outs / "frame" / shard_entry.name

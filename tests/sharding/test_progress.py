@@ -35,8 +35,8 @@ class Stream(io.StringIO):
 def stream(monkeypatch, request):
     """Stderr of a batch job, in which a minute takes 10 ms."""
     lines = Stream(request.param)
-    shown = partial(Progress, console=Console(file=lines, width=200), every_s=0.01)
-    monkeypatch.setattr(progress, "Progress", shown)
+    make_progress = partial(Progress, console=Console(file=lines, width=200), every_s=0.01)
+    monkeypatch.setattr(progress, "Progress", make_progress)
     return lines
 
 

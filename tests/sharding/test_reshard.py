@@ -66,30 +66,30 @@ def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(
     old, dataroot, sharded, tmp_path
 ):
     rig = [camera.channel for camera in open_dataset(old).manifest.cameras]
-    kept = rig[1:]
-    main(["reshard", str(old), str(tmp_path / "out"), "--cameras", ",".join(kept[::-1])])
+    cameras = rig[1:]
+    main(["reshard", str(old), str(tmp_path / "out"), "--cameras", ",".join(cameras[::-1])])
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
-    assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == kept
-    made = sharded(dataroot("a4 b5"), cameras=kept, **SMALL)
+    assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == cameras
+    expected = sharded(dataroot("a4 b5"), cameras=cameras, **SMALL)
     main(
         [
             "shard",
             f"nuscenes:{dataroot('a4 b5').root}",
             str(tmp_path / "flag"),
             "--cameras",
-            ",".join(kept),
+            ",".join(cameras),
         ]
     )
-    assert members_of(tmp_path / "flag") == members_of(made)
-    assert members_of(tmp_path / "out") == members_of(made)
+    assert members_of(tmp_path / "flag") == members_of(expected)
+    assert members_of(tmp_path / "out") == members_of(expected)
     tables = [
-        pq.read_table(one / "attributes.parquet").column("num_cameras")
-        for one in (tmp_path / "out", made)
+        pq.read_table(folder / "attributes.parquet").column("num_cameras")
+        for folder in (tmp_path / "out", expected)
     ]
     assert sorted(tables[0].to_pylist()) == sorted(tables[1].to_pylist())
-    fingerprints = {open_dataset(one).manifest.fingerprint for one in (old, tmp_path / "out")}
+    fingerprints = {open_dataset(folder).manifest.fingerprint for folder in (old, tmp_path / "out")}
     assert len(fingerprints) == 2
-    for options in ({"cameras": ["cam_x"]}, {"cameras": kept, "append": True}):
+    for options in ({"cameras": ["cam_x"]}, {"cameras": cameras, "append": True}):
         with pytest.raises(
             ConfigError, match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras"
         ):

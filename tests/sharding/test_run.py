@@ -76,18 +76,22 @@ def test_the_fingerprint_covers_every_byte_and_row_but_not_the_version_of_the_to
 ):
     """Another version is another recipe, and stands in the provenance; rows and bytes are the same."""
     ours = open_dataset(expected).manifest
-    again = shard_nuscenes(source.root, tmp_path / "out", tool="fuelrail 99.0", **OPTIONS).manifest
-    assert again.fingerprint == ours.fingerprint
-    assert again.digest != ours.digest
+    repeated = shard_nuscenes(
+        source.root, tmp_path / "out", tool="fuelrail 99.0", **OPTIONS
+    ).manifest
+    assert repeated.fingerprint == ours.fingerprint
+    assert repeated.digest != ours.digest
     assert (
-        again.provenance["recipe"]["tool"] == "fuelrail 99.0" != ours.provenance["recipe"]["tool"]
+        repeated.provenance["recipe"]["tool"]
+        == "fuelrail 99.0"
+        != ours.provenance["recipe"]["tool"]
     )
     named = shard_nuscenes(source.root, tmp_path / "named", name="renamed", **OPTIONS).manifest
     fewer = shard_nuscenes(source.root, tmp_path / "fewer", limit=15, **OPTIONS).manifest
     flip(next(path for path in sorted(copy.rglob("*.jpg")) if "sweeps" not in path.parts), -10)
     byte = shard_nuscenes(copy, tmp_path / "byte", **OPTIONS).manifest
     assert byte.num_samples == ours.num_samples
-    assert len({one.fingerprint for one in (ours, named, fewer, byte)}) == 4
+    assert len({manifest.fingerprint for manifest in (ours, named, fewer, byte)}) == 4
 
 
 def test_a_moved_source_gives_the_same_bytes(expected, copy, tmp_path):
@@ -187,10 +191,10 @@ def test_an_interrupted_run_continues(source, expected, tmp_path, kind):
     out = tmp_path / "out"
     begin(source.root, out, engine=LocalEngine(2, kind))
     assert not (out / "dataset.json").exists()
-    there = [path.name for path in out.glob("*.tar")]
-    assert len(there) >= 2
+    shards = [path.name for path in out.glob("*.tar")]
+    assert len(shards) >= 2
     outcome = shard_nuscenes(source.root, out, engine=LocalEngine(2, kind), **OPTIONS)
-    assert outcome.num_kept == len(there)
+    assert outcome.num_kept == len(shards)
     assert digests(out) == digests(expected)
 
 
@@ -217,15 +221,15 @@ def test_a_record_that_was_damaged_in_between_is_not_believed(source, expected, 
 def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(expected, copy, tmp_path):
     out = tmp_path / "out"
     victim = sorted((copy / "samples" / "LIDAR_TOP").iterdir())[3]
-    whole = victim.read_bytes()
-    victim.write_bytes(whole[: len(whole) // 40 * 20])
+    content = victim.read_bytes()
+    victim.write_bytes(content[: len(content) // 40 * 20])
     begin(copy, out, after=4)
-    there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
-    victim.write_bytes(whole)
+    inodes = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
+    victim.write_bytes(content)
     outcome = shard_nuscenes(copy, out, **OPTIONS)
-    again = [name for name, inode in there.items() if (out / name).stat().st_ino != inode]
-    assert len(again) <= 1
-    assert outcome.num_kept == len(there) - len(again) >= 3
+    rewritten = [name for name, inode in inodes.items() if (out / name).stat().st_ino != inode]
+    assert len(rewritten) <= 1
+    assert outcome.num_kept == len(inodes) - len(rewritten) >= 3
     assert members_of(out) == members_of(expected)
     # What is finished is checked as any dataset is, and made whole in the cut that it has.
     before = digests(out)
@@ -325,9 +329,11 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
 )
 def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, workers):
     """A terminal sends to all of the processes, Kubernetes to the first."""
-    made = dataroot("a300", images=[encode_image(1, 48, 32)], cameras=("CAM_FRONT",), num_tracks=0)
+    nuscenes = dataroot(
+        "a300", images=[encode_image(1, 48, 32)], cameras=("CAM_FRONT",), num_tracks=0
+    )
     out = tmp_path / "out"
-    command = shard_command(f"nuscenes:{made.root}", out, "--shard-size", "5kB", *workers)
+    command = shard_command(f"nuscenes:{nuscenes.root}", out, "--shard-size", "5kB", *workers)
     process = subprocess.Popen(
         command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -344,19 +350,20 @@ def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, work
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 
 
-def in_the_back(root):
+def choose_back_image(root):
     return sorted((root / "samples" / "CAM_BACK").iterdir())[5]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_truncated_jpeg_is_named_and_nothing_half_written(expected, copy, tmp_path, kind):
-    victim = in_the_back(copy)
-    whole = victim.read_bytes()
-    victim.write_bytes(whole[:-9])
+    victim = choose_back_image(copy)
+    content = victim.read_bytes()
+    victim.write_bytes(content[:-9])
     out = tmp_path / "out"
     with pytest.raises(
-        SourceError, match=f"samples/CAM_BACK/{victim.name}.*truncated JPEG: {len(whole) - 9} bytes"
+        SourceError,
+        match=f"samples/CAM_BACK/{victim.name}.*truncated JPEG: {len(content) - 9} bytes",
     ):
         shard_nuscenes(copy, out, engine=LocalEngine(2, kind), **OPTIONS)
     assert not (out / "dataset.json").exists()
@@ -365,13 +372,13 @@ def test_a_truncated_jpeg_is_named_and_nothing_half_written(expected, copy, tmp_
 
 
 def test_an_image_of_another_size_than_the_tables_say(copy, tmp_path):
-    in_the_back(copy).write_bytes(encode_image(1, 64, 64))
+    choose_back_image(copy).write_bytes(encode_image(1, 64, 64))
     with pytest.raises(SourceError, match="64 x 64 pixels, the source's tables say 48 x 32"):
         shard_nuscenes(copy, tmp_path / "out", **OPTIONS)
 
 
 def test_a_file_that_changes_or_vanishes_during_the_run(copy, tmp_path, monkeypatch):
-    victim = in_the_back(copy)
+    victim = choose_back_image(copy)
     scan = NuScenesSource.scan
 
     def scan_then(harm):
@@ -382,14 +389,14 @@ def test_a_file_that_changes_or_vanishes_during_the_run(copy, tmp_path, monkeypa
 
         monkeypatch.setattr(NuScenesSource, "scan", scanning)
 
-    whole = victim.read_bytes()
-    scan_then(lambda: victim.write_bytes(whole + b"\0"))
+    content = victim.read_bytes()
+    scan_then(lambda: victim.write_bytes(content + b"\0"))
     with pytest.raises(
         SourceError,
-        match=f"had {len(whole)} bytes when the run started and has {len(whole) + 1} now",
+        match=f"had {len(content)} bytes when the run started and has {len(content) + 1} now",
     ):
         shard_nuscenes(copy, tmp_path / "one", **OPTIONS)
-    victim.write_bytes(whole)
+    victim.write_bytes(content)
     scan_then(victim.unlink)
     with pytest.raises(SourceError, match=f"{victim.name}' cannot be read: No such file"):
         shard_nuscenes(copy, tmp_path / "two", **OPTIONS)
@@ -403,13 +410,13 @@ def test_units_stay_together_in_the_shards(source, tmp_path, order):
     clips = dataset.index.strings("clip_id")
     frames = dataset.index.column("frame")
     length = 2 if order == "window:2" else 100
-    starts = [at for at in range(len(clips)) if frames[at] % length == 0]
+    starts = [position for position in range(len(clips)) if frames[position] % length == 0]
     for first, end in zip(starts, [*starts[1:], len(clips)], strict=True):
         assert len(set(clips[first:end])) == 1
         assert np.array_equal(
             frames[first:end], np.arange(frames[first], frames[first] + end - first)
         )
-        shards = {dataset.index.row(at).shard for at in range(first, end)}
+        shards = {dataset.index.row(position).shard for position in range(first, end)}
         assert len(shards) == 1
     assert sorted(clips) == list("aaaabbbbbcccdddd")
 
@@ -472,7 +479,7 @@ def test_options_that_cannot_be_leave_nothing(source, tmp_path, values, says):
 def test_times_of_files_play_no_part(source, expected, partial, copy, tmp_path):
     # The machine's clock may have gone back, or the files may come from another one's future.
     out = shutil.copytree(partial, tmp_path / "out")
-    kept = len(list(out.glob("*.tar")))
+    num_shards = len(list(out.glob("*.tar")))
     shutil.copytree(out, tmp_path / "again", copy_function=shutil.copy)
 
     def turn_clocks(root):
@@ -481,7 +488,7 @@ def test_times_of_files_play_no_part(source, expected, partial, copy, tmp_path):
             os.utime(path, (ahead, ahead))
 
     turn_clocks(out)
-    assert shard_nuscenes(source.root, out, **OPTIONS).num_kept == kept
+    assert shard_nuscenes(source.root, out, **OPTIONS).num_kept == num_shards
     assert digests(out) == digests(expected)
     # A source file of another time may have another content: its shard is written again, to the same bytes.
     turn_clocks(copy)

@@ -33,21 +33,21 @@ TINY = SynthOptions(seed=1, clips=1, frames=1, size=(160, 90), workers=1)
 @pytest.mark.parametrize("workers", [2, MAX_THREADS + 1])
 def test_bytes_do_not_depend_on_the_workers(tmp_path: Path, workers: int) -> None:
     """Neither in threads nor in processes, of which there are more than threads."""
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     alone = msgspec.structs.replace(TINY, clips=2, frames=2)
     synth(tmp_path / "alone", alone)
     options = msgspec.structs.replace(alone, workers=workers)
-    synth(tmp_path / "again", options, progress=lambda done, total: seen.append((done, total)))
+    synth(tmp_path / "again", options, progress=lambda done, total: calls.append((done, total)))
     assert digests(tmp_path / "again") == digests(tmp_path / "alone")
     total = sum(len(captures(alone, make_clip(alone, index))) for index in range(2))
-    assert seen == [(done, total) for done in range(total + 1)]
+    assert calls == [(done, total) for done in range(total + 1)]
 
 
 def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_world: Path) -> None:
     pictures = sorted(small_world.glob("s*/CAM_*/*.jpg"))
     rows = json.loads((small_world / VERSION / "sample_data.json").read_text())
-    found = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
-    assert found == {row["filename"] for row in rows}
+    files = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
+    assert files == {row["filename"] for row in rows}
     assert len(pictures) == 2 * 2 * 6
     for path in pictures:
         data = path.read_bytes()
@@ -58,10 +58,10 @@ def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_world: P
 
 def test_the_same_world_is_left_as_it_is(small_options: SynthOptions, small_world: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in small_world.rglob("*")}
-    again = synth(small_world, msgspec.structs.replace(small_options, workers=2))
-    assert again.reused
-    assert again.folder == str(small_world)
-    assert again.num_images == 24
+    report = synth(small_world, msgspec.structs.replace(small_options, workers=2))
+    assert report.reused
+    assert report.folder == str(small_world)
+    assert report.num_images == 24
     assert {path: path.stat().st_mtime_ns for path in small_world.rglob("*")} == before
 
 

@@ -60,8 +60,8 @@ def grid_of(dataset: Any, number: int) -> np.ndarray:
 
 def cell_of(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     cells = np.floor((places - EXTENT_M[:3]) / CELL_M).astype(int)
-    kept = ((cells >= 0) & (cells < SHAPE)).all(1)
-    return cells[kept], kept
+    is_inside = ((cells >= 0) & (cells < SHAPE)).all(1)
+    return cells[is_inside], is_inside
 
 
 def test_every_point_and_box_is_in_the_grid(dataset) -> None:
@@ -74,10 +74,12 @@ def test_every_point_and_box_is_in_the_grid(dataset) -> None:
         assert len(cells) > 5000
         assert (grid[tuple(cells.T)] != FREE).all()
         boxes = sample.boxes
-        cells, kept = cell_of(boxes.boxes3d[:, :3].astype(np.float64))
-        big = (boxes.boxes3d[kept, 3:6] > math.sqrt(3) * CELL_M).all(1) & (boxes.label[kept] >= 0)
+        cells, is_inside = cell_of(boxes.boxes3d[:, :3].astype(np.float64))
+        big = (boxes.boxes3d[is_inside, 3:6] > math.sqrt(3) * CELL_M).all(1) & (
+            boxes.label[is_inside] >= 0
+        )
         assert big.sum() > 2
-        assert (grid[tuple(cells[big].T)] == boxes.label[kept][big] + FIRST_CLASS).all()
+        assert (grid[tuple(cells[big].T)] == boxes.label[is_inside][big] + FIRST_CLASS).all()
 
 
 def test_cells_of_a_class_lie_in_its_boxes(dataset) -> None:
@@ -95,8 +97,8 @@ def test_cells_of_a_class_lie_in_its_boxes(dataset) -> None:
     assert (grid == STATIC).sum() > 2000
 
 
-def one_box(**values: Any) -> Boxes:
-    found = {
+def make_box(**values: Any) -> Boxes:
+    fields = {
         "boxes3d": np.array([[10.0, 4.0, 0.6, 4.4, 1.9, 1.6, 0.0]], np.float32),
         "rotation_wxyz": np.array([[1.0, 0, 0, 0]], np.float32),
         "velocity": np.array([[10.0, 0, 0]], np.float32),
@@ -108,16 +110,16 @@ def one_box(**values: Any) -> Boxes:
         "attribute": np.array([-1], np.int16),
         "valid": np.array([1], np.uint8),
     }
-    return Boxes(**{**found, **values})
+    return Boxes(**{**fields, **values})
 
 
 def test_what_moved_on_leaves_no_trail() -> None:
     points = np.array([[10.0, 4.0, 0.6], [5.0, 4.0, 0.6], [5.0, -4.0, 0.6]])
     age_s = np.array([0.0, 0.5, 0.5])  # half a second ago the box was 5 m behind
-    grid = occupancy_grid(points, age_s, one_box())
+    grid = occupancy_grid(points, age_s, make_box())
     cells, _ = cell_of(points)
     assert grid[tuple(cells.T)].tolist() == [FIRST_CLASS + 3, FREE, STATIC]
-    assert (occupancy_grid(points, age_s, one_box(label=np.array([-1], np.int16))) <= STATIC).all()
+    assert (occupancy_grid(points, age_s, make_box(label=np.array([-1], np.int16))) <= STATIC).all()
     assert (occupancy_grid(points, age_s, None)[tuple(cells.T)] == STATIC).all()
 
 

@@ -78,8 +78,10 @@ def test_nobody_near_has_its_points_outside_its_box() -> None:
     count, solid = max(counted, key=lambda pair: pair[0])
     assert count > 100
     without = _global(
-        clip, capture_us, cast(clip, [one for one in solids if one is not solid], capture_us)
+        clip,
+        capture_us,
+        cast(clip, [neighbour for neighbour in solids if neighbour is not solid], capture_us),
     )
     assert points_in_box(without, solid) == 0
-    kept = {tuple(place) for place in without}
-    assert sum(tuple(place) not in kept for place in places) == count
+    remaining = {tuple(place) for place in without}
+    assert sum(tuple(place) not in remaining for place in places) == count

@@ -33,8 +33,8 @@ class _Shot(NamedTuple):
 
 def _shot(index: int, channel: str, frame: int = 2) -> _Shot:
     clip = make_clip(SPEC, index)
-    capture = [one for one in captures(SPEC, clip) if one.is_key_frame][frame]
-    camera = next(one for one in clip.rig.cameras if one.channel == channel)
+    capture = [candidate for candidate in captures(SPEC, clip) if candidate.is_key_frame][frame]
+    camera = next(sensor for sensor in clip.rig.cameras if sensor.channel == channel)
     return _Shot(
         clip, camera, clip.solids(capture.timestamp_us), capture.timestamp_us - camera.lead_us
     )
@@ -56,10 +56,10 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     )
     corners = corners + np.array([[*solid.centre, 1.0]]).T
     global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)
-    seen = (global2cam @ corners)[:3]
-    if seen[2].min() < 1.0:
+    camera_corners = (global2cam @ corners)[:3]
+    if camera_corners[2].min() < 1.0:
         return None
-    return (shot.camera.intrinsics @ (seen / seen[2]))[:2].T
+    return (shot.camera.intrinsics @ (camera_corners / camera_corners[2]))[:2].T
 
 
 def _hull_mask(shot: _Shot, corners: np.ndarray, grow_px: float) -> np.ndarray:
@@ -88,10 +88,10 @@ def _inside(shot: _Shot, corners: np.ndarray) -> bool:
 )
 def test_pixels_of_every_object_lie_in_its_projected_box(index: int, channel: str) -> None:
     shot = _shot(index, channel)
-    shown = _owners(shot)
+    actor_map = _owners(shot)
     num_checked = 0
     for solid in shot.solids:
-        drawn = shown == solid.actor
+        drawn = actor_map == solid.actor
         if solid.actor < 0 or drawn.sum() < 12:
             continue
         corners = _projected_corners(shot, solid)
@@ -123,10 +123,10 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind
         assert high[0] - columns.max() < 2 + slack * size[0], solid.kind
         share = len(rows) / _hull_mask(shot, corners, 0.0).sum()
-        least = (
+        min_share = (
             0.04 if solid.kind == "bicycle" else 0.18 if slack > 0.2 else 0.6
         )  # one sees through spokes and frame
-        assert share > least, (solid.kind, share)
+        assert share > min_share, (solid.kind, share)
         num_checked += 1
     assert num_checked >= 8
 
@@ -150,11 +150,11 @@ def test_what_is_beside_a_camera_is_met_in_its_window_only(channel: str) -> None
             num_across += 1
             expected, _ = meet(block, np.linalg.inv(unit2cam), rays)
             expected[expected < NEAR_M] = np.inf
-            found = np.full_like(expected, np.inf)
+            depth_map = np.full_like(expected, np.inf)
             if block in in_window:
-                found[in_window[block].window] = in_window[block].depth
-            num_smaller += block not in in_window or in_window[block].depth.size < found.size
-            np.testing.assert_array_equal(found, expected)
+                depth_map[in_window[block].window] = in_window[block].depth
+            num_smaller += block not in in_window or in_window[block].depth.size < depth_map.size
+            np.testing.assert_array_equal(depth_map, expected)
     assert num_across > 3
     assert num_smaller > 3, "else the windows cut nothing off"
 
@@ -163,17 +163,21 @@ def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
     # Independent of who is said to own a pixel: compare two pictures.
     shot = _shot(DUSK, "CAM_FRONT")
     with_all = render(*shot)
-    shown = _owners(shot)
+    actor_map = _owners(shot)
     visible = sorted(
-        (solid for solid in shot.solids if solid.actor >= 0 and (shown == solid.actor).sum() > 150),
-        key=lambda solid: -int((shown == solid.actor).sum()),
+        (
+            solid
+            for solid in shot.solids
+            if solid.actor >= 0 and (actor_map == solid.actor).sum() > 150
+        ),
+        key=lambda solid: -int((actor_map == solid.actor).sum()),
     )
     chosen = [(s, c) for s in visible if (c := _projected_corners(shot, s)) is not None][:3]
     assert len(chosen) == 3
     for solid, corners in chosen:
-        others = [one for one in shot.solids if one.actor != solid.actor]
-        without = render(shot.clip, shot.camera, others, shot.exposure_us)
+        neighbours = [neighbour for neighbour in shot.solids if neighbour.actor != solid.actor]
+        without = render(shot.clip, shot.camera, neighbours, shot.exposure_us)
         changed = np.abs(with_all.astype(int) - without).max(axis=-1) > 6
         assert not (changed & ~_hull_mask(shot, corners, 5.0)).any(), solid
-        own = shown == solid.actor
-        assert changed[own].mean() > 0.7, solid
+        mask = actor_map == solid.actor
+        assert changed[mask].mean() > 0.7, solid

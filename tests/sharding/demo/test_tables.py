@@ -48,8 +48,8 @@ def test_chains_go_both_ways_in_time(tables: Tables, name: str) -> None:
     }
 
     def time_of(row: dict[str, Any]) -> int:
-        found: int = row["timestamp"] if "timestamp" in row else times[row["sample_token"]]
-        return found
+        timestamp_us: int = row["timestamp"] if "timestamp" in row else times[row["sample_token"]]
+        return timestamp_us
 
     num_starts = 0
     for row in rows.values():
@@ -93,8 +93,8 @@ def test_instances_count_their_annotations(tables: Tables) -> None:
     ("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))]
 )
 def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]]) -> None:
-    found = splits(SynthOptions(clips=num_clips, frames=1))
-    assert found == {
+    scenes_by_split = splits(SynthOptions(clips=num_clips, frames=1))
+    assert scenes_by_split == {
         name: [f"scene-{9001 + index}" for index in indices]
         for name, indices in zip(("train", "val"), expected, strict=True)
     }
@@ -126,9 +126,9 @@ def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
     from pyquaternion import Quaternion
 
     def matrix(row: dict[str, Any]) -> np.ndarray:
-        found: np.ndarray = Quaternion(row["rotation"]).transformation_matrix
-        found[:3, 3] = row["translation"]
-        return found
+        pose: np.ndarray = Quaternion(row["rotation"]).transformation_matrix
+        pose[:3, 3] = row["translation"]
+        return pose
 
     num_boxes = 0
     for channel, token in devkit.sample[1]["data"].items():

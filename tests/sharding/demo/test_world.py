@@ -30,26 +30,30 @@ def test_a_clip_is_the_same_in_a_larger_world() -> None:
 
 @pytest.mark.costly
 def test_seeds_give_other_worlds() -> None:
-    other = make_clip(msgspec.structs.replace(SPEC, seed=12), 0)
+    reseeded = make_clip(msgspec.structs.replace(SPEC, seed=12), 0)
     mine = make_clip(SPEC, 0)
-    assert other.actors != mine.actors
-    assert other.road != mine.road
+    assert reseeded.actors != mine.actors
+    assert reseeded.road != mine.road
     assert token(11, "sample", 0) != token(12, "sample", 0)
     assert len(token(11, "sample", 0)) == 32
 
 
 def test_captures_are_in_time_order_and_keyframes_half_a_second_apart() -> None:
-    taken = captures(SPEC, make_clip(SPEC, 0))
-    times = [one.timestamp_us for one in taken]
+    clip_captures = captures(SPEC, make_clip(SPEC, 0))
+    times = [capture.timestamp_us for capture in clip_captures]
     assert times == sorted(times)
-    keys = [one for one in taken if one.is_key_frame]
-    assert [one.frame for one in keys] == list(range(5))
-    assert np.abs(np.diff([one.timestamp_us for one in keys]) - KEYFRAME_US).max() <= 2000
-    sweeps = [one for one in taken if not one.is_key_frame]
+    keys = [capture for capture in clip_captures if capture.is_key_frame]
+    assert [capture.frame for capture in keys] == list(range(5))
+    assert np.abs(np.diff([capture.timestamp_us for capture in keys]) - KEYFRAME_US).max() <= 2000
+    sweeps = [capture for capture in clip_captures if not capture.is_key_frame]
     assert len(sweeps) == 2 * 4
     # A sweep belongs to the keyframe that follows it.
-    for one in sweeps:
-        assert keys[one.frame - 1].timestamp_us < one.timestamp_us < keys[one.frame].timestamp_us
+    for capture in sweeps:
+        assert (
+            keys[capture.frame - 1].timestamp_us
+            < capture.timestamp_us
+            < keys[capture.frame].timestamp_us
+        )
 
 
 @pytest.mark.slow
@@ -141,9 +145,9 @@ def test_each_pixel_shows_what_its_ray_meets_first() -> None:
     solids = clip.solids(clip.start_us)
     camera = clip.rig.cameras[0]
     cam2global = clip.ego2global(clip.start_us) @ camera.sensor2ego
-    found, _ = owners(camera, cam2global, solids, 160)
+    actor_map, _ = owners(camera, cam2global, solids, 160)
     draw = np.random.default_rng(0)
-    seen = set()
+    actors = set()
     for u, v in zip(draw.integers(0, 160, 400), draw.integers(0, 90, 400), strict=True):
         ray = (
             cam2global[:3, :3]
@@ -151,18 +155,18 @@ def test_each_pixel_shows_what_its_ray_meets_first() -> None:
             @ (u * 10 + 4.5, v * 10 + 4.5, 1.0)
         )
         _, solid = first_met(cam2global[:3, 3], ray, solids, 0.3)
-        assert found[v, u] == (-1 if solid is None else solid.actor)
-        seen.add(found[v, u])
-    assert len(seen) > 5
+        assert actor_map[v, u] == (-1 if solid is None else solid.actor)
+        actors.add(actor_map[v, u])
+    assert len(actors) > 5
 
 
 def _ahead(
-    clip: SynthClip, metres: float, left: float, actor: int, size: tuple[float, float, float]
+    clip: SynthClip, metres: float, left_m: float, actor: int, size: tuple[float, float, float]
 ) -> Solid:
     (x, y, _), _ = clip.ego(clip.start_us)
     forward = clip.ego2global(clip.start_us)[:3, 0]
     side = np.array([-forward[1], forward[0]])
-    place = np.array([x, y]) + metres * forward[:2] + left * side
+    place = np.array([x, y]) + metres * forward[:2] + left_m * side
     yaw = float(np.arctan2(forward[1], forward[0]))
     return Solid(
         kind="vehicle.bus.rigid",
@@ -181,17 +185,17 @@ def test_what_is_hidden_is_not_seen() -> None:
     large = (8.0, 3.0, 3.0)
     small = (2.0, 1.0, 1.0)
     alone = visible_shares(
-        clip, [_ahead(clip, metres=30.0, left=0.0, actor=0, size=small)], clip.start_us
+        clip, [_ahead(clip, metres=30.0, left_m=0.0, actor=0, size=small)], clip.start_us
     )
     assert alone == {0: 1.0}
     behind = [
-        _ahead(clip, metres=30.0, left=0.0, actor=0, size=small),
-        _ahead(clip, metres=15.0, left=0.0, actor=1, size=large),
+        _ahead(clip, metres=30.0, left_m=0.0, actor=0, size=small),
+        _ahead(clip, metres=15.0, left_m=0.0, actor=1, size=large),
     ]
     assert visible_shares(clip, behind, clip.start_us) == {0: 0.0, 1: 1.0}
     half = [
-        _ahead(clip, metres=30.0, left=0.0, actor=0, size=large),
-        _ahead(clip, metres=15.0, left=0.8, actor=1, size=(2.0, 1.6, 3.0)),
+        _ahead(clip, metres=30.0, left_m=0.0, actor=0, size=large),
+        _ahead(clip, metres=15.0, left_m=0.8, actor=1, size=(2.0, 1.6, 3.0)),
     ]
     assert 0.3 < visible_shares(clip, half, clip.start_us)[0] < 0.7
     assert visible_shares(clip, half[::-1], clip.start_us) == pytest.approx(

@@ -18,15 +18,15 @@ from support.sharding import digests, shard_nuscenes, write_job
 @pytest.mark.process
 def test_each_local_engine_gives_the_same_bytes(dataroot, tmp_path):
     source = dataroot("a4 b4", cameras=("CAM_FRONT", "CAM_BACK"))
-    made = []
+    outputs = []
     for name in LOCAL_ENGINES:
         for num_workers in (1, 2):
             out = tmp_path / f"{name}-{num_workers}"
             engine = make_engine(EngineOptions(engine=name, workers=num_workers))
             shard_nuscenes(source.root, out, engine=engine, shard_size_bytes=10_000)
-            made.append(digests(out))
-    assert len(made) == 4
-    assert all(one == made[0] for one in made)
+            outputs.append(digests(out))
+    assert len(outputs) == 4
+    assert all(output == outputs[0] for output in outputs)
 
 
 @pytest.mark.timeout(60)

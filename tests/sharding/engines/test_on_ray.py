@@ -38,8 +38,8 @@ def expected(source, sharded):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(3) as made:
-        yield made
+    with ray_cluster(3) as ray:
+        yield ray
 
 
 def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
@@ -118,12 +118,12 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(
         time.sleep(0.005)
     run.send_signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
-    there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
-    assert len(there) >= 2
+    inodes = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
+    assert len(inodes) >= 2
     subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
     assert digests(out) == expected
     # Workers of the run that was killed may have finished a shard more; none that was there is another file now.
-    assert all((out / name).stat().st_ino == inode for name, inode in there.items())
+    assert all((out / name).stat().st_ino == inode for name, inode in inodes.items())
 
 
 def test_what_is_wrong_with_the_source_is_said_once_and_with_the_node(source, cluster, tmp_path):

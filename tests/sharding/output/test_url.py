@@ -73,7 +73,7 @@ def url(bucket, request):
     return f"s3://drives/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
-def fetched(fs, url, folder):
+def download_digests(fs, url, folder):
     """Digests of what lies at the URL."""
     fs.invalidate_cache()
     shutil.rmtree(folder, ignore_errors=True)
@@ -87,15 +87,15 @@ def uploads(fs):
 
 def test_a_url_gets_the_same_bytes_as_a_folder(source, expected, bucket, url, tmp_path):
     outcome = shard_nuscenes(source.root, url, num_workers=3, **OPTIONS)
-    assert fetched(bucket, url, tmp_path / "got") == expected
+    assert download_digests(bucket, url, tmp_path / "got") == expected
     assert open_dataset(url, cache_dir=tmp_path / "cache").manifest == outcome.manifest
     assert uploads(bucket) == []
-    again = shard_nuscenes(source.root, url, **OPTIONS)
-    assert again.num_written == 0
+    repeated = shard_nuscenes(source.root, url, **OPTIONS)
+    assert repeated.num_written == 0
     name = "train-000001.tar"
     bucket.pipe_file(f"{url}/{name}", b"damaged")
     assert shard_nuscenes(source.root, url, **OPTIONS).num_written == 1
-    assert fetched(bucket, url, tmp_path / "got") == expected
+    assert download_digests(bucket, url, tmp_path / "got") == expected
 
 
 def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
@@ -179,7 +179,7 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     assert outcome.num_kept >= len(sealed)
     bucket.invalidate_cache()
     assert all(bucket.info(path)["LastModified"] == written for path, written in sealed.items())
-    assert fetched(bucket, url, tmp_path / "got") == expected
+    assert download_digests(bucket, url, tmp_path / "got") == expected
     assert [upload["Key"] for upload in uploads(bucket)] == ["other/thing"]
     bucket.call_s3(
         "abort_multipart_upload", Bucket="drives", Key="other/thing", UploadId=foreign["UploadId"]
@@ -205,9 +205,9 @@ def test_finished_shards_are_believed_by_their_seal_or_read(
     read = []
     holds = url_output.UrlOutput.holds
 
-    def holding(self, name, *wanted):
+    def holding(self, name, *digests):
         read.append(name)
-        return holds(self, name, *wanted)
+        return holds(self, name, *digests)
 
     monkeypatch.setattr(url_output.UrlOutput, "holds", holding)
     outcome = shard_nuscenes(source.root, url, **OPTIONS)
@@ -216,7 +216,7 @@ def test_finished_shards_are_believed_by_their_seal_or_read(
     assert {name for name in read if name.endswith(".tar")} == {
         path.rpartition("/")[2] for path in shards[:2]
     }
-    assert fetched(bucket, url, tmp_path / "got") == expected
+    assert download_digests(bucket, url, tmp_path / "got") == expected
 
 
 def test_nothing_half_is_seen_where_writing_fails(bucket, url):
@@ -298,16 +298,16 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(
     (work / "run").unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "node"))
     for run in ("run1", "run1", "run2"):
-        here = inputs_here(job, run, "node")
-        assert here.scan_table.read_bytes() == b"scan.arrow"
-        assert here.plan_rows.read_bytes() == b"plan.npy"
-        assert here.scan_table.is_relative_to(tmp_path / "node")
-        assert here.scan_table.parent.name == run
-    assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == [
+        inputs = inputs_here(job, run, "node")
+        assert inputs.scan_table.read_bytes() == b"scan.arrow"
+        assert inputs.plan_rows.read_bytes() == b"plan.npy"
+        assert inputs.scan_table.is_relative_to(tmp_path / "node")
+        assert inputs.scan_table.parent.name == run
+    assert [path.name for path in inputs.scan_table.parent.parent.iterdir() if path.is_dir()] == [
         "run2"
     ]
     forget_inputs(url)
-    assert not here.scan_table.exists()
+    assert not inputs.scan_table.exists()
 
 
 @pytest.fixture(params=["gs", "az", "memory"])

@@ -68,21 +68,21 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
         range(len(lengths))
     )
     assert all(clips_by_split.values())
-    at = 0
+    position = 0
     numbers: dict[str, int] = {}
     frames = unit_frames(order) or 10**6
     home: dict[tuple[int, int], str] = {}
     for shard in plan.shards:
-        assert shard.first_sample == at
+        assert shard.first_sample == position
         assert shard.num_samples > 0
         assert shard.number == numbers.get(shard.split, 0)
         numbers[shard.split] = shard.number + 1
-        rows = plan.rows[at : at + shard.num_samples]
+        rows = plan.rows[position : position + shard.num_samples]
         assert set(clip[rows].tolist()) <= set(clips_by_split[shard.split])
         units = list(zip(clip[rows].tolist(), (frame[rows] // frames).tolist(), strict=True))
         for unit in set(units):
             assert home.setdefault(unit, shard.stem) == shard.stem, "a unit is in two shards"
-            inside = rows[[n for n, other in enumerate(units) if other == unit]]
+            inside = rows[[n for n, unit_of_row in enumerate(units) if unit_of_row == unit]]
             assert np.array_equal(inside, np.arange(inside[0], inside[0] + len(inside))), (
                 "a unit out of order"
             )
@@ -90,8 +90,8 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
             assert units[first : first + len(inside)] == [unit] * len(inside), (
                 "a unit is not adjacent"
             )
-        at += shard.num_samples
-    assert at == len(clip)
+        position += shard.num_samples
+    assert position == len(clip)
     assert list(numbers) == ["train", "val"]
 
 
@@ -108,12 +108,12 @@ def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
         clips_by_split={"train": [0]},
         recipe=make_recipe(shard_size_bytes=target),
     )
-    taken = [
+    shard_sizes = [
         int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum())
         for s in plan.shards
     ]
-    assert len(taken) <= -(-sum(sizes) // target)
-    assert max(taken) < target + max(sizes)
+    assert len(shard_sizes) <= -(-sum(sizes) // target)
+    assert max(shard_sizes) < target + max(sizes)
 
 
 def test_the_order_depends_on_the_seed_and_is_pinned():
@@ -152,9 +152,9 @@ def test_shares_count_clips(count, shares, expected):
 def test_shares_depend_on_the_split_seed_alone():
     clips = clip_infos([1] * 40)
     halves = {"train": 0.5, "val": 0.5}
-    one = assign_splits(clips, make_recipe(splits=halves, seed=1), None)
-    assert one == assign_splits(clips, make_recipe(splits=halves, seed=2), None)
-    assert one != assign_splits(clips, make_recipe(splits=halves, split_seed=1), None)
+    assigned = assign_splits(clips, make_recipe(splits=halves, seed=1), None)
+    assert assigned == assign_splits(clips, make_recipe(splits=halves, seed=2), None)
+    assert assigned != assign_splits(clips, make_recipe(splits=halves, split_seed=1), None)
 
 
 def test_more_clips_move_few_of_the_old_ones():
@@ -166,8 +166,12 @@ def test_more_clips_move_few_of_the_old_ones():
 
 def test_own_splits_of_the_source():
     clips = clip_infos([1, 1, 1, 1])
-    own = {"val": ["Clip 2"], "train": ["Clip 0", "Clip 3", "elsewhere"], "test": ["nowhere"]}
-    assert assign_splits(clips, make_recipe(), own) == {"val": [2], "train": [0, 3]}
+    source_splits = {
+        "val": ["Clip 2"],
+        "train": ["Clip 0", "Clip 3", "elsewhere"],
+        "test": ["nowhere"],
+    }
+    assert assign_splits(clips, make_recipe(), source_splits) == {"val": [2], "train": [0, 3]}
     assert assign_splits(clips, make_recipe(), None) == {"train": [0, 1, 2, 3]}
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         assign_splits(clips, make_recipe(), {"train": ["nowhere"]})

@@ -105,13 +105,13 @@ def test_values_out_of_range_are_named(values, says):
 
 
 def test_differences_show_both_sides():
-    here = make_recipe(seed=7, splits={"train": 0.5, "val": 0.5})
-    there = make_recipe(seed=8)
-    text = recipe_differences(there, here)
+    new_recipe = make_recipe(seed=7, splits={"train": 0.5, "val": 0.5})
+    old_recipe = make_recipe(seed=8)
+    text = recipe_differences(old_recipe, new_recipe)
     assert "seed: 8 there, 7 here" in text
     assert 'splits: none there, {"train":0.5,"val":0.5} here' in text
     assert "order" not in text
-    assert recipe_differences(here, here) == ""
+    assert recipe_differences(new_recipe, new_recipe) == ""
 
 
 def test_codecs_of_fields():

@@ -50,24 +50,24 @@ def write_log(folder, clip, late_ns=0) -> None:
         folder / "calibration" / "intrinsics.feather",
         {
             "sensor_name": list(first),
-            "fx_px": [one.intrinsics[0, 0] for one in first.values()],
-            "fy_px": [one.intrinsics[1, 1] for one in first.values()],
-            "cx_px": [one.intrinsics[0, 2] for one in first.values()],
-            "cy_px": [one.intrinsics[1, 2] for one in first.values()],
+            "fx_px": [camera.intrinsics[0, 0] for camera in first.values()],
+            "fy_px": [camera.intrinsics[1, 1] for camera in first.values()],
+            "cx_px": [camera.intrinsics[0, 2] for camera in first.values()],
+            "cy_px": [camera.intrinsics[1, 2] for camera in first.values()],
             **dict.fromkeys(("k1", "k2", "k3"), [-0.2] * len(first)),
-            "height_px": pa.array([one.size[1] for one in first.values()], pa.uint16()),
-            "width_px": pa.array([one.size[0] for one in first.values()], pa.uint16()),
+            "height_px": pa.array([camera.size[1] for camera in first.values()], pa.uint16()),
+            "width_px": pa.array([camera.size[0] for camera in first.values()], pa.uint16()),
         },
     )
-    mounts = {name: one.cam2ego for name, one in first.items()} | {"up_lidar": np.eye(4)}
+    mounts = {name: camera.cam2ego for name, camera in first.items()} | {"up_lidar": np.eye(4)}
     write_table(
         folder / "calibration" / "egovehicle_SE3_sensor.feather",
         {"sensor_name": list(mounts), **pose_columns(list(mounts.values()))},
     )
     poses = {
-        one.timestamp_ns + late: one.ego2global
+        reading.timestamp_ns + late: reading.ego2global
         for frame in clip.frames
-        for one, late in [(frame, 0), *((image, late_ns) for image in frame.images.values())]
+        for reading, late in [(frame, 0), *((image, late_ns) for image in frame.images.values())]
     }
     times = sorted(poses)
     write_table(
@@ -305,11 +305,12 @@ def test_a_real_log(tmp_path):
         (row for row in rows if row["timestamp_ns"] <= time + 20_000_000),
         key=lambda row: row["timestamp_ns"],
     )
-    for at, name in enumerate(RING):
+    for index, name in enumerate(RING):
         assert (
-            np.linalg.norm(sample.geometry.cam_ego2global[at][:3, 3] - matrix(before)[:3, 3]) < 0.1
+            np.linalg.norm(sample.geometry.cam_ego2global[index][:3, 3] - matrix(before)[:3, 3])
+            < 0.1
         )
-        k = sample.geometry.intrinsics[at]
+        k = sample.geometry.intrinsics[index]
         row = lenses[name]
         assert [k[0, 0], k[1, 1], k[0, 2], k[1, 2]] == [
             row["fx_px"],
@@ -317,8 +318,8 @@ def test_a_real_log(tmp_path):
             row["cx_px"],
             row["cy_px"],
         ]
-        assert sample.geometry.img_wh[at].tolist() == [row["width_px"], row["height_px"]]
-        assert np.isnan(sample.geometry.dist[at]).all(), "the images are rectified"
+        assert sample.geometry.img_wh[index].tolist() == [row["width_px"], row["height_px"]]
+        assert np.isnan(sample.geometry.dist[index]).all(), "the images are rectified"
     mounts = feather.read_table(real / "calibration" / "egovehicle_SE3_sensor.feather").to_pylist()
     for row in mounts:
         if row["sensor_name"] in RING:
@@ -331,12 +332,14 @@ def test_a_real_log(tmp_path):
         if row["timestamp_ns"] == time
     ]
     assert len(boxes) == len(sample.boxes.label) > 50
-    for at, row in enumerate(boxes):
-        wanted = [row[name] for name in ("tx_m", "ty_m", "tz_m", "length_m", "width_m", "height_m")]
-        np.testing.assert_allclose(sample.boxes.boxes3d[at, :6], wanted, atol=1e-4)
+    for index, row in enumerate(boxes):
+        expected = [
+            row[name] for name in ("tx_m", "ty_m", "tz_m", "length_m", "width_m", "height_m")
+        ]
+        np.testing.assert_allclose(sample.boxes.boxes3d[index, :6], expected, atol=1e-4)
         yaw = Rotation.from_matrix(matrix(row)[:3, :3]).as_euler("ZYX")[0]
-        assert abs(np.angle(np.exp(1j * (sample.boxes.boxes3d[at, 6] - yaw)))) < 1e-4
-        assert dataset.manifest.classes[sample.boxes.label[at]] == row["category"]
+        assert abs(np.angle(np.exp(1j * (sample.boxes.boxes3d[index, 6] - yaw)))) < 1e-4
+        assert dataset.manifest.classes[sample.boxes.label[index]] == row["category"]
     sweep = feather.read_table(real / "sensors" / "lidar" / f"{time}.feather")
     np.testing.assert_array_equal(
         sample.points["lidar"][:, 2], sweep["z"].to_numpy().astype(np.float32)
@@ -344,10 +347,10 @@ def test_a_real_log(tmp_path):
 
 
 def matrix(row):
-    found = np.eye(4)
-    found[:3, :3] = Rotation.from_quat([row[name] for name in ("qx", "qy", "qz", "qw")]).as_matrix()
-    found[:3, 3] = [row[name] for name in ("tx_m", "ty_m", "tz_m")]
-    return found
+    pose = np.eye(4)
+    pose[:3, :3] = Rotation.from_quat([row[name] for name in ("qx", "qy", "qz", "qw")]).as_matrix()
+    pose[:3, 3] = [row[name] for name in ("tx_m", "ty_m", "tz_m")]
+    return pose
 
 
 def test_the_vector_map_is_a_channel(tmp_path):
@@ -392,14 +395,14 @@ def test_the_vector_map_is_a_channel(tmp_path):
     samples = sorted(
         map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
     )
-    found = decode_values(samples[0].extra, (channel,), samples[0].key)["map"]
-    assert np.bincount(found["line"]).tolist() == [4, 5, 2, 2, 2]
-    first = np.flatnonzero(np.diff(found["line"], prepend=-1))
-    assert found["layer"][first].tolist() == [0, 1, 2, 3, 2]
+    vectors = decode_values(samples[0].extra, (channel,), samples[0].key)["map"]
+    assert np.bincount(vectors["line"]).tolist() == [4, 5, 2, 2, 2]
+    first = np.flatnonzero(np.diff(vectors["line"], prepend=-1))
+    assert vectors["layer"][first].tolist() == [0, 1, 2, 3, 2]
     np.testing.assert_allclose(
-        found["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02
+        vectors["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02
     )
-    np.testing.assert_allclose(found["point"][11:13], [(0, -2), (51.2, -2)], atol=0.02)  # cut
+    np.testing.assert_allclose(vectors["point"][11:13], [(0, -2), (51.2, -2)], atol=0.02)  # cut
     file.write_text("{}")
     with pytest.raises(SourceError, match="is not a vector map of Argoverse 2: the field '"):
         TestArgoverse2().make(spec, tmp_path / "other")

@@ -73,9 +73,9 @@ def row(number):
         },
         "label": number % 3,
         "Caption": None if number == 5 else f"Straße {number}",
-        "words": [f"w{one}" for one in range(number % 3)],
+        "words": [f"w{word}" for word in range(number % 3)],
         "box": [number, 1.5, 2, 3],
-        "areas": [[number, one] for one in range(number % 2)],
+        "areas": [[number, area] for area in range(number % 2)],
         "score": None if number == 6 else number / 7,
         "talk": [{"from": "human", "value": f"question {number}"}],
         "sure": number % 2 == 0,
@@ -84,7 +84,7 @@ def row(number):
     }
 
 
-def stated():
+def schema_metadata():
     """What Hugging Face writes into the schema of its files."""
     features = {
         "image": {"_type": "Image"},
@@ -96,10 +96,14 @@ def stated():
     return {"huggingface": json.dumps({"info": {"features": features}})}
 
 
-def table(rows, types=TYPES, about=None):
+def table(rows, types=TYPES, metadata=None):
     """The rows with these columns."""
-    columns = {name: pa.array([one[name] for one in rows], kind) for name, kind in types.items()}
-    return pa.table(columns).replace_schema_metadata(stated() if about is None else about)
+    columns = {
+        name: pa.array([record[name] for record in rows], kind) for name, kind in types.items()
+    }
+    return pa.table(columns).replace_schema_metadata(
+        schema_metadata() if metadata is None else metadata
+    )
 
 
 def write(root, name, content, form="parquet", rows=5):
@@ -129,28 +133,28 @@ def by_token(out):
     """Each sample and its attributes, by the source's name."""
     dataset = fr.open(out)
     table = dataset.table.to_pylist()
-    found = {}
-    for at in range(len(dataset)):
-        one = dataset.read(at)
-        found[one["meta"].sample_token] = one | {"attributes": table[at]}
-    return found
+    samples = {}
+    for number in range(len(dataset)):
+        sample = dataset.read(number)
+        samples[sample["meta"].sample_token] = sample | {"attributes": table[number]}
+    return samples
 
 
-def check(one, wanted):
+def check(sample, record):
     """Compare a sample with the row that it was made of."""
-    assert one["image"] == wanted["image"]["bytes"]
-    assert one.get("caption") == wanted["Caption"]
-    assert one["words"] == wanted["words"]
-    np.testing.assert_array_equal(one["box"], np.array(wanted["box"], np.float32))
+    assert sample["image"] == record["image"]["bytes"]
+    assert sample.get("caption") == record["Caption"]
+    assert sample["words"] == record["words"]
+    np.testing.assert_array_equal(sample["box"], np.array(record["box"], np.float32))
     np.testing.assert_array_equal(
-        one["areas"]["values"], np.array(wanted["areas"], np.float32).reshape(-1, 2)
+        sample["areas"]["values"], np.array(record["areas"], np.float32).reshape(-1, 2)
     )
-    assert json.loads(one["talk"]) == wanted["talk"]
-    assert (one["attributes"]["label"], one["attributes"]["score"]) == (
-        wanted["label"],
-        wanted["score"],
+    assert json.loads(sample["talk"]) == record["talk"]
+    assert (sample["attributes"]["label"], sample["attributes"]["score"]) == (
+        record["label"],
+        record["score"],
     )
-    assert one["attributes"]["sure"] is wanted["sure"]
+    assert sample["attributes"]["sure"] is record["sure"]
 
 
 @pytest.mark.costly
@@ -167,28 +171,34 @@ def test_samples_are_the_rows(tmp_path, form):
     assert report.scan.noted == {"column sound left out, struct<bytes: binary, path: string>": 1}
     dataset = fr.open(tmp_path / "out")
     assert list(dataset.manifest.classes) == NAMES
-    assert {name: (one.num_samples, one.num_clips) for name, one in dataset.splits.items()} == {
+    assert {
+        name: (split.num_samples, split.num_clips) for name, split in dataset.splits.items()
+    } == {
         "train": (10, 3),
         "val": (2, 1),
     }
-    found = by_token(tmp_path / "out")
+    samples = by_token(tmp_path / "out")
     ending = "parquet" if form == "parquet" else "arrow"
     places = [
         (0, 8, "data/train-00000-of-00002"),
         (8, 10, "data/train-00001-of-00002"),
         (10, 12, "data/validation-00000-of-00001"),
     ]
-    names = [f"{name}.{ending}#{at}" for begin, end, name in places for at in range(end - begin)]
-    assert found.keys() == set(names)
-    for name, wanted in zip(names, rows, strict=True):
-        check(found[name], wanted)
-        assert found[name]["attributes"]["source"] == wanted["source"]
+    names = [
+        f"{name}.{ending}#{row_number}"
+        for begin, end, name in places
+        for row_number in range(end - begin)
+    ]
+    assert samples.keys() == set(names)
+    for name, expected in zip(names, rows, strict=True):
+        check(samples[name], expected)
+        assert samples[name]["attributes"]["source"] == expected["source"]
     shard(tmp_path / "in", tmp_path / "again", workers=3, columns={"source": "source"})
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
     transforms = {"select": ["words", "caption"], "image": {"height": 24, "width": 32}}
     with fr.DataLoader(tmp_path / "out", 4, shuffle=False, transforms=transforms) as loader:
         (batch, *_) = loader
-    assert batch["words"] == [found[token]["words"] for token in batch["sample_token"]]
+    assert batch["words"] == [samples[token]["words"] for token in batch["sample_token"]]
 
 
 @pytest.mark.costly
@@ -208,14 +218,14 @@ def test_columns_may_be_those_of_a_manifest(tmp_path):
         write(tmp_path / form, "rows", table(rows, types, {}), form, rows=3)
         shard(tmp_path / form, tmp_path / f"{form}-out", columns=names)
         dataset = fr.open(tmp_path / f"{form}-out")
-        found = by_token(tmp_path / f"{form}-out")
+        samples = by_token(tmp_path / f"{form}-out")
         assert dataset.manifest.time_base == "unix" and set(
             dataset.table["clip_name"].to_pylist()
         ) == {"d0", "d1"}
-        for number, one in enumerate(rows):
-            sample = found[str(100 + number)]
-            assert sample["front"] == one["img"]
-            assert sample["meta"].timestamp_ns == round(one["t"] * 1e9)
+        for number, record in enumerate(rows):
+            sample = samples[str(100 + number)]
+            assert sample["front"] == record["img"]
+            assert sample["meta"].timestamp_ns == round(record["t"] * 1e9)
 
 
 class TestParquetWorld(SourceSuite):
@@ -233,13 +243,15 @@ class TestParquetWorld(SourceSuite):
         write_wide(world, root, "parquet")
         rows = pq.read_table(root / "frames.parquet")
         (root / "frames.parquet").unlink()
-        for at, name in enumerate(rows.column_names):
+        for position, name in enumerate(rows.column_names):
             if name.startswith("cam.") and name.endswith(".path"):
                 data = [
                     None if path is None else (root / path).read_bytes()
                     for path in rows.column(name).to_pylist()
                 ]
-                rows = rows.set_column(at, name.removesuffix(".path"), pa.array(data, pa.binary()))
+                rows = rows.set_column(
+                    position, name.removesuffix(".path"), pa.array(data, pa.binary())
+                )
         for path in root.rglob("*.jpg"):
             path.unlink()
         write(root, "rows", rows, self.form, rows=4)
@@ -260,7 +272,7 @@ def test_paths_of_images_without_bytes_are_read_below_the_root(tmp_path):
     for form in ("parquet", "file"):
         write(tmp_path / "in", "rows", table(rows, {"image": IMAGE}), form)
         shard(tmp_path / "in", tmp_path / form)
-        assert sorted(one["image"] for one in by_token(tmp_path / form).values()) == sorted(
+        assert sorted(sample["image"] for sample in by_token(tmp_path / form).values()) == sorted(
             [picture(0), picture(1)]
         )
         (tmp_path / "in" / f"rows.{'parquet' if form == 'parquet' else 'arrow'}").unlink()
@@ -287,19 +299,19 @@ def test_damaged_images_follow_the_policy(tmp_path, form):
         SourceError, match=r"images are damaged, more than the share of max_damaged=0\.1"
     ):
         scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.1)
-    found = scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.5)
-    assert found.report.samples == 3 and found.report.damaged == {"image": 2}
-    found = scan(tmp_path, damaged_image="mask", missing_camera="mask", max_damaged=0.5)
-    assert found.report.samples == 3 and found.report.damaged == {"image": 2}
+    info = scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.5)
+    assert info.report.samples == 3 and info.report.damaged == {"image": 2}
+    info = scan(tmp_path, damaged_image="mask", missing_camera="mask", max_damaged=0.5)
+    assert info.report.samples == 3 and info.report.damaged == {"image": 2}
 
 
 @pytest.mark.parametrize("form", ["parquet", "stream", "file"])
 def test_damaged_files_are_named(tmp_path, form):
     path = write(tmp_path, "train", table([row(number) for number in range(9)]), form)
-    whole = path.read_bytes()
-    for size in (0, 5, len(whole) // 2, len(whole) - 3):
-        path.write_bytes(whole[:size])
-        if (form, size) == ("stream", len(whole) - 3):
+    content = path.read_bytes()
+    for size in (0, 5, len(content) // 2, len(content) - 3):
+        path.write_bytes(content[:size])
+        if (form, size) == ("stream", len(content) - 3):
             continue  # the mark of the end, which a stream may lack
         with pytest.raises(SourceError, match="train"):
             scan(tmp_path)
@@ -310,15 +322,15 @@ def test_damaged_files_are_named(tmp_path, form):
 def test_changed_bytes_end_in_one_sentence_or_in_other_values(tmp_path, form):
     """Offsets, indices and texts of a file are checked before any is used: pyarrow itself would read elsewhere."""
     path = write(tmp_path, "train", table([row(number) for number in range(4)]), form)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     rng = random.Random(form)
     for _ in range(40):
-        data = bytearray(whole)
+        data = bytearray(content)
         for _ in range(rng.choice((1, 3, 20))):
-            at = rng.choice(
+            position = rng.choice(
                 (rng.randrange(3000), len(data) - 1 - rng.randrange(3000), rng.randrange(len(data)))
             )
-            data[at] = rng.randrange(256)
+            data[position] = rng.randrange(256)
         path.write_bytes(data)
         with contextlib.suppress(fr.FuelrailError):
             scan(tmp_path)
@@ -383,39 +395,44 @@ def test_what_hugging_face_saves_is_read(tmp_path):
         }
     )
     rows = [{**row(number), "grid": [[number, 1, 2], [3, 4, 5]]} for number in range(25)]
-    columns = {name: [one[name] for one in rows] for name in features}
+    columns = {name: [record[name] for record in rows] for name in features}
     saved = hf.Dataset.from_dict(columns, features=features)
-    both = hf.DatasetDict({"train": saved.select(range(20)), "test": saved.select(range(20, 25))})
-    both.save_to_disk(tmp_path / "disk", num_shards={"train": 2, "test": 1})
+    dataset_dict = hf.DatasetDict(
+        {"train": saved.select(range(20)), "test": saved.select(range(20, 25))}
+    )
+    dataset_dict.save_to_disk(tmp_path / "disk", num_shards={"train": 2, "test": 1})
     (tmp_path / "hub").mkdir()
-    for split, one in both.items():
-        one.to_parquet(tmp_path / "hub" / f"{split}-00000-of-00001.parquet", batch_size=8)
+    for split, split_rows in dataset_dict.items():
+        split_rows.to_parquet(tmp_path / "hub" / f"{split}-00000-of-00001.parquet", batch_size=8)
     for folder in ("disk", "hub"):
         shard(tmp_path / folder, tmp_path / f"{folder}-out")
         dataset = fr.open(tmp_path / f"{folder}-out")
-        found = by_token(tmp_path / f"{folder}-out")
+        samples = by_token(tmp_path / f"{folder}-out")
         assert list(dataset.manifest.classes) == NAMES
-        assert {name: one.num_samples for name, one in dataset.splits.items()} == {
+        assert {name: split.num_samples for name, split in dataset.splits.items()} == {
             "train": 20,
             "test": 5,
         }
         if folder == "disk":
-            again = hf.load_from_disk(tmp_path / "disk")
+            reloaded = hf.load_from_disk(tmp_path / "disk")
         else:
             files = {
-                name: str(tmp_path / "hub" / f"{name}-00000-of-00001.parquet") for name in both
+                name: str(tmp_path / "hub" / f"{name}-00000-of-00001.parquet")
+                for name in dataset_dict
             }
-            again = hf.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+            reloaded = hf.load_dataset(
+                "parquet", data_files=files, cache_dir=str(tmp_path / "cache")
+            )
         theirs = [
-            one
-            for part in again.values()
-            for one in part.cast_column("image", hf.Image(decode=False))
+            example
+            for part in reloaded.values()
+            for example in part.cast_column("image", hf.Image(decode=False))
         ]
-        of_caption = {one["attributes"]["score"]: one for one in found.values()}
-        for one in theirs:
-            sample = of_caption[one["score"]]
-            check(sample, one)
-            np.testing.assert_array_equal(sample["grid"], np.array(one["grid"], np.int32))
+        sample_by_score = {sample["attributes"]["score"]: sample for sample in samples.values()}
+        for example in theirs:
+            sample = sample_by_score[example["score"]]
+            check(sample, example)
+            np.testing.assert_array_equal(sample["grid"], np.array(example["grid"], np.int32))
 
 
 @pytest.mark.costly
@@ -429,12 +446,12 @@ def test_lance_datasets_are_read_also_after_deletions(tmp_path):
     lance.write_dataset(table(rows[:25], types, {}), place)
     lance.write_dataset(table(rows[25:], types, {}), place, mode="append")
     lance.dataset(place).delete("label = 2")
-    kept = lance.dataset(place).to_table().to_pylist()
+    remaining = lance.dataset(place).to_table().to_pylist()
     for location, out in ((tmp_path / "in", tmp_path / "a"), (place, tmp_path / "b")):
         shard(location, out)
-        found = {one["attributes"]["number"]: one for one in by_token(out).values()}
-        assert found.keys() == {one["number"] for one in kept} and len(kept) == 27
-        assert all(found[one["number"]]["image"] == one["image"] for one in kept)
+        samples = {sample["attributes"]["number"]: sample for sample in by_token(out).values()}
+        assert samples.keys() == {record["number"] for record in remaining} and len(remaining) == 27
+        assert all(samples[record["number"]]["image"] == record["image"] for record in remaining)
 
 
 def test_lance_says_what_to_install(tmp_path, monkeypatch):
@@ -450,5 +467,5 @@ def test_jpegs_are_those_that_were_written(tmp_path):
     """A check of the pictures themselves, by a decoder."""
     write(tmp_path / "in", "train", table([row(0)]))
     shard(tmp_path / "in", tmp_path / "out")
-    (one,) = by_token(tmp_path / "out").values()
-    assert simplejpeg.decode_jpeg(one["image"]).shape == (24, 32, 3)
+    (sample,) = by_token(tmp_path / "out").values()
+    assert simplejpeg.decode_jpeg(sample["image"]).shape == (24, 32, 3)

@@ -21,7 +21,7 @@ from support.nuscenes_tables import build_nuscenes
 from support.source_world import make_world, samples_of
 
 
-class Made(NamedTuple):
+class ImageSource(NamedTuple):
     """A source with several files of images; ``file`` is one of them, of the camera ``channel``."""
 
     kind: str
@@ -51,7 +51,7 @@ def _with_sizes(root: Path) -> None:
 
 
 @pytest.fixture(params=["manifest", "nuscenes"])
-def made(request, tmp_path):
+def source(request, tmp_path):
     root = tmp_path / "source"
     if request.param == "nuscenes":
         built = build_nuscenes(root, {"a": 4}, cameras=("CAM_FRONT", "CAM_BACK"), num_tracks=4)
@@ -60,11 +60,11 @@ def made(request, tmp_path):
             for row in built.tables["sample_data"]
             if "/CAM_FRONT/" in row["filename"]
         )[1]
-        return Made("nuscenes", root, root / name, "cam_front")
+        return ImageSource("nuscenes", root, root / name, "cam_front")
     root.mkdir()
     write_wide(make_world(1, lidars=()), root, "jsonl")
     _with_sizes(root)
-    return Made("manifest", root, root / "drive-0/cam_left/2.jpg", "cam_left")
+    return ImageSource("manifest", root, root / "drive-0/cam_left/2.jpg", "cam_left")
 
 
 def _cut(file: Path) -> None:
@@ -87,58 +87,64 @@ def _smaller(file: Path) -> None:
     ids=["cut", "pointer", "smaller"],
 )
 def test_a_check_finds_what_the_run_would_stop_at(
-    made: Made, tmp_path, spoil: Callable[[Path], None], match: str
+    source: ImageSource, tmp_path, spoil: Callable[[Path], None], match: str
 ):
-    made.check()
-    spoil(made.file)
-    with pytest.raises(SourceError, match=rf"(?s){made.file.name}.*{match}"):
-        made.check()
-    with pytest.raises(SourceError, match=made.file.name):
-        made.shard(tmp_path / "out")
+    source.check()
+    spoil(source.file)
+    with pytest.raises(SourceError, match=rf"(?s){source.file.name}.*{match}"):
+        source.check()
+    with pytest.raises(SourceError, match=source.file.name):
+        source.shard(tmp_path / "out")
 
 
 @pytest.mark.parametrize("spoil", [_cut, _pointer], ids=["cut", "pointer"])
-def test_damaged_images_are_masked_and_counted(made: Made, tmp_path, spoil: Callable[[Path], None]):
-    before = made.check()
-    spoil(made.file)
-    report = made.shard(tmp_path / "out", damaged_image="mask", max_damaged=0.2)
+def test_damaged_images_are_masked_and_counted(
+    source: ImageSource, tmp_path, spoil: Callable[[Path], None]
+):
+    before = source.check()
+    spoil(source.file)
+    report = source.shard(tmp_path / "out", damaged_image="mask", max_damaged=0.2)
     assert report.num_samples == before.num_samples
-    assert report.scan.damaged == {made.channel: 1}
-    assert report.scan.masked == {made.channel: {"damaged": 1}}
-    assert f"damaged images: {made.channel} 1" in report.as_text()
+    assert report.scan.damaged == {source.channel: 1}
+    assert report.scan.masked == {source.channel: {"damaged": 1}}
+    assert f"damaged images: {source.channel} 1" in report.as_text()
     assert fr.verify(tmp_path / "out", deep=True).faults == []
     provenance = fr.open(tmp_path / "out").manifest.provenance
-    assert provenance["scan"]["damaged"] == {made.channel: 1}
+    assert provenance["scan"]["damaged"] == {source.channel: 1}
     assert provenance["recipe"]["source_options"]["damaged_image"] == "mask"
     lacking = [
-        one for one in samples_of(tmp_path / "out").values() if made.channel not in one.images
+        sample
+        for sample in samples_of(tmp_path / "out").values()
+        if source.channel not in sample.images
     ]
     assert len(lacking) == 1
     assert lacking[0].geometry.cam_valid.sum() == len(lacking[0].geometry.cam_valid) - 1
-    assert lacking[0].meta.sync["dropped"] == [made.channel]
+    assert lacking[0].meta.sync["dropped"] == [source.channel]
 
 
-def test_more_damaged_images_than_allowed_are_an_error(made: Made):
-    _cut(made.file)
+def test_more_damaged_images_than_allowed_are_an_error(source: ImageSource):
+    _cut(source.file)
     with pytest.raises(
         SourceError,
-        match=rf"1 of \d+ images are damaged, more .*max_damaged=0.01: .*{made.file.name}",
+        match=rf"1 of \d+ images are damaged, more .*max_damaged=0.01: .*{source.file.name}",
     ):
-        made.check(damaged_image="mask")
+        source.check(damaged_image="mask")
 
 
-def test_pixels_are_decoded_on_demand(made: Made):
-    data = bytearray(made.file.read_bytes())
+def test_pixels_are_decoded_on_demand(source: ImageSource):
+    data = bytearray(source.file.read_bytes())
     middle = len(data) * 3 // 4
     data[middle : middle + 60] = bytes(range(190, 250))
-    made.file.write_bytes(data)
-    made.check()
-    with pytest.raises(SourceError, match=rf"{made.file.name}.*damaged JPEG"):
-        made.check(check_images="pixels")
+    source.file.write_bytes(data)
+    source.check()
+    with pytest.raises(SourceError, match=rf"{source.file.name}.*damaged JPEG"):
+        source.check(check_images="pixels")
 
 
-def test_options_on_damaged_images_are_no_part_of_a_recipe_without_them(made: Made, tmp_path):
-    made.shard(tmp_path / "out")
+def test_options_on_damaged_images_are_no_part_of_a_recipe_without_them(
+    source: ImageSource, tmp_path
+):
+    source.shard(tmp_path / "out")
     recipe = fr.open(tmp_path / "out").manifest.provenance["recipe"]
     assert not [
         name
@@ -167,32 +173,32 @@ def test_a_check_applies_the_rules_of_the_writer(tmp_path):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
-def test_turned_images_and_foreign_calibrations_are_reported(made: Made):
-    with Pillow.open(made.file) as picture:
+def test_turned_images_and_foreign_calibrations_are_reported(source: ImageSource):
+    with Pillow.open(source.file) as picture:
         exif = Pillow.Exif()
         turned = io.BytesIO()
         exif[0x0112] = 6
         picture.save(turned, "jpeg", exif=exif)
-    made.file.write_bytes(turned.getvalue())
-    if made.kind == "nuscenes":
-        table = made.root / "v1.0-mini/calibrated_sensor.json"
+    source.file.write_bytes(turned.getvalue())
+    if source.kind == "nuscenes":
+        table = source.root / "v1.0-mini/calibrated_sensor.json"
         rows = json.loads(table.read_text())
         for row in rows:
             if row["camera_intrinsic"]:
                 row["camera_intrinsic"][0][2] = 1e4
         table.write_text(json.dumps(rows))
     else:
-        table = made.root / "frames.jsonl"
+        table = source.root / "frames.jsonl"
         rows = [json.loads(line) for line in table.read_text().splitlines()]
         for row in rows:
             row["cam.cam_left.intrinsics"][0][2] = 1e4
         table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    noted = made.check().report.noted
+    noted = source.check().report.noted
     (turned_note,) = (name for name in noted if "Exif orientation 6" in name)
-    assert turned_note.startswith(made.channel)
+    assert turned_note.startswith(source.channel)
     assert noted[turned_note] == 1
     outside = {name: number for name, number in noted.items() if "principal point outside" in name}
-    assert outside[next(name for name in outside if name.startswith(f"{made.channel}:"))] == 4
+    assert outside[next(name for name in outside if name.startswith(f"{source.channel}:"))] == 4
 
 
 def test_the_form_of_bytes_without_a_name_of_their_own_is_read(tmp_path):
@@ -204,7 +210,7 @@ def test_the_form_of_bytes_without_a_name_of_their_own_is_read(tmp_path):
     (root / "blob.jpg").rename(root / "images.zip")
     table.write_text(table.read_text().replace("blob.jpg#", "images.zip#"))
     with_sizes = [json.loads(line) for line in table.read_text().splitlines()]
-    assert Made("manifest", root, root, "").check().num_samples == 4
+    assert ImageSource("manifest", root, root, "").check().num_samples == 4
     size = next(iter(samples_of_shard(root, tmp_path / "out"))).geometry.img_wh[0].tolist()
     for row in with_sizes:
         row["cam.cam_left.width"], row["cam.cam_left.height"] = size
@@ -214,7 +220,7 @@ def test_the_form_of_bytes_without_a_name_of_their_own_is_read(tmp_path):
 
 
 def samples_of_shard(root: Path, out: Path):
-    Made("manifest", root, root, "").shard(out)
+    ImageSource("manifest", root, root, "").shard(out)
     return list(samples_of(out).values())
 
 

@@ -35,10 +35,10 @@ def attributes(out):
 @pytest.mark.costly
 def test_there_and_back_gives_the_same_shards(first, tmp_path):
     # The order of the source's own shards plays no part: a dataset shuffled otherwise leads to the same bytes.
-    whole = {"seed": 7, "splits": SPLITS, "shard_size_bytes": 1 << 30}
-    reshard(first, tmp_path / "direct", **whole)
+    recipe = {"seed": 7, "splits": SPLITS, "shard_size_bytes": 1 << 30}
+    reshard(first, tmp_path / "direct", **recipe)
     reshard(first, tmp_path / "other", seed=1, order="clip", layout="none", splits={"all": 1.0})
-    reshard(tmp_path / "other", tmp_path / "back", **whole)
+    reshard(tmp_path / "other", tmp_path / "back", **recipe)
     direct, back = (
         {name: digest for name, digest in digests(tmp_path / out).items() if name.endswith(".tar")}
         for out in ("direct", "back")
@@ -80,11 +80,18 @@ def test_the_samples_are_the_same_in_another_order(first, tmp_path, num_workers)
 def test_a_selection_can_be_selected_from(first, tmp_path):
     reshard(first, tmp_path / "one", select="frame != 1")
     reshard(tmp_path / "one", tmp_path / "two", select="clip_id in ('b', 'c') and num_boxes > 0")
-    found = members_of(tmp_path / "two")
-    assert sorted(found) == ["b-000000", "b-000002", "b-000003", "b-000004", "c-000000", "c-000002"]
-    assert found["b-000002"]["meta.json"].prev_key is None
-    assert found["b-000002"]["meta.json"].next_key == "b-000003"
-    assert found["b-000003"]["lidar_top.npy"] == members_of(first)["b-000003"]["lidar_top.npy"]
+    members = members_of(tmp_path / "two")
+    assert sorted(members) == [
+        "b-000000",
+        "b-000002",
+        "b-000003",
+        "b-000004",
+        "c-000000",
+        "c-000002",
+    ]
+    assert members["b-000002"]["meta.json"].prev_key is None
+    assert members["b-000002"]["meta.json"].next_key == "b-000003"
+    assert members["b-000003"]["lidar_top.npy"] == members_of(first)["b-000003"]["lidar_top.npy"]
 
 
 def test_points_may_be_left_out(first, tmp_path):
@@ -94,9 +101,9 @@ def test_points_may_be_left_out(first, tmp_path):
 
 
 def test_a_masked_camera_stays_absent(tmp_path):
-    made = build_nuscenes(tmp_path / "source", {"a": 2})
-    made.files("CAM_BACK")[0].unlink()
-    shard_nuscenes(made.root, tmp_path / "one", missing_camera="mask")
+    nuscenes = build_nuscenes(tmp_path / "source", {"a": 2})
+    nuscenes.files("CAM_BACK")[0].unlink()
+    shard_nuscenes(nuscenes.root, tmp_path / "one", missing_camera="mask")
     reshard(tmp_path / "one", tmp_path / "two")
     assert members_of(tmp_path / "two") == members_of(tmp_path / "one")
     assert "cam_back.jpg" not in members_of(tmp_path / "two")["a-000000"]

@@ -56,10 +56,10 @@ def labels(dataset, split):
 @pytest.mark.costly
 def test_folders_of_splits_and_classes(tmp_path):
     names = [
-        f"{split}/{name}/{at}.JPEG"
+        f"{split}/{name}/{number}.JPEG"
         for split in ("training", "val")
         for name in ("dog", "Cat", "bird")
-        for at in "12"
+        for number in "12"
     ]
     root = write(tmp_path / "images", names)
     (root / "val" / "empty").mkdir()
@@ -80,12 +80,12 @@ def test_folders_of_splits_and_classes(tmp_path):
         if name.startswith("num_") and name.endswith("dog")
     ]
     for split, folder in (("train", "training"), ("val", "val")):
-        wanted = {
+        expected = {
             name: dataset.manifest.classes.index(name.split("/")[1])
             for name in names
             if name.startswith(folder)
         }
-        assert labels(dataset, split) == wanted
+        assert labels(dataset, split) == expected
     (item,) = torch.utils.data.Subset(MapView(dataset, ["image", "cls"]), [3])
     assert (item["cls"], item["image"].shape) == (dataset.table["cls"][3].as_py(), (3, 24, 32))
     fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
@@ -196,9 +196,9 @@ def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
         assert cv2.imwrite(str(tmp_path / "source" / name), form)
     fr.shard(f"imagefolder:{tmp_path / 'source'}", tmp_path / "out")
     (batch,) = batches(tmp_path / "out", 4, image={"height": 24, "width": 24}, shuffle=False)
-    found = dict(zip(batch["sample_token"], batch["img"][:, 0], strict=True))
+    images = dict(zip(batch["sample_token"], batch["img"][:, 0], strict=True))
     for name, colour in colours.items():
-        middle = found[name][:, 12, 12].tolist()
+        middle = images[name][:, 12, 12].tolist()
         assert np.allclose(middle, colour, atol=3), (name, middle)
 
 
@@ -212,7 +212,9 @@ def test_one_image_is_a_dataset(tmp_path):
 
 @pytest.mark.parametrize("splits", ["", "train/"])
 def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, splits):
-    root = write(tmp_path / "source", [f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"])
+    root = write(
+        tmp_path / "source", [f"{splits}{name}/{number}.jpg" for name in "ab" for number in "12"]
+    )
     folders = [".ipynb_checkpoints", "__MACOSX", "a/.thumbs"]
     files = ["a/._1.jpg", "a/.DS_Store", "b/Thumbs.db", ".DS_Store"]
     for name in [f"{folder}/1.jpg" for folder in folders] + files:
@@ -222,7 +224,7 @@ def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, split
                 (root / place / name).write_bytes(b"\0\5\x16\7")
     info = scan(root)
     assert [clip.clip_name for clip in info.clips] == [
-        f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"
+        f"{splits}{name}/{number}.jpg" for name in "ab" for number in "12"
     ]
     (hidden,) = [text for text in info.report.noted if text.startswith("hidden files and folders")]
     assert info.report.noted[hidden] == (7 if not splits else 10)
@@ -298,8 +300,8 @@ def test_pngs_with_a_palette_or_of_few_bits_become_pngs_of_8_bits(tmp_path, form
     batches(tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32})
 
     if form == "imagefolder":
-        whole = (root / "a" / "palette.png").read_bytes()
-        (root / "a" / "palette.png").write_bytes(whole[:-200])
+        content = (root / "a" / "palette.png").read_bytes()
+        (root / "a" / "palette.png").write_bytes(content[:-200])
         with pytest.raises(SourceError, match=r"palette.png'"):
             scan(root, check_images="ends")
 

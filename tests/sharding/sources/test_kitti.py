@@ -78,12 +78,12 @@ class TestKittiObject(AtUrl, SourceSuite):
                 np.testing.assert_allclose(row[3:6], box.size_lwh, atol=1e-4)
                 nose = to_ego[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
                 assert abs(row[6] - np.arctan2(nose[1], nose[0])) < 1e-3
-            for at, image in enumerate(frame.images.values()):
-                np.testing.assert_allclose(sample.geometry.cam2ego[at], image.cam2ego, atol=1e-6)
+            for index, image in enumerate(frame.images.values()):
+                np.testing.assert_allclose(sample.geometry.cam2ego[index], image.cam2ego, atol=1e-6)
                 np.testing.assert_allclose(
-                    sample.geometry.intrinsics[at], image.intrinsics, atol=1e-6
+                    sample.geometry.intrinsics[index], image.intrinsics, atol=1e-6
                 )
-                assert bytes(list(sample.images.values())[at]) == image.jpeg
+                assert bytes(list(sample.images.values())[index]) == image.jpeg
 
     def test_what_is_wrong_is_named(self, tmp_path):
         spec = self.spec(tmp_path)
@@ -306,8 +306,8 @@ def test_a_real_drive(tmp_path):
     picture = cv2.imencode(".png", np.zeros((375, 1242, 3), np.uint8))[1].tobytes()
     for name in ("image_00", "image_01", "image_02", "image_03"):
         (drive / name / "data" / "0000000000.png").write_bytes(picture)
-    seen = np.random.default_rng(0).uniform([5, -4, -1.5, 0], [40, 4, 1, 1], (200, 4)).astype("<f4")
-    (drive / "velodyne_points" / "data" / "0000000000.bin").write_bytes(seen.tobytes())
+    scan = np.random.default_rng(0).uniform([5, -4, -1.5, 0], [40, 4, 1, 1], (200, 4)).astype("<f4")
+    (drive / "velodyne_points" / "data" / "0000000000.bin").write_bytes(scan.tobytes())
     report = fr.shard(f"kitti:{root}", tmp_path / "out", workers=1, options={"gray": True})
     assert report.num_samples == 1
     (sample,) = samples_of(tmp_path / "out").values()
@@ -325,21 +325,21 @@ def test_a_real_drive(tmp_path):
 
     rect = np.eye(4)
     rect[:3, :3] = numbers("calib_cam_to_cam", "R_rect_00", 3, 3)
-    points = np.concatenate([seen[:, :3].T, np.ones((1, len(seen)))])
-    for at, name in enumerate(("image_02", "image_03", "image_00", "image_01")):
+    points = np.concatenate([scan[:, :3].T, np.ones((1, len(scan)))])
+    for index, name in enumerate(("image_02", "image_03", "image_00", "image_01")):
         pixels = (
             numbers("calib_cam_to_cam", f"P_rect_{name[-2:]}", 3, 4)
             @ rect
             @ moved("calib_velo_to_cam")
             @ points
         )
-        ours = np.linalg.inv(geometry.cam2ego[at]) @ geometry.lidar2ego[0] @ points
-        ours = geometry.intrinsics[at] @ ours[:3]
+        ours = np.linalg.inv(geometry.cam2ego[index]) @ geometry.lidar2ego[0] @ points
+        ours = geometry.intrinsics[index] @ ours[:3]
         np.testing.assert_allclose(ours[:2] / ours[2], pixels[:2] / pixels[2], atol=0.1)
         text = (drive / name / "timestamps.txt").read_text().splitlines()[0]
-        assert geometry.cam_timestamp_ns[at] == np.datetime64(text.replace(" ", "T"), "ns").astype(
-            np.int64
-        )
+        assert geometry.cam_timestamp_ns[index] == np.datetime64(
+            text.replace(" ", "T"), "ns"
+        ).astype(np.int64)
     lat, lon, alt, roll, pitch, yaw, north, east = map(
         float, next(drive.glob("oxts/data/*")).read_text().split()[:8]
     )
@@ -356,7 +356,7 @@ def test_a_real_drive(tmp_path):
     np.testing.assert_allclose(
         geometry.ego2global[2, :2], [-np.sin(pitch), np.cos(pitch) * np.sin(roll)], atol=1e-3
     )
-    np.testing.assert_array_equal(sample.points["velodyne"], seen)
+    np.testing.assert_array_equal(sample.points["velodyne"], scan)
 
 
 @pytest.mark.real
@@ -380,8 +380,8 @@ def test_real_frames_and_labels(tmp_path):
                 real / f"image_0{side}" / "0001" / f"{number:06d}.png", root / f"image_{side}"
             )
         (root / "calib" / f"{number:06d}.txt").write_text(calib)
-        own = [" ".join(row[2:]) + "\n" for row in rows if row[0] == str(number)]
-        (root / "label_2" / f"{number:06d}.txt").write_text("".join(own))
+        labels = [" ".join(row[2:]) + "\n" for row in rows if row[0] == str(number)]
+        (root / "label_2" / f"{number:06d}.txt").write_text("".join(labels))
     report = fr.shard(
         f"kitti_object:{root.parent}", tmp_path / "out", workers=1, options={"right": True}
     )
@@ -389,10 +389,10 @@ def test_real_frames_and_labels(tmp_path):
     num_seen = 0
     for sample in samples_of(tmp_path / "out").values():
         number = int(sample.meta.clip_name.rpartition("-")[2])
-        own = [row for row in rows if row[0] == str(number) and row[2] != "DontCare"]
-        assert len(own) == len(sample.boxes.label) > 5
+        labels = [row for row in rows if row[0] == str(number) and row[2] != "DontCare"]
+        assert len(labels) == len(sample.boxes.label) > 5
         assert sample.geometry.img_wh.tolist() == [[1242, 375]] * 2
-        for row, box in zip(own, sample.boxes.boxes3d.astype(float), strict=True):
+        for row, box in zip(labels, sample.boxes.boxes3d.astype(float), strict=True):
             labelled = np.array(row[6:10], float)
             if float(row[3]) > 0 or labelled[0] < 5 or labelled[2] > 1236 or labelled[3] > 369:
                 continue  # it is cut off by the image
@@ -422,7 +422,10 @@ def test_oxts_is_a_channel(tmp_path):
         map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
     )
     rows = np.concatenate(
-        [decode_values(one.extra, (channel,), one.key)["can_oxts"] for one in samples]
+        [
+            decode_values(drive_sample.extra, (channel,), drive_sample.key)["can_oxts"]
+            for drive_sample in samples
+        ]
     )
     (folder,) = (tmp_path / "source").rglob("oxts/data")
     files = [np.loadtxt(path) for path in sorted(folder.iterdir())]

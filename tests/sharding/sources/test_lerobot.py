@@ -47,7 +47,7 @@ def pictures_of(lengths=(3, 5, 2)):
     return [
         {
             "top": [np.full((48, 64, 3), 12 * next(number), np.uint8) for _ in range(length)],
-            "wrist": [np.full((32, 32, 3), 200 - 9 * at, np.uint8) for at in range(length)],
+            "wrist": [np.full((32, 32, 3), 200 - 9 * index, np.uint8) for index in range(length)],
         }
         for length in lengths
     ]
@@ -76,20 +76,22 @@ def write_lerobot(root, episodes, version="v3.0", *, stored=False):
     rows = []
     for number, episode in enumerate(episodes):
         length = len(next(iter(episode.values())))
-        at = np.arange(length)
+        steps = np.arange(length)
         columns = {
-            "observation.state": np.stack([at, at * 0.5 + number], 1).astype(np.float32).tolist(),
-            "action": [[[float(one), -1.0]] for one in at],
-            "next.done": at == length - 1,
-            "note": [f"{number}/{one}" for one in at],
-            "timestamp": (at / FPS).astype(np.float32),
-            "frame_index": at,
+            "observation.state": np.stack([steps, steps * 0.5 + number], 1)
+            .astype(np.float32)
+            .tolist(),
+            "action": [[[float(index), -1.0]] for index in steps],
+            "next.done": steps == length - 1,
+            "note": [f"{number}/{index}" for index in steps],
+            "timestamp": (steps / FPS).astype(np.float32),
+            "frame_index": steps,
             "episode_index": np.full(length, number),
             "task_index": np.full(length, number % 2),
         }
         if stored:
             columns |= {
-                f"observation.images.{name}": [as_png(one) for one in episode[name]]
+                f"observation.images.{name}": [as_png(image) for image in episode[name]]
                 for name in episode
             }
         tables.append(pa.table(columns))
@@ -116,7 +118,7 @@ def as_png(picture):
 def write_v2(root, episodes, tables, rows, cameras):
     for name, lines in (
         ("episodes", rows),
-        ("tasks", [{"task_index": at, "task": one} for at, one in enumerate(TASKS)]),
+        ("tasks", [{"task_index": index, "task": task} for index, task in enumerate(TASKS)]),
     ):
         (root / "meta" / f"{name}.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in lines)
@@ -154,7 +156,9 @@ def write_v3(root, episodes, tables, rows, cameras):
             video_key=name, chunk_index=0, file_index=0
         )
         path.parent.mkdir(parents=True)
-        write_video(path, [one for episode in episodes for one in episode[name.rpartition(".")[2]]])
+        write_video(
+            path, [image for episode in episodes for image in episode[name.rpartition(".")[2]]]
+        )
 
 
 def put(root, name, table, rows=None):
@@ -209,35 +213,35 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
         "train": 8,
         "val": 2,
     }
-    assert [(one.channel, one.source_name) for one in dataset.manifest.cameras] == [
+    assert [(camera.channel, camera.source_name) for camera in dataset.manifest.cameras] == [
         ("top", "top"),
         ("wrist", "wrist"),
     ]
     assert dataset.manifest.extra_channels[1].description == "a, b"
-    found = {}
+    loaded = {}
     channels = ["observation_state", "action", "task", "note"]
     attributes = ["episode_index", "task_index", "next_done"]
     for split in ("train", "val"):
         with load(tmp_path / "out", 1, split=split, select=[*channels, *attributes]) as loader:
             for batch in loader:
-                found[int(batch["episode_index"]), int(batch["frame"])] = batch
+                loaded[int(batch["episode_index"]), int(batch["frame"])] = batch
     for number, episode in enumerate(episodes):
-        for at, _ in enumerate(episode["top"]):
-            batch = found.pop((number, at))
-            assert int(batch["timestamp_ns"]) == at * 10**9 // FPS
-            assert batch["observation_state"][0].tolist() == [at, at * 0.5 + number]
-            assert batch["action"][0].tolist() == [[at, -1.0]]
-            assert (batch["task"], batch["note"]) == ([TASKS[number % 2]], [f"{number}/{at}"])
-            assert bool(batch["next_done"]) == (at == len(episode["top"]) - 1)
+        for frame, _ in enumerate(episode["top"]):
+            batch = loaded.pop((number, frame))
+            assert int(batch["timestamp_ns"]) == frame * 10**9 // FPS
+            assert batch["observation_state"][0].tolist() == [frame, frame * 0.5 + number]
+            assert batch["action"][0].tolist() == [[frame, -1.0]]
+            assert (batch["task"], batch["note"]) == ([TASKS[number % 2]], [f"{number}/{frame}"])
+            assert bool(batch["next_done"]) == (frame == len(episode["top"]) - 1)
             assert not {"intrinsics", "dist", "ego2global"} & batch.keys()
-    assert not found
+    assert not loaded
     numbers = dataset.table.column("episode_index").to_pylist()
     samples = list(samples_of(tmp_path / "out").values())
     for number, sample in zip(numbers, samples, strict=True):
         for name in ("top", "wrist"):
             picture = cv2.imdecode(np.frombuffer(sample.images[name], np.uint8), cv2.IMREAD_COLOR)
-            wanted = episodes[number][name][sample.meta.frame_idx]
-            assert abs(picture.astype(int) - wanted.astype(int)).max() <= (0 if stored else 3)
+            expected = episodes[number][name][sample.meta.frame_idx]
+            assert abs(picture.astype(int) - expected.astype(int)).max() <= (0 if stored else 3)
 
 
 def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
@@ -246,24 +250,26 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
     fr.shard(f"lerobot:{root}", tmp_path / "out", options={"rate": 5}, workers=1)
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     window = {"action": {"from": -0.1, "to": 0.3, "hz": 10}, "observation_state": [-0.05, 0]}
-    seen = []
+    loaded = []
     for split in ("train", "val"):
         options = {"select": ["action", "observation_state", "episode_index"]}
         with load(tmp_path / "out", 1, split=split, window=window, **options) as loader:
             for batch in loader:
                 number = int(batch["episode_index"])
                 now = int(batch["timestamp_ns"]) * FPS // 10**9
-                seen.append((number, now))
-                rows = [(now + of, 0 <= now + of < lengths[number]) for of in (-1, 0, 1, 2, 3)]
-                assert batch["action_valid"][0].tolist() == [there for _, there in rows]
+                loaded.append((number, now))
+                rows = [
+                    (now + step, 0 <= now + step < lengths[number]) for step in (-1, 0, 1, 2, 3)
+                ]
+                assert batch["action_valid"][0].tolist() == [is_known for _, is_known in rows]
                 assert batch["action"].tolist() == [
-                    [[[at, -1.0] if there else [0, 0]] for at, there in rows]
+                    [[[time, -1.0] if is_known else [0, 0]] for time, is_known in rows]
                 ]
                 assert batch["observation_state_valid"][0].tolist() == [now > 0, True]
                 half = [now - 0.5, (now - 0.5) / 2 + number] if now else [0, 0]
                 np.testing.assert_allclose(batch["observation_state"][0, 0], half, atol=1e-6)
-    assert sorted(seen) == [
-        (number, at) for number, length in enumerate(lengths) for at in range(0, length, 2)
+    assert sorted(loaded) == [
+        (number, frame) for number, length in enumerate(lengths) for frame in range(0, length, 2)
     ]
 
 
@@ -278,10 +284,10 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     )
     fr.shard(f"lerobot:{root}", tmp_path / "out", options={"frames": "keyframes"}, workers=1)
     samples = samples_of(tmp_path / "out").values()
-    found = [(one.meta.clip_id, one.meta.frame_idx) for one in samples]
+    frames = [(sample.meta.clip_id, sample.meta.frame_idx) for sample in samples]
     starts = {f"episode-{number:06d}": first for number, first in enumerate((0, 6, 15))}
-    assert sorted(starts[clip] + at for clip, at in found) == [0, 4, 8, 12, 16]
-    assert sum(one.num_decoded for one in decoded) == 2 * len(found)  # of two cameras
+    assert sorted(starts[clip] + frame for clip, frame in frames) == [0, 4, 8, 12, 16]
+    assert sum(members.num_decoded for members in decoded) == 2 * len(frames)  # of two cameras
     assert scan(root, frames="keyframes").report.dropped_samples == {"no camera image": 14}
 
 
@@ -338,23 +344,23 @@ def test_damaged_pictures_of_the_tables_are_left_out(tmp_path):
 def test_tables_that_do_not_fit_are_named(tmp_path):
     root = write_lerobot(tmp_path / "episodes", pictures_of((2, 2, 1)))
     path = root / "data" / "chunk-000" / "file-000.parquet"
-    whole = pq.read_table(path)
+    content = pq.read_table(path)
     for table, says in (
-        (whole.slice(1), r"episode 0 has 1 rows, expected 2, with frame_index from 0"),
-        (whole.drop_columns(["action"]), "has no column 'action'"),
+        (content.slice(1), r"episode 0 has 1 rows, expected 2, with frame_index from 0"),
+        (content.drop_columns(["action"]), "has no column 'action'"),
         (
-            whole.set_column(0, "observation.state", pa.array([[1.0]] * 4)),
+            content.set_column(0, "observation.state", pa.array([[1.0]] * 4)),
             r"no numbers of shape \[2\] in column",
         ),
         (
-            whole.set_column(0, "observation.state", pa.array([[1.0, None]] * 4)),
+            content.set_column(0, "observation.state", pa.array([[1.0, None]] * 4)),
             "2 values are null",
         ),
     ):
         pq.write_table(table, path)
         with pytest.raises(SourceError, match=says):
             scan(root)
-    pq.write_table(whole, path)
+    pq.write_table(content, path)
     video = root / "videos" / "observation.images.top" / "chunk-000" / "file-000.mp4"
     video.unlink()
     with pytest.raises(
@@ -376,31 +382,34 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
         "action": {"dtype": "float32", "shape": (2,), "names": ["a", "b"]},
     }
     root = tmp_path / "episodes"
-    made = datasets.LeRobotDataset.create("test/arm", fps=FPS, features=features, root=root)
+    written = datasets.LeRobotDataset.create("test/arm", fps=FPS, features=features, root=root)
     for number, episode in enumerate(pictures_of((6, 9, 4))):
-        for at, picture in enumerate(episode["top"]):
-            action = np.array([at, number], np.float32)
-            made.add_frame(
+        for frame, picture in enumerate(episode["top"]):
+            action = np.array([frame, number], np.float32)
+            written.add_frame(
                 {"observation.images.top": picture, "action": action, "task": TASKS[number % 2]}
             )
-        made.save_episode()
-    made.finalize()
+        written.save_episode()
+    written.finalize()
     fr.shard(f"lerobot:{root}", tmp_path / "out", workers=1)
-    own = {
-        (one.meta.clip_id, one.meta.frame_idx): one for one in samples_of(tmp_path / "out").values()
+    samples = {
+        (sample.meta.clip_id, sample.meta.frame_idx): sample
+        for sample in samples_of(tmp_path / "out").values()
     }
     video = str(next(root.rglob("*.mp4")))
     jpegs = dict(video_frames(video, range(19)))
     read = datasets.LeRobotDataset("test/arm", root=root, video_backend="pyav")
     for item in (read[number] for number in range(len(read))):
-        sample = own.pop((f"episode-{int(item['episode_index']):06d}", int(item["frame_index"])))
+        sample = samples.pop(
+            (f"episode-{int(item['episode_index']):06d}", int(item["frame_index"]))
+        )
         data = bytes(sample.images["top"])
         assert data == jpegs[int(item["index"])]
         picture = simplejpeg.decode_jpeg(data).astype(float)
         assert (
             abs(picture - 255 * item["observation.images.top"].permute(1, 2, 0).numpy()).mean() < 2
         )
-    assert not own
+    assert not samples
 
 
 def test_a_length_that_no_episode_has_is_named(tmp_path):

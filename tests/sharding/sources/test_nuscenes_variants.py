@@ -35,23 +35,23 @@ T4_LEVELS = {"none": 1, "partial": 2, "most": 3, "full": 4, "unavailable": -1}
 
 
 @pytest.fixture
-def made(tmp_path):
+def nuscenes(tmp_path):
     return build_nuscenes(tmp_path / "root", {"a": 4, "b": 3}, cameras=TWO, num_tracks=4)
 
 
-def scan(made, tmp_path, **options):
-    return scanned("nuscenes", made.root, tmp_path, **options)
+def scan(nuscenes, tmp_path, **options):
+    return scanned("nuscenes", nuscenes.root, tmp_path, **options)
 
 
 def boxes_of(table, number=0):
     return decode_arrays(table.row(number).boxes, Boxes)
 
 
-def data_rows(made, channel, frames=None):
+def data_rows(nuscenes, channel, frames=None):
     """Keyframe rows of ``sample_data`` of one channel, in the order of the frames."""
     rows = [
         row
-        for row in made.tables["sample_data"]
+        for row in nuscenes.tables["sample_data"]
         if row["is_key_frame"] and f"/{channel}/" in row["filename"]
     ]
     return rows if frames is None else [rows[frame] for frame in frames]
@@ -71,15 +71,15 @@ def data_rows(made, channel, frames=None):
     ],
 )
 def test_nuscenes_boxes_are_valid_unless_no_point_is_known(
-    made, tmp_path, lidar, radar, stored, valid
+    nuscenes, tmp_path, lidar, radar, stored, valid
 ):
-    for row in made.tables["sample_annotation"]:
+    for row in nuscenes.tables["sample_annotation"]:
         for column, number in (("num_lidar_pts", lidar), ("num_radar_pts", radar)):
             row[column] = number
             if number == "left out":
                 del row[column]
-    made.write("sample_annotation")
-    _, info, table = scan(made, tmp_path)
+    nuscenes.write("sample_annotation")
+    _, info, table = scan(nuscenes, tmp_path)
     boxes = boxes_of(table)
     assert boxes.valid.tolist() == [valid] * 4
     assert {*zip(boxes.num_lidar_pts.tolist(), boxes.num_radar_pts.tolist(), strict=True)} == {
@@ -88,11 +88,11 @@ def test_nuscenes_boxes_are_valid_unless_no_point_is_known(
     assert info.report.unknown_points == (4 * 7 if stored[0] < 0 else 0)
 
 
-def test_nuscenes_a_count_that_int32_does_not_hold_is_refused(made, tmp_path):
-    made.tables["sample_annotation"][0]["num_lidar_pts"] = 2**31
-    made.write("sample_annotation")
+def test_nuscenes_a_count_that_int32_does_not_hold_is_refused(nuscenes, tmp_path):
+    nuscenes.tables["sample_annotation"][0]["num_lidar_pts"] = 2**31
+    nuscenes.write("sample_annotation")
     with pytest.raises(SourceError, match=r"sample_annotation\.json.*num_lidar_pts"):
-        scan(made, tmp_path)
+        scan(nuscenes, tmp_path)
 
 
 LYFT = (
@@ -109,12 +109,14 @@ LYFT = (
 
 
 def test_nuscenes_lyft_categories(tmp_path):
-    made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=9)
-    made.tables["category"] = [{"token": token("category", name), "name": name} for name in LYFT]
-    for number, instance in enumerate(made.tables["instance"]):
+    nuscenes = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=9)
+    nuscenes.tables["category"] = [
+        {"token": token("category", name), "name": name} for name in LYFT
+    ]
+    for number, instance in enumerate(nuscenes.tables["instance"]):
         instance["category_token"] = token("category", LYFT[number])
-    made.write("category", "instance")
-    _, info, table = scan(made, tmp_path)
+    nuscenes.write("category", "instance")
+    _, info, table = scan(nuscenes, tmp_path)
     expected = [CLASSES.index(name) if name in CLASSES else -1 for name in LYFT]
     assert boxes_of(table).label.tolist() == expected
     assert expected.count(-1) == 3
@@ -134,19 +136,23 @@ def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
     )
     folder = shared_data("nuscenes-mini") / "v1.0-mini"
     names = [record["name"] for record in json.loads((folder / "category.json").read_text())]
-    made = build_nuscenes(tmp_path / "root", {"a": 1}, cameras=TWO, num_tracks=len(names))
-    made.tables["category"] = [{"token": token("category", name), "name": name} for name in names]
-    for number, instance in enumerate(made.tables["instance"]):
+    nuscenes = build_nuscenes(tmp_path / "root", {"a": 1}, cameras=TWO, num_tracks=len(names))
+    nuscenes.tables["category"] = [
+        {"token": token("category", name), "name": name} for name in names
+    ]
+    for number, instance in enumerate(nuscenes.tables["instance"]):
         instance["category_token"] = token("category", names[number])
-    made.write("category", "instance")
-    _, info, table = scan(made, tmp_path)
-    of_devkit = [oracle.category_to_detection_name(name) for name in names]
+    nuscenes.write("category", "instance")
+    _, info, table = scan(nuscenes, tmp_path)
+    detection_names = [oracle.category_to_detection_name(name) for name in names]
     assert boxes_of(table).label.tolist() == [
-        -1 if name is None else CLASSES.index(name) for name in of_devkit
+        -1 if name is None else CLASSES.index(name) for name in detection_names
     ]
     assert info.report.unmapped == {}
     assert info.report.outside_classes == {
-        name: 1 for name, known in zip(names, of_devkit, strict=True) if known is None
+        name: 1
+        for name, detection_name in zip(names, detection_names, strict=True)
+        if detection_name is None
     }
 
 
@@ -164,10 +170,10 @@ def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
         (None, "none"),
     ],
 )
-def test_nuscenes_camera_distortion(made, tmp_path, stated, model):
-    made.tables["calibrated_sensor"][0]["camera_distortion"] = stated
-    made.write("calibrated_sensor")
-    _, info, table = scan(made, tmp_path)
+def test_nuscenes_camera_distortion(nuscenes, tmp_path, stated, model):
+    nuscenes.tables["calibrated_sensor"][0]["camera_distortion"] = stated
+    nuscenes.write("calibrated_sensor")
+    _, info, table = scan(nuscenes, tmp_path)
     row = table.row(0)
     meta = decode_meta(row.meta)
     geometry = decode_arrays(row.geometry, Geometry)
@@ -190,54 +196,56 @@ def test_nuscenes_the_loader_rectifies_what_the_table_states(tmp_path):
     )
     picture = (127 + 100 * np.sin(ramp)).astype(np.uint8)
     images = [simplejpeg.encode_jpeg(picture, 98, "RGB", "444")]
-    made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, size=(96, 64), images=images)
+    nuscenes = build_nuscenes(
+        tmp_path / "root", {"a": 2}, cameras=TWO, size=(96, 64), images=images
+    )
     camera = np.array([[90.0, 0, 47.5], [0, 90, 31.5], [0, 0, 1]])
-    made.tables["calibrated_sensor"][0].update(
+    nuscenes.tables["calibrated_sensor"][0].update(
         camera_intrinsic=camera.tolist(), camera_distortion=RADTAN
     )
-    made.write("calibrated_sensor")
-    shard_nuscenes(made.root, tmp_path / "out")
+    nuscenes.write("calibrated_sensor")
+    shard_nuscenes(nuscenes.root, tmp_path / "out")
     stored = simplejpeg.decode_jpeg(images[0])
     expected = cv2.undistort(stored, camera, np.array(RADTAN)).transpose(2, 0, 1)
     image = ImageAugment(height=64, width=96, resize="stretch")
     with make_loader(
         tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1
     ) as loader:
-        found = next(iter(loader))["img"].numpy()
+        images_of_batch = next(iter(loader))["img"].numpy()
     where = np.zeros((64, 96), bool)
     where[8:-8, 12:-12] = True
     assert (
-        psnr_db(found[0, 0], expected, where)
+        psnr_db(images_of_batch[0, 0], expected, where)
         > 40
         > psnr_db(stored.transpose(2, 0, 1), expected, where)
     )
     assert (
-        psnr_db(found[0, 1], stored.transpose(2, 0, 1), where) > 40
+        psnr_db(images_of_batch[0, 1], stored.transpose(2, 0, 1), where) > 40
     )  # the other camera is a pinhole
 
 
 @pytest.mark.parametrize("length", [1, 3, 6, 7, 13, 15, 1000])
-def test_nuscenes_a_length_that_no_lens_has_is_refused(made, tmp_path, length):
-    made.tables["calibrated_sensor"][1]["camera_distortion"] = [0.1] * length
-    made.write("calibrated_sensor")
+def test_nuscenes_a_length_that_no_lens_has_is_refused(nuscenes, tmp_path, length):
+    nuscenes.tables["calibrated_sensor"][1]["camera_distortion"] = [0.1] * length
+    nuscenes.write("calibrated_sensor")
     says = rf"{token('calibrated', 'CAM_BACK')}' has {length} values in camera_distortion; allowed are 0 \(none\), 4 \("
     with pytest.raises(SourceError, match=says):
-        scan(made, tmp_path)
+        scan(nuscenes, tmp_path)
 
 
-def test_nuscenes_data_that_is_not_valid_is_masked(made, tmp_path):
-    add_sweeps(made, 2)
-    for row in (*data_rows(made, "CAM_BACK", [1, 2]), *data_rows(made, "LIDAR_TOP", [1])):
+def test_nuscenes_data_that_is_not_valid_is_masked(nuscenes, tmp_path):
+    add_sweeps(nuscenes, 2)
+    for row in (*data_rows(nuscenes, "CAM_BACK", [1, 2]), *data_rows(nuscenes, "LIDAR_TOP", [1])):
         row["is_valid"] = False
-    (made.root / data_rows(made, "CAM_BACK")[1]["filename"]).unlink()  # nobody looks for it
+    (nuscenes.root / data_rows(nuscenes, "CAM_BACK")[1]["filename"]).unlink()  # nobody looks for it
     earlier = [
         row
-        for row in made.tables["sample_data"]
-        if row["token"] == token("sweep", last_token(made, 3), 1)
+        for row in nuscenes.tables["sample_data"]
+        if row["token"] == token("sweep", last_token(nuscenes, 3), 1)
     ]
     earlier[0]["is_valid"] = False
-    made.write("sample_data")
-    _, info, table = scan(made, tmp_path, sweeps=2)
+    nuscenes.write("sample_data")
+    _, info, table = scan(nuscenes, tmp_path, sweeps=2)
     assert info.report.masked == {
         "cam_back": {"marked as not valid": 2},
         "lidar_top": {"marked as not valid": 1},
@@ -254,34 +262,38 @@ def test_nuscenes_data_that_is_not_valid_is_masked(made, tmp_path):
     assert earlier[0]["filename"] not in sweeps[0]
 
 
-def last_token(made, frame):
-    return data_rows(made, "LIDAR_TOP", [frame])[0]["token"]
+def last_token(nuscenes, frame):
+    return data_rows(nuscenes, "LIDAR_TOP", [frame])[0]["token"]
 
 
-def test_nuscenes_data_that_is_not_valid_may_have_no_size(made, tmp_path):
-    data_rows(made, "CAM_BACK")[0].update(is_valid=False, width=0, height=0)
-    made.write("sample_data")
-    _, _, table = scan(made, tmp_path)
+def test_nuscenes_data_that_is_not_valid_may_have_no_size(nuscenes, tmp_path):
+    data_rows(nuscenes, "CAM_BACK")[0].update(is_valid=False, width=0, height=0)
+    nuscenes.write("sample_data")
+    _, _, table = scan(nuscenes, tmp_path)
     row = table.row(0)
     assert decode_arrays(row.geometry, Geometry).img_wh.tolist() == [[48, 32], [-1, -1]]
     assert list(decode_meta(row.meta).cameras) == ["cam_front"]
-    shard_nuscenes(made.root, tmp_path / "out", images=parse_images("resize=0.5"))
+    shard_nuscenes(nuscenes.root, tmp_path / "out", images=parse_images("resize=0.5"))
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
 
 
 def test_nuscenes_visibility_levels_of_t4(tmp_path):
-    made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=6)
-    made.tables["visibility"] = [
+    nuscenes = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=6)
+    nuscenes.tables["visibility"] = [
         {"token": name, "level": name, "description": ""} for name in T4_LEVELS
     ]
     names = [*T4_LEVELS, ""]
     for track, name in enumerate(names):
         for frame in range(2):
-            own = token("annotation", "a", track, frame)
-            row = next(row for row in made.tables["sample_annotation"] if row["token"] == own)
+            annotation_token = token("annotation", "a", track, frame)
+            row = next(
+                row
+                for row in nuscenes.tables["sample_annotation"]
+                if row["token"] == annotation_token
+            )
             row["visibility_token"] = name
-    made.write("visibility", "sample_annotation")
-    _, info, table = scan(made, tmp_path)
+    nuscenes.write("visibility", "sample_annotation")
+    _, info, table = scan(nuscenes, tmp_path)
     assert boxes_of(table).visibility.tolist() == [*T4_LEVELS.values(), -1]
     assert info.report.unknown_visibility == {"unavailable": 2, "not stated": 2}
 
@@ -298,17 +310,17 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("text", CONDITIONS)
-def test_nuscenes_night_and_rain_are_unknown_unless_stated(made, tmp_path, text):
-    made.tables["scene"][0]["description"] = text
-    made.write("scene")
-    _, _, table = scan(made, tmp_path)
+def test_nuscenes_night_and_rain_are_unknown_unless_stated(nuscenes, tmp_path, text):
+    nuscenes.tables["scene"][0]["description"] = text
+    nuscenes.write("scene")
+    _, _, table = scan(nuscenes, tmp_path)
     attributes = next(table.attribute_parts()).to_pylist()[0]
     assert (attributes["night"], attributes["rain"]) == CONDITIONS[text]
     stated = {"night": CONDITIONS[text][0], "rain": CONDITIONS[text][1]}
     tags = decode_meta(table.row(0).meta).tags
     assert {name: tags.get(name) for name in stated} == stated
     # For nuScenes itself, whose descriptions name both wherever they occur, silence is a denial.
-    known = tuple(bool(value) for value in CONDITIONS[text]) if text else (None, None)
+    expected = tuple(bool(value) for value in CONDITIONS[text]) if text else (None, None)
     for location in (
         "boston-seaport",
         "singapore-onenorth",
@@ -317,20 +329,22 @@ def test_nuscenes_night_and_rain_are_unknown_unless_stated(made, tmp_path, text)
         "synth-city",
         "boston-seaport-2",
     ):
-        for log in made.tables["log"]:
+        for log in nuscenes.tables["log"]:
             log["location"] = location
-        made.write("log")
-        _, _, table = scan(made, tmp_path)
+        nuscenes.write("log")
+        _, _, table = scan(nuscenes, tmp_path)
         attributes = next(table.attribute_parts()).to_pylist()[0]
-        found = (attributes["night"], attributes["rain"])
-        assert found == (CONDITIONS[text] if location == "boston-seaport-2" else known), location
+        conditions = (attributes["night"], attributes["rain"])
+        assert conditions == (CONDITIONS[text] if location == "boston-seaport-2" else expected), (
+            location
+        )
 
 
-def test_nuscenes_an_unknown_condition_is_selected_neither_way(made, tmp_path):
-    made.tables["scene"][0]["description"] = "derived"
-    made.tables["scene"][1]["description"] = "Night"
-    made.write("scene")
-    shard_nuscenes(made.root, tmp_path / "out")
+def test_nuscenes_an_unknown_condition_is_selected_neither_way(nuscenes, tmp_path):
+    nuscenes.tables["scene"][0]["description"] = "derived"
+    nuscenes.tables["scene"][1]["description"] = "Night"
+    nuscenes.write("scene")
+    shard_nuscenes(nuscenes.root, tmp_path / "out")
     table = pq.read_table(tmp_path / "out" / "attributes.parquet")
     assert table.column("night").null_count == 4
     chosen = {
@@ -340,13 +354,13 @@ def test_nuscenes_an_unknown_condition_is_selected_neither_way(made, tmp_path):
     assert chosen == {"night": 3, "not night": 0, "night is None": 4, "night or num_boxes > 0": 7}
 
 
-def test_nuscenes_a_sample_without_any_image_is_dropped(made, tmp_path):
+def test_nuscenes_a_sample_without_any_image_is_dropped(nuscenes, tmp_path):
     for channel in TWO:
-        for row in data_rows(made, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
-            (made.root / row["filename"]).unlink()
+        for row in data_rows(nuscenes, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
+            (nuscenes.root / row["filename"]).unlink()
     with pytest.raises(SourceError, match="missing_camera=mask"):
-        scan(made, tmp_path)
-    _, info, table = scan(made, tmp_path, missing_camera="mask")
+        scan(nuscenes, tmp_path)
+    _, info, table = scan(nuscenes, tmp_path, missing_camera="mask")
     assert info.report.dropped_samples == {"no camera image (no file)": 4}
     assert (info.report.samples, len(table), info.num_samples) == (3, 3, 3)
     assert info.report.boxes == 12
@@ -358,48 +372,48 @@ def test_nuscenes_a_sample_without_any_image_is_dropped(made, tmp_path):
         ("a-000001", "a-000000", None, 4),
         ("a-000003", None, None, 4),
     ]
-    outcome = shard_nuscenes(made.root, tmp_path / "out", missing_camera="mask")
+    outcome = shard_nuscenes(nuscenes.root, tmp_path / "out", missing_camera="mask")
     assert outcome.manifest.num_samples == 3
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
 
 
-def test_nuscenes_a_sample_of_images_marked_as_not_valid_is_dropped(made, tmp_path):
-    for row in (*data_rows(made, "CAM_FRONT", [0, 1]), *data_rows(made, "CAM_BACK", [0])):
+def test_nuscenes_a_sample_of_images_marked_as_not_valid_is_dropped(nuscenes, tmp_path):
+    for row in (*data_rows(nuscenes, "CAM_FRONT", [0, 1]), *data_rows(nuscenes, "CAM_BACK", [0])):
         row["is_valid"] = False
-    made.write("sample_data")
-    _, info, table = scan(made, tmp_path)
+    nuscenes.write("sample_data")
+    _, info, table = scan(nuscenes, tmp_path)
     assert info.report.dropped_samples == {"no camera image": 1}
     assert info.report.masked == {"cam_front": {"marked as not valid": 1}}
     assert decode_meta(table.row(0).meta).key == "a-000001"
     assert decode_meta(table.row(0).meta).prev_key is None
 
 
-def test_nuscenes_a_source_without_any_image_is_refused(made, tmp_path):
-    for row in made.tables["sample_data"]:
+def test_nuscenes_a_source_without_any_image_is_refused(nuscenes, tmp_path):
+    for row in nuscenes.tables["sample_data"]:
         row["is_valid"] = False
-    made.write("sample_data")
+    nuscenes.write("sample_data")
     with pytest.raises(
         SourceError, match=r"no frame of the nuscenes source .* is kept: no camera image 7"
     ):
-        scan(made, tmp_path)
+        scan(nuscenes, tmp_path)
 
 
-def odd(made):
+def spoil_tables(nuscenes):
     """Break a little of everything that the report counts."""
-    made.tables["category"][3]["name"] = "other\x1b]0;x\x07vehicle"
-    made.tables["visibility"][1]["level"] = "unavailable"
-    made.tables["sample_annotation"][0]["num_lidar_pts"] = -1
-    made.tables["calibrated_sensor"][0]["camera_distortion"] = RADTAN
-    data_rows(made, "CAM_BACK")[1]["is_valid"] = False
+    nuscenes.tables["category"][3]["name"] = "other\x1b]0;x\x07vehicle"
+    nuscenes.tables["visibility"][1]["level"] = "unavailable"
+    nuscenes.tables["sample_annotation"][0]["num_lidar_pts"] = -1
+    nuscenes.tables["calibrated_sensor"][0]["camera_distortion"] = RADTAN
+    data_rows(nuscenes, "CAM_BACK")[1]["is_valid"] = False
     for channel in TWO:
-        data_rows(made, channel)[5]["is_valid"] = False
-    made.write()
+        data_rows(nuscenes, channel)[5]["is_valid"] = False
+    nuscenes.write()
 
 
 @pytest.mark.costly
-def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(made, tmp_path, capsys):
-    odd(made)
-    arguments = ["shard", f"nuscenes:{made.root}", str(tmp_path / "out"), "--workers", "1"]
+def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(nuscenes, tmp_path, capsys):
+    spoil_tables(nuscenes)
+    arguments = ["shard", f"nuscenes:{nuscenes.root}", str(tmp_path / "out"), "--workers", "1"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[1:] == [
@@ -415,30 +429,30 @@ def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(made, tmp_path,
     manifest = load_manifest(tmp_path / "out")
     report = manifest.provenance["scan"]
     assert report["dropped_samples"] == {"no camera image": 1}
-    assert report["unmapped"] == {made.tables["category"][3]["name"]: 6}
+    assert report["unmapped"] == {nuscenes.tables["category"][3]["name"]: 6}
     assert main([*arguments, "--json"]) == 0  # the finished dataset again
     scanned = json.loads(capsys.readouterr().out.splitlines()[0])
     assert scanned == {"event": "scanned", "clips": 2, "samples": 6, "report": report}
 
 
-def test_nuscenes_boxes_without_any_class_are_said(made, tmp_path):
-    for category in made.tables["category"]:
+def test_nuscenes_boxes_without_any_class_are_said(nuscenes, tmp_path):
+    for category in nuscenes.tables["category"]:
         category["name"] = f"Voiture {category['name']}"
-    made.write("category")
+    nuscenes.write("category")
     with pytest.raises(
         SourceError,
         match=r"none of the 28 boxes has a class.*Voiture vehicle\.car 7.*classes=source",
     ):
-        scan(made, tmp_path)
-    _, info, _ = scan(made, tmp_path, classes="source")
-    assert info.classes == [category["name"] for category in made.tables["category"]]
+        scan(nuscenes, tmp_path)
+    _, info, _ = scan(nuscenes, tmp_path, classes="source")
+    assert info.classes == [category["name"] for category in nuscenes.tables["category"]]
     assert not info.report.unmapped
-    names = {category["name"]: None for category in made.tables["category"]}
+    names = {category["name"]: None for category in nuscenes.tables["category"]}
     names["Voiture vehicle.car"] = "auto"
     (tmp_path / "map.yaml").write_text(
         "".join(f"{name}: {value or 'null'}\n" for name, value in names.items())
     )
-    _, info, _ = scan(made, tmp_path, classes=str(tmp_path / "map.yaml"))
+    _, info, _ = scan(nuscenes, tmp_path, classes=str(tmp_path / "map.yaml"))
     assert info.classes == ["auto"]
     assert sum(info.report.outside_classes.values()) == 21
 
@@ -462,29 +476,31 @@ def test_a_long_list_in_a_report_is_cut():
     )
 
 
-def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):
+def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(nuscenes, tmp_path):
     """The first sample of a scene, a track and a row of sample_data's sample are not there; the rest is kept."""
-    tables = made.tables
+    tables = nuscenes.tables
     gone = tables["sample"].pop(1)["token"]
     track = tables["instance"].pop(0)["token"]
-    of_track = sum(
+    num_track_boxes = sum(
         row["instance_token"] == track and row["sample_token"] != gone
         for row in tables["sample_annotation"]
     )
-    num_boxes = sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - of_track
+    num_boxes = (
+        sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - num_track_boxes
+    )
     num_data = sum(
         row["sample_token"] == gone and row["is_key_frame"] for row in tables["sample_data"]
     )
-    made.write("sample", "instance")
+    nuscenes.write("sample", "instance")
     with pytest.raises(SourceError, match=gone):
-        scan(made, tmp_path)
-    _, info, table = scan(made, tmp_path, dangling_links="cut")
+        scan(nuscenes, tmp_path)
+    _, info, table = scan(nuscenes, tmp_path, dangling_links="cut")
     assert [clip.num_samples for clip in info.clips] == [3, 3]
     assert info.report.boxes == num_boxes
     counts = info.report.cut_links
     assert counts["sample.next"] == counts["sample.prev"] == 1
     assert counts["sample_data.sample_token"] <= num_data
-    assert counts["sample_annotation.instance_token"] == of_track
+    assert counts["sample_annotation.instance_token"] == num_track_boxes
     assert "cut_links" in info.report.builtins()
     assert any("cut: " in line for line in info.report.lines())
     metas = [decode_meta(table.row(number).meta) for number in range(3)]

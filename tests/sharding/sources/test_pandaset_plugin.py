@@ -99,7 +99,7 @@ class TestPandaSet(SourceSuite):
             self._write_sensor(
                 folder / "lidar", around, [ego_at(number, t) @ LIDAR2EGO for t in around]
             )
-            for at, name in enumerate(world.cameras):
+            for index, name in enumerate(world.cameras):
                 images = [frame.images[name] for frame in clip.frames]
                 stamps = [image.timestamp_ns for image in images]
                 stamps = [stamps[0] - 100_000_000, *stamps, stamps[-1] + 100_000_000]
@@ -111,7 +111,7 @@ class TestPandaSet(SourceSuite):
                 )
                 for frame, image in enumerate(images, 1):
                     (folder / "camera" / name / f"{frame:02d}.jpg").write_bytes(image.jpeg)
-                assert at < 6
+                assert index < 6
         return str(root)
 
     @staticmethod
@@ -135,20 +135,24 @@ def test_the_real_clip(tmp_path):
     }
     for sample in samples_of(tmp_path / "out").values():
         geometry = sample.geometry
-        for at, name in enumerate(CAMERAS):
+        for index, name in enumerate(CAMERAS):
             rows = json.loads((root / "002" / "camera" / name / "poses.json").read_text())
             stamps = json.loads((root / "002" / "camera" / name / "timestamps.json").read_text())
-            row = int(np.argmin(np.abs(np.array(stamps) * 1e9 - geometry.cam_timestamp_ns[at])))
+            row = int(np.argmin(np.abs(np.array(stamps) * 1e9 - geometry.cam_timestamp_ns[index])))
             heading = rows[row]["heading"]
             position = rows[row]["position"]
-            seen = geometry.cam_ego2global[at] @ geometry.cam2ego[at]
-            np.testing.assert_allclose(seen[:3, 3], [position[axis] for axis in "xyz"], atol=1e-6)
-            wanted = Rotation.from_quat([heading[part] for part in "xyzw"]).as_matrix()
-            np.testing.assert_allclose(seen[:3, :3], wanted, atol=1e-6)
+            cam2global = geometry.cam_ego2global[index] @ geometry.cam2ego[index]
+            np.testing.assert_allclose(
+                cam2global[:3, 3], [position[axis] for axis in "xyz"], atol=1e-6
+            )
+            expected = Rotation.from_quat([heading[part] for part in "xyzw"]).as_matrix()
+            np.testing.assert_allclose(cam2global[:3, :3], expected, atol=1e-6)
             if name in looks:
-                assert geometry.cam2ego[at][:2, 2] @ looks[name] > 0.95, f"{name} looks elsewhere"
+                assert geometry.cam2ego[index][:2, 2] @ looks[name] > 0.95, (
+                    f"{name} looks elsewhere"
+                )
             # The rig is rigid: extrinsics of a frame are those of the manual, to the noise of the poses.
-            assert np.linalg.norm(geometry.cam2ego[at][:3, 3]) < 3
+            assert np.linalg.norm(geometry.cam2ego[index][:3, 3]) < 3
 
 
 @pytest.mark.parametrize(

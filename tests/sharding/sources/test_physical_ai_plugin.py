@@ -55,19 +55,19 @@ def plugin(tmp_path_factory, monkeypatch):
 def parquet(columns, index=()):
     """A table as pandas writes one with this index."""
     table = pa.table(columns)
-    about = json.dumps({"index_columns": list(index), "columns": []})
+    metadata = json.dumps({"index_columns": list(index), "columns": []})
     out = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"pandas": about}), out)
+    pq.write_table(table.replace_schema_metadata({"pandas": metadata}), out)
     return out.getvalue()
 
 
 def pose_at(time_us):
     """Ego in the anchor frame: 10 m/s forward, turning left by 0.2 rad/s."""
     seconds = time_us * 1e-6
-    found = np.eye(4)
-    found[:3, :3] = Rotation.from_euler("z", 0.2 * seconds).as_matrix()
-    found[:3, 3] = 50 * np.sin(0.2 * seconds), 50 * (1 - np.cos(0.2 * seconds)), 0
-    return found
+    pose = np.eye(4)
+    pose[:3, :3] = Rotation.from_euler("z", 0.2 * seconds).as_matrix()
+    pose[:3, 3] = 50 * np.sin(0.2 * seconds), 50 * (1 - np.cos(0.2 * seconds)), 0
+    return pose
 
 
 def picture(camera, number):
@@ -90,32 +90,32 @@ def mount(camera):
 def returns(radar):
     """The returns of a radar in its own axes, as rows; the last one of a scan has no distance."""
     rng = np.random.default_rng(len(radar))
-    found = []
+    rows = []
     for scan, time in enumerate(SCAN_US):
-        for at in range(3 + scan % 3):
+        for number in range(3 + scan % 3):
             azimuth = rng.uniform(-1, 1)
             elevation = rng.uniform(-0.2, 0.2)
             distance = rng.uniform(1, 90)
-            found.append(
+            rows.append(
                 {
                     "scan_index": scan,
                     "timestamp": time,
-                    "sensor_timestamp": time + at,
+                    "sensor_timestamp": time + number,
                     "num_returns": 3 + scan % 3,
                     "doppler_ambiguity": 22.5,
                     "max_returns": 300,
-                    "detection_index": at,
+                    "detection_index": number,
                     "radar_model": 1,
                     "azimuth": azimuth,
                     "elevation": elevation,
-                    "distance": distance if at else 0.0,
+                    "distance": distance if number else 0.0,
                     "radial_velocity": rng.uniform(-9, 9),
                     "rcs": rng.uniform(-60, 60),
                     "snr": 20.0,
                     "exist_probb": 90,
                 }
             )
-    return found
+    return rows
 
 
 def spin(number):
@@ -200,7 +200,7 @@ def write(root, radars=(), lidar=None):
                 continue
             path = root / row["chunk_path"].format(chunk_id=chunk)
             path.parent.mkdir(parents=True, exist_ok=True)
-            clips = [clip for clip, (own, _) in CLIPS.items() if own == chunk]
+            clips = [clip for clip, (clip_chunk, _) in CLIPS.items() if clip_chunk == chunk]
             if row["directory"] == "calibration":
                 path.write_bytes(calibration(row["feature"], clips))
                 continue
@@ -227,14 +227,14 @@ def calibration(feature, clips):
         values |= {f"fw_poly_{power}": value for power, value in enumerate(FORWARD)}
         columns |= {name: [value] * len(keys) for name, value in values.items()}
     else:
-        found = [
+        mounts = [
             (Rotation.from_matrix(mount(camera)[0]).as_quat(), mount(camera)[1])
             for _, camera in keys
         ]
         columns |= {
-            name: [q[at] for q, _ in found] for at, name in enumerate(("qx", "qy", "qz", "qw"))
+            name: [q[axis] for q, _ in mounts] for axis, name in enumerate(("qx", "qy", "qz", "qw"))
         }
-        columns |= {name: [t[at] for _, t in found] for at, name in enumerate("xyz")}
+        columns |= {name: [t[axis] for _, t in mounts] for axis, name in enumerate("xyz")}
     return parquet(columns, ["clip_id", "camera_name"])
 
 
@@ -250,10 +250,12 @@ def member(alias, feature, root):
     poses = [pose_at(time) for time in MOTION_US]
     quaternions = Rotation.from_matrix([pose[:3, :3] for pose in poses]).as_quat()
     columns = {"timestamp": MOTION_US}
-    columns |= {name: quaternions[:, at] for at, name in enumerate(("qx", "qy", "qz", "qw"))}
-    columns |= {name: [pose[at, 3] for pose in poses] for at, name in enumerate("xyz")}
+    columns |= {name: quaternions[:, axis] for axis, name in enumerate(("qx", "qy", "qz", "qw"))}
+    columns |= {name: [pose[axis, 3] for pose in poses] for axis, name in enumerate("xyz")}
     motion = ("vx", "vy", "vz", "ax", "ay", "az", "curvature")
-    return parquet({**columns, **{name: MOTION_US * 1e-6 + at for at, name in enumerate(motion)}})
+    return parquet(
+        {**columns, **{name: MOTION_US * 1e-6 + offset for offset, name in enumerate(motion)}}
+    )
 
 
 def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
@@ -279,16 +281,16 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
         assert sample.meta.timestamp_ns == (time_us + FIRST_US) * 1000
         np.testing.assert_allclose(sample.geometry.ego2global, pose_at(time_us), atol=1e-4)
         for camera in CAMERAS:
-            at = [one.channel for one in manifest.cameras].index(camera)
+            index = [entry.channel for entry in manifest.cameras].index(camera)
             turned, place = mount(camera)
-            np.testing.assert_allclose(sample.geometry.cam2ego[at][:3, :3], turned, atol=1e-9)
-            np.testing.assert_allclose(sample.geometry.cam2ego[at][:3, 3], place, atol=1e-9)
+            np.testing.assert_allclose(sample.geometry.cam2ego[index][:3, :3], turned, atol=1e-9)
+            np.testing.assert_allclose(sample.geometry.cam2ego[index][:3, 3], place, atol=1e-9)
             np.testing.assert_allclose(
-                sample.geometry.dist[at][:5] * FORWARD[1], FORWARD, atol=1e-12
+                sample.geometry.dist[index][:5] * FORWARD[1], FORWARD, atol=1e-12
             )
             number = 3 * sample.meta.frame_idx
             exposed_us = TIMES_US[number] + (0 if camera == CAMERAS[0] else 4_000)
-            assert sample.geometry.cam_timestamp_ns[at] == (exposed_us + FIRST_US) * 1000
+            assert sample.geometry.cam_timestamp_ns[index] == (exposed_us + FIRST_US) * 1000
             data = cv2.imdecode(np.frombuffer(sample.images[camera], np.uint8), cv2.IMREAD_COLOR)
             assert abs(data.astype(int) - picture(camera, number)).max() <= 4
     window = {"egomotion": {"from": -0.05, "to": 0.1, "hz": 100}}
@@ -306,7 +308,7 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             assert valid.any()
 
 
-def placed(matrix, points):
+def transform_points(matrix, points):
     return points @ matrix[:3, :3].T + matrix[:3, 3]
 
 
@@ -318,8 +320,8 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
     assert not any("lidar" in text for text in report.scan.noted)
     dataset = fr.open(tmp_path / "out")
     num_seen = 0
-    for at in range(len(dataset)):
-        sample = dataset.read(at)
+    for position in range(len(dataset)):
+        sample = dataset.read(position)
         time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
         for radar in RADARS:
             nearest = SCAN_US[np.abs(SCAN_US - time_us).argmin()]
@@ -334,15 +336,15 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
             sensor2ego = np.eye(4)
             sensor2ego[:3, :3], sensor2ego[:3, 3] = turned, place
             moved = np.linalg.inv(pose_at(time_us)) @ pose_at(nearest) @ sensor2ego
-            found = sample[radar]
-            assert found.shape == (len(rows), 12) and len(rows)
-            for point, row in zip(found, rows, strict=True):
+            radar_points = sample[radar]
+            assert radar_points.shape == (len(rows), 12) and len(rows)
+            for point, row in zip(radar_points, rows, strict=True):
                 # Tilted down by the elevation about y, then turned left by the azimuth about z.
                 ray = Rotation.from_euler("ZY", [row["azimuth"], -row["elevation"]]).apply(
                     [1, 0, 0]
                 )
                 np.testing.assert_allclose(
-                    point[:3], placed(moved, ray * row["distance"]), atol=2e-3
+                    point[:3], transform_points(moved, ray * row["distance"]), atol=2e-3
                 )
                 np.testing.assert_allclose(
                     point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3
@@ -368,7 +370,9 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
         shuffle=False,
     ) as loader:
         assert any(
-            one is not None and one.shape[1] == 12 for batch in loader for one in batch[RADARS[1]]
+            points is not None and points.shape[1] == 12
+            for batch in loader
+            for points in batch[RADARS[1]]
         )
 
 
@@ -384,8 +388,8 @@ def test_spins_are_the_points_of_draco(tmp_path):
         LIDAR,
         ("x", "y", "z", "intensity", "ring", "time"),
     )
-    for at in range(len(dataset)):
-        sample = dataset.read(at)
+    for position in range(len(dataset)):
+        sample = dataset.read(position)
         time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
         number = int(np.abs(SPIN_US - time_us).argmin())
         points, stated = spin(number)
@@ -399,12 +403,12 @@ def test_spins_are_the_points_of_draco(tmp_path):
         np.testing.assert_allclose(
             sample["geometry"].lidar_ego2global[0], pose_at(SPIN_US[number]), atol=1e-4
         )
-        found = sample[LIDAR]
-        np.testing.assert_allclose(found[:, :3], points, atol=1e-3)
-        np.testing.assert_allclose(found[:, 3], stated["intensity"][:, 0] / 255, atol=1e-6)
-        np.testing.assert_array_equal(found[:, 4], stated["model_element"][:, 0])
+        lidar_points = sample[LIDAR]
+        np.testing.assert_allclose(lidar_points[:, :3], points, atol=1e-3)
+        np.testing.assert_allclose(lidar_points[:, 3], stated["intensity"][:, 0] / 255, atol=1e-6)
+        np.testing.assert_array_equal(lidar_points[:, 4], stated["model_element"][:, 0])
         seconds = (stated["timestamp"][:, 0].astype(np.int64) - SPIN_US[number]) * 1e-6
-        np.testing.assert_allclose(found[:, 5], seconds, atol=1e-6)
+        np.testing.assert_allclose(lidar_points[:, 5], seconds, atol=1e-6)
         num_seen += 1
     assert num_seen > 10
 
@@ -412,9 +416,9 @@ def test_spins_are_the_points_of_draco(tmp_path):
 def test_lidar_is_left_out_with_a_word_where_draco_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "DracoPy", None)
     root = write(tmp_path / "download", lidar=b"never read")
-    found = scan_source(SourceSpec("physical_ai", str(root), {"missing_camera": "mask"}))
-    assert found.report.noted["lidar left out, its points are Draco's: pip install DracoPy"] == 1
-    assert not found.lidars
+    info = scan_source(SourceSpec("physical_ai", str(root), {"missing_camera": "mask"}))
+    assert info.report.noted["lidar left out, its points are Draco's: pip install DracoPy"] == 1
+    assert not info.lidars
 
 
 def test_damaged_spins_and_scans_are_named(tmp_path, monkeypatch):
@@ -436,11 +440,11 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
     root = write(tmp_path / "download")
     spec = SourceSpec("physical_ai", str(root), {"cameras": list(CAMERAS)})
     path = root / "calibration" / "camera_intrinsics" / "camera_intrinsics.chunk_0003.parquet"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     with pytest.raises(SourceError, match=r"camera_intrinsics\.chunk_0003\.parquet"):
         scan_source(spec)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     path = root / "labels" / "egomotion" / "egomotion.chunk_0003.zip"
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(SourceError, match=r"egomotion\.chunk_0003\.zip"):

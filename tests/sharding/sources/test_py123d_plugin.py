@@ -36,17 +36,17 @@ def plugin(tmp_path_factory, monkeypatch):
 
 
 def ego_at(number):
-    found = np.eye(4)
-    found[:3, :3] = Rotation.from_euler("z", 0.05 * number).as_matrix()
-    found[:3, 3] = 3.0 * number, 0.2 * number, 0.1
-    return found
+    pose = np.eye(4)
+    pose[:3, :3] = Rotation.from_euler("z", 0.05 * number).as_matrix()
+    pose[:3, 3] = 3.0 * number, 0.2 * number, 0.1
+    return pose
 
 
 def camera_mount():
-    found = np.eye(4)
-    found[:3, :3] = [[0, 0, 1], [-1, 0, 0], [0, -1, 0]]
-    found[:3, 3] = 1.6, 0.1, 1.4
-    return found
+    pose = np.eye(4)
+    pose[:3, :3] = [[0, 0, 1], [-1, 0, 0], [0, -1, 0]]
+    pose[:3, 3] = 1.6, 0.1, 1.4
+    return pose
 
 
 def picture(number):
@@ -104,22 +104,22 @@ def write_logs(root, store="jpeg_binary", **options):
             box = BoundingBoxSE3(
                 PoseSE3(10.0 + number, 2.0, 0.5, 1.0, 0.0, 0.0, 0.0), 4.0, 2.0, 1.5
             )
-            one = BoxDetectionSE3(
+            detection = BoxDetectionSE3(
                 BoxDetectionAttributes(label, "track", 7), box, Vector3D(10.0, 0.0, 0.0)
             )
-            found = [ego, BoxDetectionsSE3([one], time, boxes_metadata)]
-            for at, metadata in enumerate(cameras):
-                if (number, at) != (2, 1):
-                    stamp = Timestamp.from_us(START_US + number * STEP_US + at * 1000)
-                    place = pose(ego_at(number) @ camera_mount()) if at == 0 else None
-                    images = {"byte_string": picture(10 * number + at)}
+            modalities = [ego, BoxDetectionsSE3([detection], time, boxes_metadata)]
+            for index, metadata in enumerate(cameras):
+                if (number, index) != (2, 1):
+                    stamp = Timestamp.from_us(START_US + number * STEP_US + index * 1000)
+                    place = pose(ego_at(number) @ camera_mount()) if index == 0 else None
+                    images = {"byte_string": picture(10 * number + index)}
                     if store == "path":
                         images = {
                             "dataset_root": root / "data",
-                            "relative_path": f"{at}/{number}.jpg",
+                            "relative_path": f"{index}/{number}.jpg",
                         }
-                    found.append(ParsedCamera(metadata, stamp, place, **images))
-            writer.write_sync(ModalitiesSync(time, found))
+                    modalities.append(ParsedCamera(metadata, stamp, place, **images))
+            writer.write_sync(ModalitiesSync(time, modalities))
         writer.close()
     return root
 
@@ -130,27 +130,27 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
     assert not fr.verify(tmp_path / "out", deep=True).faults
     dataset = fr.open(tmp_path / "out")
     samples = samples_of(tmp_path / "out")
-    assert {name: one.num_samples for name, one in dataset.splits.items()} == {
+    assert {name: split.num_samples for name, split in dataset.splits.items()} == {
         "train": FRAMES,
         "val": FRAMES,
     }
-    names = [one.channel for one in dataset.manifest.cameras]
+    names = [camera.channel for camera in dataset.manifest.cameras]
     assert set(names) == {"pcam_f0", "pcam_b0"}
     for sample in samples.values():
         number = (sample.meta.timestamp_ns // 1000 - START_US) // STEP_US
         np.testing.assert_allclose(sample.geometry.ego2global, ego_at(number), atol=1e-6)
-        for at, camera in enumerate(("pcam_f0", "pcam_b0")):
-            if at == 1 and number in (
+        for index, camera in enumerate(("pcam_f0", "pcam_b0")):
+            if index == 1 and number in (
                 2,
                 FRAMES - 1,
             ):  # not written; later than the last pose of ego
                 assert camera not in sample.images
                 continue
             place = names.index(camera)
-            assert sample.images[camera] == picture(10 * number + at)
+            assert sample.images[camera] == picture(10 * number + index)
             assert (
                 sample.geometry.cam_timestamp_ns[place]
-                == (START_US + number * STEP_US + at * 1000) * 1000
+                == (START_US + number * STEP_US + index * 1000) * 1000
             )
             np.testing.assert_allclose(sample.geometry.cam2ego[place], camera_mount(), atol=1e-6)
             np.testing.assert_allclose(
@@ -160,8 +160,8 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
             sample.geometry.dist[names.index("pcam_f0")][:5], [0.1, -0.02, 0.001, 0.002, 0.003]
         )
         (box,) = sample.boxes.boxes3d
-        wanted = np.linalg.inv(ego_at(number)) @ [10.0 + number, 2, 0.5, 1]
-        np.testing.assert_allclose(box[:3], wanted[:3], atol=1e-4)
+        expected = np.linalg.inv(ego_at(number)) @ [10.0 + number, 2, 0.5, 1]
+        np.testing.assert_allclose(box[:3], expected[:3], atol=1e-4)
         np.testing.assert_allclose(box[3:], [4, 2, 1.5, -0.05 * number], atol=1e-4)
         np.testing.assert_allclose(
             sample.boxes.velocity[0], ego_at(number)[:3, :3].T @ [10, 0, 0], atol=1e-4
@@ -170,11 +170,11 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
 
 
 def test_images_may_be_paths_below_a_root(tmp_path):
-    for at in range(2):
-        (tmp_path / "logs" / "data" / str(at)).mkdir(parents=True)
+    for camera_index in range(2):
+        (tmp_path / "logs" / "data" / str(camera_index)).mkdir(parents=True)
         for number in range(FRAMES):
-            (tmp_path / "logs" / "data" / str(at) / f"{number}.jpg").write_bytes(
-                picture(10 * number + at)
+            (tmp_path / "logs" / "data" / str(camera_index) / f"{number}.jpg").write_bytes(
+                picture(10 * number + camera_index)
             )
     root = write_logs(tmp_path / "logs", store="path")
     options = {"missing_camera": "mask", "root": str(root / "data")}

@@ -157,7 +157,7 @@ def test_bad_options_are_named(text, match):
 def test_nothing_is_unpickled():
     """Sources hold the files of strangers: none takes pickles but OpenScene, whose reader calls nothing of theirs."""
     root = Path(fuelrail.sharding.sources.__file__).parent
-    found = {
+    lines = {
         path.relative_to(root).as_posix(): line.strip()
         for path in root.rglob("*.py")
         if path.parent.name != "openscene"
@@ -166,7 +166,7 @@ def test_nothing_is_unpickled():
         and "allow_pickle=False" not in line
         and "nothing is unpickled" not in line
     }
-    assert not found
+    assert not lines
     loads = [path for path in root.rglob("*.py") if "np.load(" in path.read_text()]
     assert all("allow_pickle=False" in path.read_text() for path in loads)
 

@@ -29,18 +29,18 @@ def texts():
 def base(tmp_path_factory):
     """A dataset of small nuScenes tables; the tables' own samples."""
     root = tmp_path_factory.mktemp("nuscenes")
-    made = build_nuscenes(root / "tables", {"scene-0001": 6, "scene-0002": 5, "scene-0003": 5})
+    nuscenes = build_nuscenes(root / "tables", {"scene-0001": 6, "scene-0002": 5, "scene-0003": 5})
     fr.shard(
         f"nuscenes:{root / 'tables'}", root / "out", options={"version": "v1.0-mini"}, workers=1
     )
-    return root / "out", made.tables["sample"]
+    return root / "out", nuscenes.tables["sample"]
 
 
 def questions(rng, token):
     """The questions of a key frame, as DriveLM has them: most fields are null."""
-    found = {}
+    answers = {}
     for task in TASKS:
-        found[task] = [
+        answers[task] = [
             {
                 "Q": f"{task} {number} of {token}?",
                 "A": f"Straße {rng.random()}",
@@ -52,18 +52,18 @@ def questions(rng, token):
             }
             for number in range(rng.randrange(4))
         ]
-    return found
+    return answers
 
 
 def drivelm(samples, strange=()):
     """DriveLM's JSON over every second sample, and over tokens of other datasets."""
     rng = random.Random(7)
-    found = {}
-    chosen = [(one["scene_token"], one["token"]) for one in samples[::2]] + [
+    scenes = {}
+    chosen = [(sample["scene_token"], sample["token"]) for sample in samples[::2]] + [
         ("elsewhere", name) for name in strange
     ]
     for scene, token in chosen:
-        frames = found.setdefault(
+        frames = scenes.setdefault(
             scene, {"scene_description": f"a drive in {scene}", "key_frames": {}}
         )
         objects = {"<c1,CAM_FRONT,258.3,442.5>": {"Category": "Vehicle", "2d_bbox": [1.5, 2, 3, 4]}}
@@ -73,82 +73,98 @@ def drivelm(samples, strange=()):
             "QA": questions(rng, token),
             "image_paths": paths,
         }
-    return found
+    return scenes
 
 
-def loaded(base, layer, **options):
+def load_texts(base, layer, **options):
     """What the loader gives for each sample, by nuScenes' token."""
-    found = {}
+    texts_by_token = {}
     image = {"height": 16, "width": 32}
     with fr.DataLoader(
         base, 2, shuffle=False, transforms={"image": image}, layers={"qa": layer}, **options
     ) as loader:
         for batch in loader:
             names = [name for name in batch if name.startswith("qa.")]
-            for at, token in enumerate(batch["sample_token"]):
-                found[token] = {name.removeprefix("qa."): batch[name][at] for name in names}
-    return found
+            for position, token in enumerate(batch["sample_token"]):
+                texts_by_token[token] = {
+                    name.removeprefix("qa."): batch[name][position] for name in names
+                }
+    return texts_by_token
 
 
-def wanted_of(made, samples):
+def expected_questions(scenes, samples):
     """The questions and answers of each sample of the tables, by a plain walk through the JSON."""
-    found = {one["token"]: [] for one in samples}
-    for scene in made.values():
+    questions = {sample["token"]: [] for sample in samples}
+    for scene in scenes.values():
         for token, frame in scene["key_frames"].items():
-            if token in found:
-                found[token] = [
-                    (one["Q"], one["A"], task) for task, all_ in frame["QA"].items() for one in all_
+            if token in questions:
+                questions[token] = [
+                    (qa["Q"], qa["A"], task) for task, all_ in frame["QA"].items() for qa in all_
                 ]
-    return found
+    return questions
 
 
-def check(found, wanted):
-    for token, own in wanted.items():
-        one = found[token]
-        assert list(zip(one["question"], one["answer"], one["task"], strict=True)) == own
-        assert int(one["num_entries"]) == len(own)
+def check(texts_by_token, expected):
+    for token, entries in expected.items():
+        sample = texts_by_token[token]
+        assert (
+            list(zip(sample["question"], sample["answer"], sample["task"], strict=True)) == entries
+        )
+        assert int(sample["num_entries"]) == len(entries)
 
 
 def test_questions_and_answers_of_drivelm_are_with_their_samples(texts, base, tmp_path, capsys):
     dataset, samples = base
-    made = drivelm(samples, strange=["f" * 32])
-    (tmp_path / "v1_1.json").write_text(json.dumps(made, indent=1))
+    drive_scenes = drivelm(samples, strange=["f" * 32])
+    (tmp_path / "v1_1.json").write_text(json.dumps(drive_scenes, indent=1))
     texts.main(
         [str(dataset), str(tmp_path / "qa"), str(tmp_path / "v1_1.json"), "--count", "builtins:len"]
     )
     printed = capsys.readouterr().out
     assert "1 names of no sample" in printed and "no sample: ffff" in printed
     assert not fr.verify(tmp_path / "qa", deep=True).faults
-    wanted = wanted_of(made, samples)
-    found = loaded(dataset, tmp_path / "qa")
-    assert found.keys() == wanted.keys() and any(wanted.values()) and not all(wanted.values())
-    check(found, wanted)
-    scenes = {one["token"]: one["scene_token"] for one in samples}
-    for token, one in found.items():
-        assert not {"c", "con_up", "cluster"} & one.keys()
-        has_entry = token in {frame for scene in made.values() for frame in scene["key_frames"]}
-        assert bool(one["scene_description_valid"]) == bool(one["key_objects_valid"]) == has_entry
+    expected = expected_questions(drive_scenes, samples)
+    texts_by_token = load_texts(dataset, tmp_path / "qa")
+    assert (
+        texts_by_token.keys() == expected.keys()
+        and any(expected.values())
+        and not all(expected.values())
+    )
+    check(texts_by_token, expected)
+    scenes = {sample["token"]: sample["scene_token"] for sample in samples}
+    for token, record in texts_by_token.items():
+        assert not {"c", "con_up", "cluster"} & record.keys()
+        has_entry = token in {
+            frame for scene in drive_scenes.values() for frame in scene["key_frames"]
+        }
+        assert (
+            bool(record["scene_description_valid"])
+            == bool(record["key_objects_valid"])
+            == has_entry
+        )
         if has_entry:
-            assert one["scene_description"] == f"a drive in {scenes[token]}"
-            frame = made[scenes[token]]["key_frames"][token]
-            assert json.loads(one["key_objects"]) == frame["key_object_infos"]
-        assert int(one["question_tokens"]) == sum(len(text) for text, _, _ in wanted[token])
-    again = texts.import_texts(
+            assert record["scene_description"] == f"a drive in {scenes[token]}"
+            frame = drive_scenes[scenes[token]]["key_frames"][token]
+            assert json.loads(record["key_objects"]) == frame["key_object_infos"]
+        assert int(record["question_tokens"]) == sum(len(text) for text, _, _ in expected[token])
+    report = texts.import_texts(
         dataset, tmp_path / "qa", [tmp_path / "v1_1.json"], count="builtins:len"
     )
-    assert again.num_samples + again.num_empty == len(samples) and again.unknown == ["f" * 32]
+    assert report.num_samples + report.num_empty == len(samples) and report.unknown == ["f" * 32]
 
 
 def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp_path):
     dataset, samples = base
-    made = drivelm(samples)
-    (tmp_path / "made.json").write_text(json.dumps(made))
+    scenes = drivelm(samples)
+    (tmp_path / "made.json").write_text(json.dumps(scenes))
     texts.import_texts(dataset, tmp_path / "qa", [tmp_path / "made.json"], count=str.split)
-    wanted = wanted_of(made, samples)
-    many = {token: own for token, own in wanted.items() if len(own) > 3}
-    found = loaded(dataset, tmp_path / "qa", order=fr.OrderSpec(filter="qa.num_entries > 3"))
-    assert found.keys() == many.keys() and 0 < len(many) < len(wanted)
-    check(found, many)
+    expected = expected_questions(scenes, samples)
+    filtered = {token: entries for token, entries in expected.items() if len(entries) > 3}
+    texts_by_token = load_texts(
+        dataset, tmp_path / "qa", order=fr.OrderSpec(filter="qa.num_entries > 3")
+    )
+    assert texts_by_token.keys() == filtered.keys() and 0 < len(filtered) < len(expected)
+    check(texts_by_token, filtered)
     fr.reshard(
         [dataset], tmp_path / "again", recipe=fr.Recipe(seed=99, shard_size_bytes=40_000), workers=1
     )
@@ -157,11 +173,11 @@ def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp
         != fr.open(dataset).index.texts("key").to_pylist()
     )
     fr.rebase_layer(tmp_path / "qa", tmp_path / "again", tmp_path / "rebased")
-    check(loaded(tmp_path / "again", tmp_path / "rebased"), wanted)
+    check(load_texts(tmp_path / "again", tmp_path / "rebased"), expected)
     cost = fr.Cost(linear={"qa.question_tokens": 1, "qa.answer_tokens": 1}, constant=1)
     tokens = {
-        token: 1 + sum(len(one.split()) for q, a, _ in own for one in (q, a))
-        for token, own in wanted.items()
+        token: 1 + sum(len(text.split()) for q, a, _ in entries for text in (q, a))
+        for token, entries in expected.items()
     }
     order = fr.OrderSpec(seed=7, pack=fr.Pack(budget=max(tokens.values()), cost=cost, window=8))
     packed = []
@@ -178,15 +194,15 @@ def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp
         for batch in loader:
             assert sum(tokens[token] for token in batch["sample_token"]) <= max(tokens.values())
             packed += batch["sample_token"]
-    assert sorted(packed) == sorted(wanted)
+    assert sorted(packed) == sorted(expected)
 
 
 def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     dataset, samples = base
     opened = fr.open(dataset)
     keys = opened.index.texts("key").to_pylist()
-    of_key = {opened.read(key, "meta")["meta"].sample_token: key for key in keys}
-    tokens = [one["token"] for one in samples]
+    key_by_token = {opened.read(key, "meta")["meta"].sample_token: key for key in keys}
+    tokens = [sample["token"] for sample in samples]
     records = [
         {
             "sample_token": tokens[0],
@@ -208,16 +224,19 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
         json.dumps({"info": {"version": 1}, "questions": records})
     )
     texts.import_texts(dataset, tmp_path / "a", [tmp_path / "nuscenes_qa.json"])
-    found = loaded(dataset, tmp_path / "a")
-    assert found[tokens[0]]["question"] == ["How many?", "Where?"]
-    assert (found[tokens[0]]["num_hop"], found[tokens[0]]["template_type"]) == (
+    texts_by_token = load_texts(dataset, tmp_path / "a")
+    assert texts_by_token[tokens[0]]["question"] == ["How many?", "Where?"]
+    assert (texts_by_token[tokens[0]]["num_hop"], texts_by_token[tokens[0]]["template_type"]) == (
         ["1", ""],
         ["count", ""],
     )
-    assert (found[tokens[1]]["answer"], found[tokens[2]]["answer"]) == (["yes"], [])
+    assert (texts_by_token[tokens[1]]["answer"], texts_by_token[tokens[2]]["answer"]) == (
+        ["yes"],
+        [],
+    )
     lines = [
         {
-            "image": of_key[tokens[2]],
+            "image": key_by_token[tokens[2]],
             "Captions": ["a", "b"],
             "who": "me",
             "regions": [{"x": 1}],
@@ -227,14 +246,14 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     report = texts.import_texts(dataset, tmp_path / "b", [tmp_path / "own.jsonl"], by="image")
     assert report.channels == ["captions", "who", "regions", "num_entries"]
-    one = loaded(dataset, tmp_path / "b")[tokens[2]]
-    assert (one["captions"], one["who"]) == (["a", "b"], ["me", "me"])
-    assert [json.loads(text) for text in one["regions"]] == [[{"x": 1}]] * 2
+    record = load_texts(dataset, tmp_path / "b")[tokens[2]]
+    assert (record["captions"], record["who"]) == (["a", "b"], ["me", "me"])
+    assert [json.loads(text) for text in record["regions"]] == [[{"x": 1}]] * 2
     (tmp_path / "list.json").write_text(json.dumps(records))
-    both = texts.import_texts(
+    joined = texts.import_texts(
         dataset, tmp_path / "c", [tmp_path / "list.json", tmp_path / "list.json"]
     )
-    assert (both.num_entries, both.num_samples) == (6, 2)
+    assert (joined.num_entries, joined.num_samples) == (6, 2)
 
 
 @pytest.mark.parametrize(

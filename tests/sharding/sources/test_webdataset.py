@@ -43,14 +43,14 @@ def write_tars(world, root, ending="tar"):
                     "pose": frame.ego2global.tolist(),
                     "cams": {
                         name: {
-                            "k": one.intrinsics.ravel().tolist(),
-                            "cam2ego": one.cam2ego.tolist(),
+                            "k": picture.intrinsics.ravel().tolist(),
+                            "cam2ego": picture.cam2ego.tolist(),
                         }
-                        for name, one in frame.images.items()
+                        for name, picture in frame.images.items()
                     },
                 }
                 members = {"json": json.dumps(meta).encode()}
-                members |= {f"{name}.jpg": one.jpeg for name, one in frame.images.items()}
+                members |= {f"{name}.jpg": image.jpeg for name, image in frame.images.items()}
                 for extension, data in members.items():
                     info = tarfile.TarInfo(f"{clip.name}/{number:04d}.{extension}")
                     info.size = len(data)
@@ -83,18 +83,18 @@ class TestTars(AtUrl, SourceSuite):
 
     def test_samples_are_those_of_the_world(self, made):
         samples = {
-            (one.meta.clip_name, one.meta.timestamp_ns): one
-            for one in samples_of(made.folder / "out").values()
+            (stored.meta.clip_name, stored.meta.timestamp_ns): stored
+            for stored in samples_of(made.folder / "out").values()
         }
         assert len(samples) == 8
         for clip, number, frame in made.world.frames():
             sample = samples[clip.name, frame.timestamp_ns]
             assert sample.meta.sample_token == f"{clip.name}/{number:04d}"
             np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
-            for at, (name, image) in enumerate(frame.images.items()):
+            for index, (name, image) in enumerate(frame.images.items()):
                 assert bytes(sample.images[name]) == image.jpeg
-                np.testing.assert_allclose(sample.geometry.intrinsics[at], image.intrinsics)
-                np.testing.assert_allclose(sample.geometry.cam2ego[at], image.cam2ego, atol=1e-6)
+                np.testing.assert_allclose(sample.geometry.intrinsics[index], image.intrinsics)
+                np.testing.assert_allclose(sample.geometry.cam2ego[index], image.cam2ego, atol=1e-6)
 
 
 class TestGzip(TestTars):
@@ -238,36 +238,41 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     with (gzip.open if ending.endswith("gz") else open)(
         tmp_path / "tars" / f"shard.{ending}", "rb"
     ) as file:
-        content = [{**one, "__url__": ""} for one in wds.tariterators.tar_file_iterator(file)]
+        content = [{**member, "__url__": ""} for member in wds.tariterators.tar_file_iterator(file)]
     decoded = {name: wds.autodecode.decoders[name] for name in ("cls", "txt", "json")}
     decoded |= dict.fromkeys(("feature.npy", "steps.npy"), wds.autodecode.decoders["npy"])
     decoded["weights.pth"] = bytes  # the library would unpickle it
     theirs = {
-        one["__key__"]: {name: decode(one[name]) for name, decode in decoded.items() if name in one}
-        for one in wds.tariterators.group_by_keys(content)
+        sample["__key__"]: {
+            name: decode(sample[name]) for name, decode in decoded.items() if name in sample
+        }
+        for sample in wds.tariterators.group_by_keys(content)
     }
     table = dataset.table.to_pylist()
     assert sorted(batch["sample_token"]) == sorted(theirs) and len(theirs) == 6
-    for at, key in enumerate(batch["sample_token"]):
-        one = theirs[key]
-        attributes = table[int(batch["global_index"][at])]
-        assert batch["cls"][at] == one["cls"]
-        assert batch["weights_pth"][at] == one["weights.pth"]
-        assert (batch["txt"][at], bool(batch["txt_valid"][at])) == (one.get("txt"), "txt" in one)
+    for position, key in enumerate(batch["sample_token"]):
+        sample = theirs[key]
+        attributes = table[int(batch["global_index"][position])]
+        assert batch["cls"][position] == sample["cls"]
+        assert batch["weights_pth"][position] == sample["weights.pth"]
+        assert (batch["txt"][position], bool(batch["txt_valid"][position])) == (
+            sample.get("txt"),
+            "txt" in sample,
+        )
         assert batch["feature_npy"].dtype == torch.float32
-        np.testing.assert_array_equal(batch["feature_npy"][at], one["feature.npy"])
-        np.testing.assert_array_equal(batch["steps_npy"]["values"][at], one["steps.npy"])
-        np.testing.assert_array_equal(batch["path"]["values"][at], one["json"]["path"])
-        np.testing.assert_array_equal(batch["action"][at], one["json"]["action"])
-        assert batch["tags"][at] == one["json"]["tags"]
+        np.testing.assert_array_equal(batch["feature_npy"][position], sample["feature.npy"])
+        np.testing.assert_array_equal(batch["steps_npy"]["values"][position], sample["steps.npy"])
+        np.testing.assert_array_equal(batch["path"]["values"][position], sample["json"]["path"])
+        np.testing.assert_array_equal(batch["action"][position], sample["json"]["action"])
+        assert batch["tags"][position] == sample["json"]["tags"]
         for name in ("score", "count", "night"):
             assert (attributes[name], type(attributes[name])) == (
-                one["json"][name],
-                type(one["json"][name]),
+                sample["json"][name],
+                type(sample["json"][name]),
             )
         assert (attributes["place"], attributes["deep_speed"]) == (
-            one["json"]["Place"],
-            one["json"]["deep"]["speed"],
+            sample["json"]["Place"],
+            sample["json"]["deep"]["speed"],
         )
     noted = report.scan.noted
     assert noted.pop("members left out, without a key or an extension") == 1
@@ -278,11 +283,11 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
 
 def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_path):
     def late(number: int) -> dict[str, bytes]:
-        found = labelled(number)
+        members = labelled(number)
         return (
-            {"jpg": found["jpg"], "json": b'{"n": 1}'}
+            {"jpg": members["jpg"], "json": b'{"n": 1}'}
             if number < 4
-            else found | {"json": b'{"n": 0.5}'}
+            else members | {"json": b'{"n": 0.5}'}
         )
 
     write_labelled(tmp_path / "tars", make=late)
@@ -316,23 +321,32 @@ def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_pa
 def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
     lengths = (0, 1, 2, 3, 100, 101)
     write_labelled(
-        tmp_path / "tars", make=lambda at: {"jpg": labelled(at)["jpg"], "bin": b"x" * lengths[at]}
+        tmp_path / "tars",
+        make=lambda number: {"jpg": labelled(number)["jpg"], "bin": b"x" * lengths[number]},
     )
     monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
     report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
     assert report.scan.noted["members .bin left out, over 100 bytes"] == 1
     (batch,) = batches(tmp_path / "out", 6, select=["bin"], shuffle=False)
-    assert sorted(len(one) for one in batch["bin"] if one is not None) == [0, 1, 2, 3, 100]
+    assert sorted(len(content) for content in batch["bin"] if content is not None) == [
+        0,
+        1,
+        2,
+        3,
+        100,
+    ]
     assert int(batch["bin_valid"].sum()) == 5
 
     write_labelled(
-        tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at else "a_txt": b"text"}
+        tmp_path / "tars",
+        make=lambda number: labelled(number) | {"a.txt" if number else "a_txt": b"text"},
     )
     assert (
         scan(tmp_path / "tars").report.noted["a_txt left out, samples differ: bytes and text"] == 6
     )
     write_labelled(
-        tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at > 3 else "a_txt": b"text"}
+        tmp_path / "tars",
+        make=lambda number: labelled(number) | {"a.txt" if number > 3 else "a_txt": b"text"},
     )
     with pytest.raises(SourceError, match="a_txt is of another kind than in the first samples"):
         scan(tmp_path / "tars", first_samples=3)
@@ -353,8 +367,8 @@ def spoil(root, how):
     if how == "cut":
         data = data[:-15_000]
     elif how == "flipped":
-        at = data.rindex(b"drive-1/0002.json")
-        data[at] ^= 1
+        position = data.rindex(b"drive-1/0002.json")
+        data[position] ^= 1
     elif how == "LFS":
         data = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n"
     else:
@@ -411,14 +425,18 @@ def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
     for path in tars:
         name = path.relative_to(root).as_posix()
         try:
-            found = list(tar_members(files, name))
+            members = list(tar_members(files, name))
         except SourceError as error:
             assert name in str(error)
             continue
         num_read += 1
         with tarfile.open(path, "r:") as opened:
-            wanted = [(one.name, one.offset_data, one.size) for one in opened if one.isreg()]
-        assert [tuple(one) for one in found] == wanted, name
+            expected = [
+                (member.name, member.offset_data, member.size)
+                for member in opened
+                if member.isreg()
+            ]
+        assert [tuple(member) for member in members] == expected, name
     assert num_read or folder == "tar-cpython"
 
 
@@ -463,15 +481,17 @@ def test_json_that_is_hostile_is_named(tmp_path, ending, json_bytes, says):
 def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
     """Keys, extensions and bytes against the library."""
     wds = pytest.importorskip("webdataset")
-    found = sorted(Path(shared_data("wds-shards")).rglob(name))
-    assert found
-    shutil.copy(found[0], tmp_path / name)
+    tars = sorted(Path(shared_data("wds-shards")).rglob(name))
+    assert tars
+    shutil.copy(tars[0], tmp_path / name)
     with (tmp_path / name).open("rb") as file:
-        content = [{**one, "__url__": name} for one in wds.tariterators.tar_file_iterator(file)]
-    wanted = list(wds.tariterators.group_by_keys(content))
+        content = [
+            {**member, "__url__": name} for member in wds.tariterators.tar_file_iterator(file)
+        ]
+    expected = list(wds.tariterators.group_by_keys(content))
     images = [
         (sample["__key__"], extension)
-        for sample in wanted
+        for sample in expected
         for extension in sample
         if extension.rpartition(".")[2] in ("jpg", "jpeg", "png")
     ]
@@ -482,7 +502,7 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
             scan(tmp_path)
         return
     source, _, table = scanned("webdataset", tmp_path, tmp_path, missing_camera="mask")
-    by_key = {sample["__key__"]: sample for sample in wanted}
+    by_key = {sample["__key__"]: sample for sample in expected}
     num_images = 0
     for number in range(len(table)):
         row = table.row(number)
@@ -569,7 +589,10 @@ def test_what_python_writes_for_numbers_that_json_has_not_is_unknown(tmp_path, e
     ]
     jpeg = labelled(0)["jpg"]
     write_labelled(
-        tmp_path / "tars", ending, 4, make=lambda at: {"jpg": jpeg, "json": texts[at].encode()}
+        tmp_path / "tars",
+        ending,
+        4,
+        make=lambda number: {"jpg": jpeg, "json": texts[number].encode()},
     )
     report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
     rows = fr.open(tmp_path / "out").table.to_pylist()

@@ -25,19 +25,22 @@ def old(dataroot, sharded):
 @pytest.fixture(scope="module")
 def appended(old, dataroot, sharded, tmp_path_factory):
     new = sharded(dataroot("c2"), name="more")
-    both = tmp_path_factory.mktemp("catalogue") / "both"
-    fr.reshard([old, new], both, append=True)
-    return new, both
+    folder = tmp_path_factory.mktemp("catalogue") / "both"
+    fr.reshard([old, new], folder, append=True)
+    return new, folder
 
 
 @pytest.mark.costly
 def test_the_log_names_parents_and_their_parents(old, appended, tmp_path) -> None:
-    new, both = appended
-    fr.reshard(both, tmp_path / "again", seed=3)
+    new, merged = appended
+    fr.reshard(merged, tmp_path / "again", seed=3)
     log = fr.dataset_log(tmp_path / "again")
-    first, second, third = (open_dataset(place).manifest for place in (both, old, new))
+    first, second, third = (open_dataset(place).manifest for place in (merged, old, new))
     assert log.parents == (first.fingerprint,)
-    assert [(one.fingerprint, one.name, one.num_samples, one.made_by) for one in log.ancestors] == [
+    assert [
+        (ancestor.fingerprint, ancestor.name, ancestor.num_samples, ancestor.made_by)
+        for ancestor in log.ancestors
+    ] == [
         (first.fingerprint, first.name, 8, "append"),
         (second.fingerprint, "drive", 6, "nuscenes"),
         (third.fingerprint, "more", 2, "nuscenes"),
@@ -51,15 +54,15 @@ def test_the_log_names_parents_and_their_parents(old, appended, tmp_path) -> Non
 
 
 def test_samples_and_clips_that_only_one_has(old, appended) -> None:
-    _, both = appended
-    diff = fr.dataset_diff(old, both)
+    _, merged = appended
+    diff = fr.dataset_diff(old, merged)
     assert not diff.is_same
     assert (
         diff.samples_only_in_a.count,
         diff.samples_only_in_b.count,
         diff.samples_changed.count,
     ) == (0, 2, 0)
-    keys = set(open_dataset(both).index.strings("key")) - set(
+    keys = set(open_dataset(merged).index.strings("key")) - set(
         open_dataset(old).index.strings("key")
     )
     assert set(diff.samples_only_in_b.first) == keys
@@ -166,19 +169,22 @@ def test_layers_are_compared_too(tmp_path) -> None:
     old = write_layer(tmp_path / "base", tmp_path / "old")
     new = tmp_path / "new"
     table = [
-        *({**one, "dtype": "float32"} if one["name"] == "logits" else one for one in TABLE[:2])
+        *(
+            {**channel, "dtype": "float32"} if channel["name"] == "logits" else channel
+            for channel in TABLE[:2]
+        )
     ]
     with fr.LayerWriter(
         tmp_path / "base", new, channels=table, view=fr.LayerView("per_view", 1, {})
     ) as writer:
         for row in range(3):
-            values = {name: one for name, one in values_of(row).items() if name != "caption"}
+            values = {name: value for name, value in values_of(row).items() if name != "caption"}
             writer.write(row, {**values, "logits": values["logits"].astype("float32")})
     writer.finish(partial=True)
     assert fr.tag(old, add=("v1",)) == fr.dataset_log(old).tags == ("v1",)
     diff = fr.dataset_diff(old, new)
     assert diff.samples_only_in_a.first == ("clip-0000-000003",)
-    assert [one["dtype"] for one in diff.channels["logits"]] == [
+    assert [channel["dtype"] for channel in diff.channels["logits"]] == [
         "float16",
         "float32",
     ] and "shape" not in diff.channels["logits"][0]

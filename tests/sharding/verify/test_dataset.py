@@ -37,7 +37,7 @@ def faults(out, *, deep=False):
 def change_row(out, position, change):
     """Change a row of the index, all digests right; return it as it was."""
     dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(6)]
+    rows = [dataset.index.row(number) for number in range(6)]
     old = rows[position]
     rows[position] = change(rows[position])
     replace_index(out, dataset, rows)
@@ -55,9 +55,9 @@ def test_a_good_dataset(original):
 
 def test_every_flipped_byte_of_a_shard_is_found(out):
     path = out / "train-000000.tar"
-    whole = path.read_bytes()
-    rows = [open_dataset(out).index.row(at) for at in range(6)]
-    for at in [
+    content = path.read_bytes()
+    rows = [open_dataset(out).index.row(position) for position in range(6)]
+    for position in [
         0,
         100,
         156,
@@ -65,23 +65,25 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
         511,
         512,
         600,
-        len(whole) // 2,
-        len(whole) - 1025,
-        len(whole) - 1024,
-        len(whole) - 1,
+        len(content) // 2,
+        len(content) - 1025,
+        len(content) - 1024,
+        len(content) - 1,
     ]:
-        flip(path, at, 0x55)
-        found = faults(out)
-        assert found[0].file == path.name
-        assert found[0].text == "SHA-256 does not match the manifest"
-        if at < len(whole) - len(END_OF_ARCHIVE):
+        flip(path, position, 0x55)
+        reported = faults(out)
+        assert reported[0].file == path.name
+        assert reported[0].text == "SHA-256 does not match the manifest"
+        if position < len(content) - len(END_OF_ARCHIVE):
             owner = next(
-                row for row in rows if row.shard == 0 and row.offset <= at < row.offset + row.length
+                row
+                for row in rows
+                if row.shard == 0 and row.offset <= position < row.offset + row.length
             )
             assert ("train-000000.tar", owner.offset, owner.key) in [
-                (f.file, f.offset, f.key) for f in found
+                (f.file, f.offset, f.key) for f in reported
             ]
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert faults(out) == []
 
 
@@ -116,19 +118,19 @@ def test_damaged_files(out, name, harm, says):
         path.write_bytes(
             {"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm]
         )
-    found = faults(out)
-    assert name in {fault.file for fault in found}
-    assert any(says in fault.text for fault in found if fault.file == name), found
-    assert {fault.file for fault in found} == {name}
+    reported = faults(out)
+    assert name in {fault.file for fault in reported}
+    assert any(says in fault.text for fault in reported if fault.file == name), reported
+    assert {fault.file for fault in reported} == {name}
 
 
 @pytest.mark.costly
 def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
-    whole = (out / INDEX_FILE).read_bytes()
-    for at in range(64, len(whole) - 64, max(len(whole) // 40, 1)):
-        flip(out / INDEX_FILE, at, 0x55)
+    content = (out / INDEX_FILE).read_bytes()
+    for position in range(64, len(content) - 64, max(len(content) // 40, 1)):
+        flip(out / INDEX_FILE, position, 0x55)
         assert INDEX_FILE in {fault.file for fault in faults(out, deep=True)}
-        (out / INDEX_FILE).write_bytes(whole)
+        (out / INDEX_FILE).write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
 )
 def test_members_that_differ_from_the_index(out, change, says):
     def edit(row):
-        first, second, *others = row.members
-        return row._replace(members=(first, second._replace(**change), *others))
+        first, second, *remaining = row.members
+        return row._replace(members=(first, second._replace(**change), *remaining))
 
     row = change_row(out, 1, edit)
     (fault,) = faults(out)
@@ -206,14 +208,14 @@ def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_mi
 
 
 def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_found(out):
-    whole = pq.read_table(out / "attributes.parquet")
+    attributes = pq.read_table(out / "attributes.parquet")
     for table, says in (
-        (whole.append_column("list", pa.array([[1]] * 6)), "column 'list' has the type list"),
+        (attributes.append_column("list", pa.array([[1]] * 6)), "column 'list' has the type list"),
         (
-            whole.append_column("small", pa.array([1] * 6, pa.int8())),
+            attributes.append_column("small", pa.array([1] * 6, pa.int8())),
             "column 'small' has the type int8",
         ),
-        (whole.drop_columns(["frame"]), "has no column 'frame'"),
+        (attributes.drop_columns(["frame"]), "has no column 'frame'"),
     ):
         pq.write_table(table, out / "attributes.parquet")
         reseal(out)
@@ -305,7 +307,7 @@ def flip_scan(raw):
 def test_only_deep_verification_sees_what_a_writer_got_wrong(out, change, says):
     row = rewrite(out, 1, change)
     assert faults(out) == []
-    found = faults(out, deep=True)
-    assert len(found) == 1
-    assert (found[0].key, found[0].offset) == (row.key, row.offset)
-    assert says in found[0].text
+    reported = faults(out, deep=True)
+    assert len(reported) == 1
+    assert (reported[0].key, reported[0].offset) == (row.key, row.offset)
+    assert says in reported[0].text

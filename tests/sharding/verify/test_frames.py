@@ -27,7 +27,11 @@ def pristine(tmp_path_factory):
     """One dataset for all examples, its first shard's bytes, which are put back after each, and rows."""
     root = tmp_path_factory.mktemp("frames") / "tiny"
     build_dataset(root, {"train": (4, 4)}, layout="frame", size=(48, 32))
-    return root, (root / SHARD).read_bytes(), [open_dataset(root).index.row(at) for at in range(4)]
+    return (
+        root,
+        (root / SHARD).read_bytes(),
+        [open_dataset(root).index.row(number) for number in range(4)],
+    )
 
 
 def reseal(root, data):
@@ -39,19 +43,19 @@ def reseal(root, data):
 @given(data=st.data())
 @settings(max_examples=30)
 def test_every_flipped_bit_is_found_and_named(pristine, data):
-    root, whole, rows = pristine
-    at = data.draw(st.integers(0, len(whole) - 1))
-    bad = bytearray(whole)
-    bad[at] ^= 1 << data.draw(st.integers(0, 7))
+    root, content, rows = pristine
+    position = data.draw(st.integers(0, len(content) - 1))
+    bad = bytearray(content)
+    bad[position] ^= 1 << data.draw(st.integers(0, 7))
     (root / SHARD).write_bytes(bad)
     try:
-        found = faults(root, deep=data.draw(st.booleans()))
+        reported = faults(root, deep=data.draw(st.booleans()))
     finally:
-        (root / SHARD).write_bytes(whole)
-    assert {fault.file for fault in found} == {SHARD}
-    assert found[0].text == "SHA-256 does not match the manifest"
-    owner = next((row for row in rows if row.offset <= at < row.offset + row.length), None)
-    named = {(fault.offset, fault.key) for fault in found[1:]}
+        (root / SHARD).write_bytes(content)
+    assert {fault.file for fault in reported} == {SHARD}
+    assert reported[0].text == "SHA-256 does not match the manifest"
+    owner = next((row for row in rows if row.offset <= position < row.offset + row.length), None)
+    named = {(fault.offset, fault.key) for fault in reported[1:]}
     if owner is not None:
         assert named == {(owner.offset, owner.key)}
     else:
@@ -65,17 +69,17 @@ def test_every_flipped_bit_is_found_and_named(pristine, data):
 @given(data=st.data())
 @settings(max_examples=30)
 def test_every_cut_is_found_and_every_sample_it_hits_is_named(pristine, data):
-    root, whole, rows = pristine
-    length = data.draw(st.integers(1, len(whole) - 1))
-    (root / SHARD).write_bytes(whole[:length])
+    root, content, rows = pristine
+    length = data.draw(st.integers(1, len(content) - 1))
+    (root / SHARD).write_bytes(content[:length])
     try:
-        found = faults(root)
+        reported = faults(root)
     finally:
-        (root / SHARD).write_bytes(whole)
-    assert found[0].text == f"has {length} bytes, the manifest says {len(whole)}"
-    named = {fault.key for fault in found if fault.key}
+        (root / SHARD).write_bytes(content)
+    assert reported[0].text == f"has {length} bytes, the manifest says {len(content)}"
+    named = {fault.key for fault in reported if fault.key}
     assert named == {row.key for row in rows if row.offset + row.length > length}
-    assert {fault.file for fault in found} == {SHARD}
+    assert {fault.file for fault in reported} == {SHARD}
 
 
 class TestInsiderMistakes:
@@ -87,13 +91,13 @@ class TestInsiderMistakes:
         return tmp_path / "tiny"
 
     def frames(self, root):
-        whole = (root / SHARD).read_bytes()
-        return whole, read_seek_table(whole, shard=SHARD)
+        content = (root / SHARD).read_bytes()
+        return content, read_seek_table(content, shard=SHARD)
 
     def test_a_table_with_another_decoded_size(self, root):
-        whole, table = self.frames(root)
+        content, table = self.frames(root)
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table]
-        body = whole[: table[-1].offset + table[-1].stored_bytes]
+        body = content[: table[-1].offset + table[-1].stored_bytes]
         sizes[1] = (sizes[1][0], sizes[1][1] + 512)
         reseal(root, body + encode_seek_table(sizes))
         (fault,) = faults(root)
@@ -102,18 +106,18 @@ class TestInsiderMistakes:
         assert "the seek table" in fault.text
 
     def test_no_table(self, root):
-        whole, table = self.frames(root)
-        reseal(root, whole[: table[-1].offset + table[-1].stored_bytes])
+        content, table = self.frames(root)
+        reseal(root, content[: table[-1].offset + table[-1].stored_bytes])
         (fault,) = faults(root)
         assert fault.text == "no seek table at the end"
 
     def test_an_archive_that_does_not_end(self, root):
-        whole, table = self.frames(root)
+        content, table = self.frames(root)
         end = encode_frame(b"\1" + END_OF_ARCHIVE[1:], 3)
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table[:-1]]
         reseal(
             root,
-            whole[: table[-1].offset]
+            content[: table[-1].offset]
             + end
             + encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))]),
         )
@@ -124,25 +128,25 @@ class TestInsiderMistakes:
         )
 
     def test_frames_that_the_index_does_not_know(self, root):
-        whole, table = self.frames(root)
+        content, table = self.frames(root)
         extra = encode_frame(bytes(512), 3)
-        end = whole[table[-1].offset :][: table[-1].stored_bytes]
+        end = content[table[-1].offset :][: table[-1].stored_bytes]
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table[:-1]]
         table_bytes = encode_seek_table([*sizes, (len(extra), 512), (len(end), 1024)])
-        reseal(root, whole[: table[-1].offset] + extra + end + table_bytes)
+        reseal(root, content[: table[-1].offset] + extra + end + table_bytes)
         (fault,) = faults(root)
         assert fault.text.startswith(
             f"the index covers {table[-1].offset} bytes of frames, the archive's end is at"
         )
 
     def test_without_an_index_the_frames_are_checked_all_the_same(self, root):
-        whole, table = self.frames(root)
-        bad = bytearray(whole)
+        content, table = self.frames(root)
+        bad = bytearray(content)
         bad[table[2].offset + 40] ^= 1
         reseal(root, bytes(bad))
         (root / INDEX_FILE).unlink()
-        found = [fault for fault in faults(root) if fault.file == SHARD]
-        assert [fault.offset for fault in found] == [table[2].offset]
+        reported = [fault for fault in faults(root) if fault.file == SHARD]
+        assert [fault.offset for fault in reported] == [table[2].offset]
 
 
 def test_a_damaged_dictionary_is_one_fault_and_not_one_for_each_sample(tmp_path):
@@ -151,5 +155,5 @@ def test_a_damaged_dictionary_is_one_fault_and_not_one_for_each_sample(tmp_path)
     assert faults(tmp_path / "tiny", deep=True) == []
     file = tmp_path / "tiny" / DICTIONARY_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    found = faults(tmp_path / "tiny", deep=True)
-    assert {fault.file for fault in found} == {DICTIONARY_FILE}
+    reported = faults(tmp_path / "tiny", deep=True)
+    assert {fault.file for fault in reported} == {DICTIONARY_FILE}

@@ -47,7 +47,7 @@ def test_the_dataset(out):
 def test_the_attributes_that_filters_may_name(out):
     description = describe_dataset(out)
     table = pq.read_table(out / "attributes.parquet")
-    named = {one["name"]: one for one in description.facts["attributes"]}
+    named = {attribute["name"]: attribute for attribute in description.facts["attributes"]}
     assert named.keys() == set(table.column_names) - {"key", "clip_id"}
     boxes = table["num_boxes"].to_pylist()
     said = str(boxes[0]) if len(set(boxes)) == 1 else f"{min(boxes)} to {max(boxes)}"

@@ -60,16 +60,16 @@ def root(tmp_path):
 
 
 def expected(values):
-    found = {
+    statistics = {
         "count": np.isfinite(values).sum(0),
         "mean": np.nanmean(values, 0),
         "std": np.nanstd(values, 0),
     }
     quantiles = {
-        f"q{round(100 * at):02}": np.nanquantile(values, at, axis=0)
-        for at in (0.01, 0.1, 0.5, 0.9, 0.99)
+        f"q{round(100 * quantile):02}": np.nanquantile(values, quantile, axis=0)
+        for quantile in (0.01, 0.1, 0.5, 0.9, 0.99)
     }
-    return {**found, "min": np.nanmin(values, 0), "max": np.nanmax(values, 0), **quantiles}
+    return {**statistics, "min": np.nanmin(values, 0), "max": np.nanmax(values, 0), **quantiles}
 
 
 @pytest.mark.filterwarnings(
@@ -84,17 +84,17 @@ def test_statistics_are_those_of_all_numbers_and_lie_beside_the_manifest(root, c
     assert fr.open(root).manifest.digest == before
     assert not fr.verify(root).faults
     for split, rows in (("train", range(16)), ("val", range(16, ROWS))):
-        found = stored["splits"][split]
+        statistics = stored["splits"][split]
         states = np.stack([state(row) for row in rows if row != 3]).astype(np.float64)
         for name, numbers in expected(states).items():
             np.testing.assert_allclose(
-                np.array(found["state"][name], float), numbers, rtol=1e-9, err_msg=name
+                np.array(statistics["state"][name], float), numbers, rtol=1e-9, err_msg=name
             )
         # Each measurement counts once, though neighbouring samples have it too.
         times = np.concatenate([can_times(clip) for clip in {row // 4 for row in rows}]) * 1e-9
         for name, numbers in expected(times).items():
             np.testing.assert_allclose(
-                found["can"][name], numbers, rtol=1e-9, atol=1e-9, err_msg=name
+                statistics["can"][name], numbers, rtol=1e-9, atol=1e-9, err_msg=name
             )
     assert fr.inspect(root, statistics=True).facts["statistics"] == stored["splits"]
     with pytest.raises(ConfigError, match="is one sample"):
@@ -107,14 +107,14 @@ def test_batches_do_not_matter(batches):
     numbers = _Numbers(())
     for batch in batches:
         numbers.add(np.array(batch, np.float64))
-    found = numbers.result()
-    whole = np.array([one for batch in batches for one in batch], np.float64)
-    assert found["count"] == np.isfinite(whole).sum()
-    if found["count"]:
-        for name, value in expected(whole).items():
-            assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    statistics = numbers.result()
+    all_numbers = np.array([number for batch in batches for number in batch], np.float64)
+    assert statistics["count"] == np.isfinite(all_numbers).sum()
+    if statistics["count"]:
+        for name, value in expected(all_numbers).items():
+            assert statistics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
     else:
-        assert found["mean"] is found["q50"] is found["min"] is None
+        assert statistics["mean"] is statistics["q50"] is statistics["min"] is None
 
 
 def test_quantiles_of_many_are_those_of_evenly_spaced_ones(monkeypatch):
@@ -125,6 +125,6 @@ def test_quantiles_of_many_are_those_of_evenly_spaced_ones(monkeypatch):
         numbers.add(values[first : first + 777])
     assert len(numbers._kept) <= 1000
     assert np.array_equal(numbers._kept, values[:: numbers._stride])
-    found = numbers.result()
-    assert found["mean"] == pytest.approx([values.mean()])
-    assert abs(found["q50"][0] - np.median(values)) < 0.15
+    statistics = numbers.result()
+    assert statistics["mean"] == pytest.approx([values.mean()])
+    assert abs(statistics["q50"][0] - np.median(values)) < 0.15

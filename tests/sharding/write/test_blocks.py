@@ -24,15 +24,15 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "IO_BLOCK_BYTES", SMALL_BLOCK)
 
 
-def written(path, bundles) -> list[tuple[int, int]]:
+def write_bundles(path, bundles) -> list[tuple[int, int]]:
     """Write all bundles of pieces to a file; where each system call began, and how long it was."""
     calls: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patched, path.open("wb") as file:
         writev = os.writev
 
         def noted(fd, views):
-            at = os.lseek(fd, 0, os.SEEK_CUR)
-            calls.append((at, writev(fd, views)))
+            offset = os.lseek(fd, 0, os.SEEK_CUR)
+            calls.append((offset, writev(fd, views)))
             return calls[-1][1]
 
         patched.setattr(os, "writev", noted)
@@ -48,9 +48,9 @@ def written(path, bundles) -> list[tuple[int, int]]:
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_bytes_are_the_same_and_the_writes_aligned(small_blocks, tmp_path_factory, bundles):
     path = tmp_path_factory.mktemp("blocks") / "file"
-    calls = written(path, bundles)
+    calls = write_bundles(path, bundles)
     assert path.read_bytes() == b"".join(b"".join(pieces) for pieces in bundles)
-    assert all(at % SMALL_BLOCK == 0 for at, _ in calls)
+    assert all(offset % SMALL_BLOCK == 0 for offset, _ in calls)
     assert all(length % SMALL_BLOCK == 0 for _, length in calls[:-1])
 
 
@@ -67,7 +67,7 @@ def test_what_was_handed_over_may_be_overwritten_at_once(small_blocks, tmp_path)
 
 def test_any_array_and_more_pieces_than_one_call_takes(small_blocks, tmp_path):
     pieces = [memoryview(bytes(range(8))).cast("I")] * (blocks._MOST_PIECES + 5)
-    written(tmp_path / "file", [pieces])
+    write_bundles(tmp_path / "file", [pieces])
     assert (tmp_path / "file").read_bytes() == bytes(range(8)) * len(pieces)
 
 

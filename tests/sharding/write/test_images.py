@@ -226,24 +226,24 @@ def test_pixels_land_where_the_calibration_says(dataroot, tmp_path, spec, extens
         else cv2.imencode(".png", image)[1]
     )
     small = simplejpeg.decode_jpeg(transcode(bytes(encoded), extension, recipe), "GRAY")[..., 0]
-    made = dataroot("a1", cameras=("CAM_FRONT",), size=(width, height))
-    shard_nuscenes(made.root, tmp_path / "plain")
-    shard_nuscenes(made.root, tmp_path / "small", images=msgspec.to_builtins(recipe))
+    nuscenes = dataroot("a1", cameras=("CAM_FRONT",), size=(width, height))
+    shard_nuscenes(nuscenes.root, tmp_path / "plain")
+    shard_nuscenes(nuscenes.root, tmp_path / "small", images=msgspec.to_builtins(recipe))
     (old,), (new,) = (samples_of(tmp_path / name).values() for name in ("plain", "small"))
     assert new.geometry.img_wh[0].tolist() == list(reversed(small.shape))
     # What was at pixel p is at K' K^-1 p.
     moved = new.geometry.intrinsics[0] @ np.linalg.inv(old.geometry.intrinsics[0])
     for u, v in centres:
         expected = (moved @ [u, v, 1])[:2]
-        found = centroid(small, expected, round(3 * 6 * max(small.shape) / width) + 2)
-        np.testing.assert_allclose(found, expected, atol=0.08)
+        centre = centroid(small, expected, round(3 * 6 * max(small.shape) / width) + 2)
+        np.testing.assert_allclose(centre, expected, atol=0.08)
 
 
 def test_a_transcoded_dataset(dataroot, tmp_path):
-    made = dataroot("a2 b2", cameras=("CAM_FRONT", "CAM_BACK"), size=(96, 64))
+    nuscenes = dataroot("a2 b2", cameras=("CAM_FRONT", "CAM_BACK"), size=(96, 64))
     options = {"images": {"resize": 0.5, "quality": 80}, "splits": {"train": 0.5, "val": 0.5}}
-    manifest = shard_nuscenes(made.root, tmp_path / "one", **options).manifest
-    shard_nuscenes(made.root, tmp_path / "two", num_workers=2, **options)
+    manifest = shard_nuscenes(nuscenes.root, tmp_path / "one", **options).manifest
+    shard_nuscenes(nuscenes.root, tmp_path / "two", num_workers=2, **options)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert verify(tmp_path / "one", deep=True, num_threads=1).faults == []
     assert [camera.sizes for camera in manifest.cameras] == [((48, 32),), ((48, 32),)]
@@ -257,29 +257,29 @@ def test_a_transcoded_dataset(dataroot, tmp_path):
                 32,
             )
     with pytest.raises(DatasetExistsError, match=r"images: .* there, none here"):
-        shard_nuscenes(made.root, tmp_path / "one", splits=options["splits"])
+        shard_nuscenes(nuscenes.root, tmp_path / "one", splits=options["splits"])
 
 
 def test_images_that_would_grow_are_refused(dataroot, tmp_path):
-    made = dataroot("a1")
+    nuscenes = dataroot("a1")
     with pytest.raises(ImageError, match="48 x 32 pixels cannot be stored as 64 x 32"):
-        shard_nuscenes(made.root, tmp_path / "out", images={"size": [64, 32]})
+        shard_nuscenes(nuscenes.root, tmp_path / "out", images={"size": [64, 32]})
     assert not (tmp_path / "out").exists()
 
 
 def test_pngs_become_jpegs(tmp_path):
-    made = build_nuscenes(tmp_path / "source", {"a": 1}, cameras=("CAM_FRONT",), size=(64, 48))
+    nuscenes = build_nuscenes(tmp_path / "source", {"a": 1}, cameras=("CAM_FRONT",), size=(64, 48))
     row = next(
         row
-        for row in made.tables["sample_data"]
+        for row in nuscenes.tables["sample_data"]
         if row["is_key_frame"] and "CAM" in row["filename"]
     )
-    pixels = cv2.imread(str(made.root / row["filename"]))
+    pixels = cv2.imread(str(nuscenes.root / row["filename"]))
     row["filename"] = row["filename"].replace(".jpg", ".png")
-    cv2.imwrite(str(made.root / row["filename"]), pixels)
-    made.write("sample_data")
-    shard_nuscenes(made.root, tmp_path / "png")
-    shard_nuscenes(made.root, tmp_path / "jpg", images={"quality": 97})
+    cv2.imwrite(str(nuscenes.root / row["filename"]), pixels)
+    nuscenes.write("sample_data")
+    shard_nuscenes(nuscenes.root, tmp_path / "png")
+    shard_nuscenes(nuscenes.root, tmp_path / "jpg", images={"quality": 97})
     assert "cam_front.png" in open_dataset(tmp_path / "png").index.names
     assert "cam_front.jpg" in open_dataset(tmp_path / "jpg").index.names
     (sample,) = samples_of(tmp_path / "jpg").values()

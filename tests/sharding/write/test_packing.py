@@ -68,9 +68,9 @@ def test_arbitrary_samples_come_back(samples, framed):
     for row, (key, members) in zip(packed.rows, samples.items(), strict=True):
         span = data[row.offset : row.offset + row.length]
         check_span(row, span, name)
-        found = read_members(row, span, name, dictionary=DICTIONARY)
+        stored = read_members(row, span, name, dictionary=DICTIONARY)
         assert (row.key, row.shard) == (key, 3)
-        assert {field: bytes(raw) for field, raw in found.items()} == {
+        assert {field: bytes(raw) for field, raw in stored.items()} == {
             n: raw for n, (_, raw) in members.items()
         }
     tar = (

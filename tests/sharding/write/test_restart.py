@@ -128,8 +128,8 @@ def test_a_damaged_picture_is_named(source, tmp_path) -> None:
     root = shutil.copytree(source.root, tmp_path / "source")
     victim = min(root.rglob("*.jpg"))
     data = bytearray(victim.read_bytes())
-    at = data.index(b"\xff\xc4") + 5
-    data[at] = 0xFF  # a Huffman table with more codes than fit
+    position = data.index(b"\xff\xc4") + 5
+    data[position] = 0xFF  # a Huffman table with more codes than fit
     victim.write_bytes(data)
     with pytest.raises(SourceError, match=f"{victim.name}.*jpegtran cannot rewrite it"):
         shard_nuscenes(root, tmp_path / "out", jpeg="restart")

@@ -58,14 +58,14 @@ def run(source: Path, out: Path, num_workers: int = 1, **changes):
 
 def kill_at(point: int) -> None:
     """Let this process die at this point from now on: an image is about to be made, or a file is or was renamed."""
-    seen = 0
+    num_points = 0
     replace = Path.replace
     make = Neutral.make_images
 
     def count():
-        nonlocal seen
-        seen += 1
-        if seen == point:
+        nonlocal num_points
+        num_points += 1
+        if num_points == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def dying_replace(self, target):
@@ -75,9 +75,9 @@ def kill_at(point: int) -> None:
         return result
 
     def dying_make(self, refs):
-        for found in make(self, refs):
+        for image in make(self, refs):
             count()
-            yield found
+            yield image
 
     Path.replace = dying_replace
     Neutral.make_images = dying_make
@@ -114,20 +114,23 @@ def check_killed_and_resumed(source: Path, out: Path, point: int, expected: dict
         assert digests(out) == expected
         return False
     staging = out / WORK / "staging"
-    of_source = sum(
+    source_bytes = sum(
         path.stat().st_size for path in source.rglob("*") if path.suffix in (".jpg", ".npy")
     )
     staged = bytes_in(staging) if staging.exists() else 0
     indexes = sum(path.stat().st_size for path in staging.glob("*ind*")) + sum(
         path.stat().st_size for path in staging.glob("*.arrow")
     )
-    assert staged - indexes <= of_source
-    kept = complete_clips(out)
+    assert staged - indexes <= source_bytes
+    num_clips_kept = complete_clips(out)
     assert join(fork(lambda: num_made_and_run(source, out))) == 0
     assert digests(out) == expected, f"killed at point {point}"
     assert not (out / WORK).exists()
     # Images of clips that were whole are not made again; a list that was written last stands for its clip.
-    assert int(out.with_suffix(".made").read_text()) == num_images * (NUM_CLIPS - kept) // NUM_CLIPS
+    assert (
+        int(out.with_suffix(".made").read_text())
+        == num_images * (NUM_CLIPS - num_clips_kept) // NUM_CLIPS
+    )
     return True
 
 
@@ -143,14 +146,16 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
 
 
 def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monkeypatch):
-    left = []
+    staged_bytes = []
     on_disk = []
     out = tmp_path / "out"
     finished = Bands.finished
 
     class Watch(Quiet):
         def shard_done(self, shard):
-            left.append(sum(path.stat().st_size for path in (out / WORK / "staging").glob("*.bin")))
+            staged_bytes.append(
+                sum(path.stat().st_size for path in (out / WORK / "staging").glob("*.bin"))
+            )
 
     def watched(self, number):
         on_disk.append(
@@ -162,9 +167,9 @@ def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monk
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
     recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
     shard(spec, out=out, recipe=recipe, num_workers=1, progress=Watch(), engine=LocalEngine(1))
-    assert len(left) > 1
-    assert left == sorted(set(left), reverse=True)
-    assert not left[-1]
+    assert len(staged_bytes) > 1
+    assert staged_bytes == sorted(set(staged_bytes), reverse=True)
+    assert not staged_bytes[-1]
     shards = [path.stat().st_size for path in out.glob("*.tar")]
     assert max(on_disk) < sum(shards) + max(shards), (
         "a shard more than the dataset, for each is a band here"
@@ -184,18 +189,18 @@ def expected(source, tmp_path):
 
 
 # Dozens of points; of each the whole run is done twice.
-EACH = 1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 5
+POINT_STEP = 1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 5
 
 
 @pytest.mark.slow
 def test_killed_at_every_point_a_run_resumes(source, tmp_path, expected):
     deaths = 0
-    for point in range(1, 1000, EACH):
+    for point in range(1, 1000, POINT_STEP):
         if not check_killed_and_resumed(source, tmp_path / "out", point, expected):
             break
         shutil.rmtree(tmp_path / "out")
         deaths += 1
-    assert deaths * EACH > 30
+    assert deaths * POINT_STEP > 30
 
 
 @pytest.mark.costly
@@ -246,21 +251,21 @@ def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(
             "2",
         ]
 
-    whole = subprocess.run(command(tmp_path / "whole"), capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
+    expected_run = subprocess.run(command(tmp_path / "whole"), capture_output=True, text=True)
+    assert expected_run.returncode == 0, expected_run.stderr
     draw = random.Random(1)
     staging = out / WORK / "staging"
-    kept = set[str]()
+    indexes = set[str]()
     for _ in range(3):
         process = subprocess.Popen(
             command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        while process.poll() is None and {path.name for path in staging.glob("*.index")} <= kept:
+        while process.poll() is None and {path.name for path in staging.glob("*.index")} <= indexes:
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kept = {path.name for path in staging.glob("*.index")}
+        indexes = {path.name for path in staging.glob("*.index")}
     finished = subprocess.run(command(out), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert digests(out) == digests(tmp_path / "whole")

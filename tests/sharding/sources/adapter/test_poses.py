@@ -12,27 +12,27 @@ from fuelrail.sharding.sources.adapter.poses import Trajectory, nearest_rigid, p
 
 def random_poses(number, seed=0):
     rng = np.random.default_rng(seed)
-    found = np.tile(np.eye(4), (number, 1, 1))
-    found[:, :3, :3] = Rotation.random(number, random_state=seed).as_matrix()
-    found[:, :3, 3] = rng.uniform(-1e6, 1e6, (number, 3))
-    return found
+    poses = np.tile(np.eye(4), (number, 1, 1))
+    poses[:, :3, :3] = Rotation.random(number, random_state=seed).as_matrix()
+    poses[:, :3, 3] = rng.uniform(-1e6, 1e6, (number, 3))
+    return poses
 
 
 def test_between_poses():
     poses = random_poses(20)
     times = np.arange(20) * 100_000_000 + 1_600_000_000_000_000_000
-    wanted = times[0] + np.linspace(0, int(times[-1] - times[0]), 301).astype(np.int64)
-    found = Trajectory(times, poses, "poses").at(wanted)
+    moments = times[0] + np.linspace(0, int(times[-1] - times[0]), 301).astype(np.int64)
+    interpolated = Trajectory(times, poses, "poses").at(moments)
     base = times[0]
     slerp = Slerp((times - base).astype(float), Rotation.from_matrix(poses[:, :3, :3]))
     np.testing.assert_allclose(
-        found[:, :3, :3], slerp((wanted - base).astype(float)).as_matrix(), atol=1e-9
+        interpolated[:, :3, :3], slerp((moments - base).astype(float)).as_matrix(), atol=1e-9
     )
     for axis in range(3):
         moved = np.interp(
-            (wanted - base).astype(float), (times - base).astype(float), poses[:, axis, 3]
+            (moments - base).astype(float), (times - base).astype(float), poses[:, axis, 3]
         )
-        np.testing.assert_allclose(found[:, axis, 3], moved, atol=1e-6)
+        np.testing.assert_allclose(interpolated[:, axis, 3], moved, atol=1e-6)
 
 
 def test_its_own_times_are_exact_and_nothing_is_extrapolated():
@@ -46,18 +46,18 @@ def test_its_own_times_are_exact_and_nothing_is_extrapolated():
 
 
 def test_quaternions_of_rotations():
-    found = quaternions(random_poses(500)[:, :3, :3])
-    wanted = Rotation.from_matrix(random_poses(500)[:, :3, :3]).as_quat()[:, [3, 0, 1, 2]]
-    np.testing.assert_allclose(np.abs(np.einsum("ni,ni->n", found, wanted)), 1, atol=1e-12)
+    wxyz = quaternions(random_poses(500)[:, :3, :3])
+    expected = Rotation.from_matrix(random_poses(500)[:, :3, :3]).as_quat()[:, [3, 0, 1, 2]]
+    np.testing.assert_allclose(np.abs(np.einsum("ni,ni->n", wxyz, expected)), 1, atol=1e-12)
 
 
 def test_rounded_rotations_become_exact_and_others_are_none():
     rounded = np.round(random_poses(50), 6)
-    found, sound = nearest_rigid(rounded)
+    nearest, sound = nearest_rigid(rounded)
     assert sound.all()
-    products = found[:, :3, :3] @ found[:, :3, :3].transpose(0, 2, 1)
+    products = nearest[:, :3, :3] @ nearest[:, :3, :3].transpose(0, 2, 1)
     np.testing.assert_allclose(products, np.tile(np.eye(3), (50, 1, 1)), atol=1e-12)
-    np.testing.assert_allclose(found, rounded, atol=1e-5)
+    np.testing.assert_allclose(nearest, rounded, atol=1e-5)
     spoiled = np.stack(
         [np.eye(4) * 2, np.diag([1.0, 1, -1, 1]), np.full((4, 4), np.nan), np.ones((4, 4))]
     )

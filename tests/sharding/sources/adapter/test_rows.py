@@ -78,7 +78,8 @@ def test_a_size_that_is_half_stated_is_read_from_the_head(root, monkeypatch):
         msgspec.structs.replace(
             frame,
             images={
-                name: msgspec.structs.replace(one, width=64) for name, one in frame.images.items()
+                name: msgspec.structs.replace(image, width=64)
+                for name, image in frame.images.items()
             },
         )
         for frame in frames(Neutral(str(root), {}), Clip(name="drive-0"))
@@ -106,9 +107,9 @@ def test_sweeps_without_a_pose_are_one_finding_with_the_remedy(tmp_path, monkeyp
     frames = Neutral.frames
     poses = Neutral.poses
 
-    def posed(one, trajectory):
-        (pose,) = trajectory.at(np.array([one.timestamp_ns]))
-        return msgspec.structs.replace(one, ego2global=pose)
+    def posed(capture, trajectory):
+        (pose,) = trajectory.at(np.array([capture.timestamp_ns]))
+        return msgspec.structs.replace(capture, ego2global=pose)
 
     def with_poses_but_of_sweeps(self, clip):
         trajectory = poses(self, clip)
@@ -268,8 +269,8 @@ def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_
         fr.DataLoader(tmp_path / "neutral_without_poses", 4, **options) as loader,
         fr.DataLoader(tmp_path / "neutral", 4, **options) as posed,
     ):
-        for batch, other in zip(loader, posed, strict=True):
-            assert batch.keys() == other.keys() - motion
+        for batch, posed_batch in zip(loader, posed, strict=True):
+            assert batch.keys() == posed_batch.keys() - motion
             assert batch["img"].shape[1] == 2
             for name in (
                 "img",
@@ -279,11 +280,11 @@ def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_
                 "timestamp_ns",
                 "points",
             ):
-                assert not unlike(batch[name], other[name]), name
+                assert not unlike(batch[name], posed_batch[name]), name
             # Each frame is in its own ego, under the sample's augmentation.
             cam2img = batch["ego2img"] @ batch["bda_mat"][:, None, None] @ batch["cam2ego"]
             assert torch.allclose(cam2img[..., :3, :3], batch["intrinsics"], atol=1e-2)
-        assert loader.show(batch).pixels.shape == posed.show(other).pixels.shape
+        assert loader.show(batch).pixels.shape == posed.show(posed_batch).pixels.shape
 
 
 def test_check_writes_nothing(root, tmp_path, capsys):
@@ -320,8 +321,8 @@ def test_holes_of_a_clip_are_reported(root):
     def edit(world):
         for row in world["clips"][1]["frames"][2:]:
             row["t"] += 7_200_000_000_000
-            for one in (*row["images"].values(), *row["sweeps"].values()):
-                one["t"] += 7_200_000_000_000
+            for reading in (*row["images"].values(), *row["sweeps"].values()):
+                reading["t"] += 7_200_000_000_000
 
     assert not scan(root).report.noted
     change(root, edit)

@@ -57,8 +57,10 @@ class TestByClip(TestFiles):
         second.write_bytes(second.read_bytes()[:-1])  # as if it had been killed in between
         Neutral.num_made = 0
         self.make(spec, tmp_path / "out")
-        of_clip = sum(
+        num_clip_images = sum(
             len(frame.images) for clip, _, frame in world.frames() if clip is world.clips[1]
         )
-        assert 0 < Neutral.num_made < of_clip  # those of the finished shard are not needed again
+        assert (
+            0 < Neutral.num_made < num_clip_images
+        )  # those of the finished shard are not needed again
         assert digests(tmp_path / "out") == digests(tmp_path / "whole")

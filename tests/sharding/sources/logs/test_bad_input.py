@@ -47,19 +47,19 @@ def scanned(tmp_path, sent, compression="NONE", options=None, **writing):
     return scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), options or {}))
 
 
-def changed(sent, topic, change):
+def replace_messages(sent, topic, change):
     """Messages of which those of a topic go through ``change``: (number, message) to a message or None."""
-    found = []
+    messages = []
     number = 0
-    for one in sent:
-        if one.topic == topic:
-            other = change(number, one.message)
+    for record in sent:
+        if record.topic == topic:
+            replacement = change(number, record.message)
             number += 1
-            if other is not None:
-                found.append(one._replace(message=other))
+            if replacement is not None:
+                messages.append(record._replace(message=replacement))
         else:
-            found.append(one)
-    return found
+            messages.append(record)
+    return messages
 
 
 @pytest.mark.parametrize("compression", ["NONE", "ZSTD", "LZ4"])
@@ -92,8 +92,8 @@ def test_a_damaged_chunk_is_named_or_left_out(tmp_path, world):
 def test_uncompressed_chunks_are_checked_on_demand(tmp_path, world):
     write_mcap(tmp_path / "log.mcap", sent_of(world), compression="NONE")
     data = bytearray((tmp_path / "log.mcap").read_bytes())
-    at = data.index(world.clips[0].frames[3].images["cam_left"].jpeg) + 300
-    data[at] ^= 4
+    position = data.index(world.clips[0].frames[3].images["cam_left"].jpeg) + 300
+    data[position] ^= 4
     (tmp_path / "log.mcap").write_bytes(data)
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
     assert scan_source(spec).num_samples == 8
@@ -146,13 +146,13 @@ def test_a_split_bag_with_a_file_missing_is_named(tmp_path, world):
         scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))
 
 
-def without_stamp(_, message):
+def clear_stamp(_, message):
     message.header.stamp.sec = message.header.stamp.nanosec = 0
     return message
 
 
 def test_a_zero_stamp_is_refused_and_the_recording_has_times(tmp_path, world):
-    sent = changed(sent_of(world), CAMERA, without_stamp)
+    sent = replace_messages(sent_of(world), CAMERA, clear_stamp)
     with pytest.raises(SourceError, match=r"cam_front.*without a stamp.*clock=log_time"):
         scanned(tmp_path, sent)
     assert scanned(tmp_path, sent, options={"clock": "log_time"}).num_samples >= 6
@@ -164,11 +164,11 @@ def test_a_clock_that_was_set_back_is_named(tmp_path, world):
         return message
 
     with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s"):
-        scanned(tmp_path, changed(sent_of(world), CAMERA, back))
+        scanned(tmp_path, replace_messages(sent_of(world), CAMERA, back))
 
 
 def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
-    sent = changed(
+    sent = replace_messages(
         sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None
     )
     info = scanned(tmp_path, sent)
@@ -181,9 +181,9 @@ def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
 def test_poses_do_not_reach_across_a_gap(tmp_path):
     world = make_world(1, 20)
     sent = [
-        one
-        for one in sent_of(world)
-        if one.topic != "/tf" or not 5 < (one.stamp_ns // 10**8) % 100 < 14
+        message
+        for message in sent_of(world)
+        if message.topic != "/tf" or not 5 < (message.stamp_ns // 10**8) % 100 < 14
     ]
     info = scanned(tmp_path, sent)
     assert info.report.dropped_samples["no ego pose"] >= 7
@@ -208,22 +208,22 @@ def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
         return info
 
     with pytest.raises(SourceError, match=message):
-        scanned(tmp_path, changed(sent_of(world), "/cam_front/camera_info", wrong))
+        scanned(tmp_path, replace_messages(sent_of(world), "/cam_front/camera_info", wrong))
 
 
 def test_a_camera_without_calibration_or_transform_is_named(tmp_path, world):
-    sent = [one for one in sent_of(world) if one.topic != "/cam_front/camera_info"]
+    sent = [message for message in sent_of(world) if message.topic != "/cam_front/camera_info"]
     with pytest.raises(
         SourceError, match=r"camera cam_front .* is without calibration; looked for /cam_front"
     ):
         scanned(tmp_path, sent)
-    sent = [one for one in sent_of(world) if one.topic != "/tf_static"]
+    sent = [message for message in sent_of(world) if message.topic != "/tf_static"]
     with pytest.raises(SourceError, match=r"no static transform connects the sensor frame"):
         scanned(tmp_path, sent)
 
 
 def test_without_poses_they_are_the_identity_and_the_manifest_says_so(tmp_path, world):
-    sent = [one for one in sent_of(world) if one.topic != "/tf"]
+    sent = [message for message in sent_of(world) if message.topic != "/tf"]
     with pytest.raises(SourceError, match=r"do not say how 'base_link' moves.*poses=none"):
         scanned(tmp_path, sent)
     info = scanned(tmp_path, sent, options={"poses": "none"})
@@ -232,10 +232,10 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(tmp_path, 
 
 def test_poses_of_an_odometry_topic(tmp_path, world):
     ros = Ros()
-    sent = [one for one in sent_of(world) if one.topic != "/tf"]
-    for one in sent_of(world):
-        if one.topic == "/tf":
-            (edge,) = one.message.transforms
+    sent = [record for record in sent_of(world) if record.topic != "/tf"]
+    for record in sent_of(world):
+        if record.topic == "/tf":
+            (edge,) = record.message.transforms
             t = edge.transform.translation
             q = edge.transform.rotation
             pose = ros.of("geometry_msgs/Pose", ros.of("geometry_msgs/Point", t.x, t.y, t.z), q)
@@ -247,11 +247,13 @@ def test_poses_of_an_odometry_topic(tmp_path, world):
             )
             with_covariance = ros.of("geometry_msgs/PoseWithCovariance", pose, np.zeros(36))
             odometry = ros.of("nav_msgs/Odometry", edge.header, "base_link", with_covariance, twist)
-            sent.append(Sent("/odom", "nav_msgs/Odometry", one.stamp_ns, odometry))
+            sent.append(Sent("/odom", "nav_msgs/Odometry", record.stamp_ns, odometry))
     SourceSuite().make(logged(tmp_path, sent, {"poses": "/odom"}), tmp_path / "out")
     for sample in samples_of(tmp_path / "out").values():
         frame = next(
-            one for one in world.clips[0].frames if one.timestamp_ns == sample.meta.timestamp_ns
+            frame_of_sample
+            for frame_of_sample in world.clips[0].frames
+            if frame_of_sample.timestamp_ns == sample.meta.timestamp_ns
         )
         np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
 
@@ -306,8 +308,8 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
     )
     SourceSuite().make(logged(tmp_path, sent, compression="NONE"), tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
-    found = simplejpeg.decode_jpeg(sample.images["cam_front"])[8:-8, 8:-8].reshape(-1, 3).mean(0)
-    np.testing.assert_allclose(found, (111, 111, 111) if encoding == "mono8" else colour, atol=6)
+    mean_rgb = simplejpeg.decode_jpeg(sample.images["cam_front"])[8:-8, 8:-8].reshape(-1, 3).mean(0)
+    np.testing.assert_allclose(mean_rgb, (111, 111, 111) if encoding == "mono8" else colour, atol=6)
 
 
 def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
@@ -316,7 +318,7 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
     k = (100.0, 0, 63.5, 0, 100.0, 47.5, 0, 0, 1)
-    one = CameraInfo(
+    camera_info = CameraInfo(
         stamp_ns=0,
         frame_id="c",
         width=128,
@@ -327,14 +329,14 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
         r=tuple(np.eye(3).ravel()),
         p=p,
     )
-    found = _model("t", one, np.eye(4), is_rectified=True)
-    assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
+    model = _model("t", camera_info, np.eye(4), is_rectified=True)
+    assert (model.intrinsics[0, 0], model.dist, model.dist_model) == (50.0, (), "none")
     np.testing.assert_allclose(
-        found.cam2ego[:3, 3], (0.1, 0, 0)
+        model.cam2ego[:3, 3], (0.1, 0, 0)
     )  # the second camera of a pair, 0.1 m to the right
-    found = _model("t", one._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
-    np.testing.assert_allclose(found.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
-    assert (found.width, found.height, found.dist_model) == (64, 48, "opencv_radtan")
+    model = _model("t", camera_info._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
+    np.testing.assert_allclose(model.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
+    assert (model.width, model.height, model.dist_model) == (64, 48, "opencv_radtan")
 
 
 def by_log_time(path):
@@ -355,21 +357,21 @@ def test_records_in_another_order_than_that_of_time_are_read_by_the_index(
 ):
     sent = sent_of(world)
     moved = {
-        "topic by topic": sorted(sent, key=lambda one: one.topic),
+        "topic by topic": sorted(sent, key=lambda record: record.topic),
         "backwards": sent[::-1],
         "in turns": [*sent[1::2], *sent[::2]],
     }[order]
-    whole = scanned(tmp_path, sent, compression, chunk_size=4000)
+    expected = scanned(tmp_path, sent, compression, chunk_size=4000)
     info = scanned(tmp_path, moved, compression, chunk_size=4000)
-    assert info.num_samples == whole.num_samples == 8
-    assert info.report.noted == whole.report.noted
+    assert info.num_samples == expected.num_samples == 8
+    assert info.report.noted == expected.report.noted
     file = McapFile(source_files(str(tmp_path)), "log.mcap")
-    found = [(one.topic, one.log_ns) for one in file.walk(file.topics.keys(), ())]
-    assert [time for _, time in found] == [time for _, time in by_log_time(tmp_path / "log.mcap")]
-    assert sorted(found) == sorted(by_log_time(tmp_path / "log.mcap"))
+    records = [(record.topic, record.log_ns) for record in file.walk(file.topics.keys(), ())]
+    assert [time for _, time in records] == [time for _, time in by_log_time(tmp_path / "log.mcap")]
+    assert sorted(records) == sorted(by_log_time(tmp_path / "log.mcap"))
     for topic in file.topics:
         places = file.places(topic)
-        assert places == [one.place for one in file.walk([topic], ())]
+        assert places == [record.place for record in file.walk([topic], ())]
 
 
 def test_messages_that_wait_for_earlier_ones_are_bounded(tmp_path, world, monkeypatch):
@@ -380,7 +382,9 @@ def test_messages_that_wait_for_earlier_ones_are_bounded(tmp_path, world, monkey
     with pytest.raises(
         SourceError, match=r"log.mcap' has messages so far out of the order of time.*mcap sort"
     ):
-        scanned(tmp_path, sorted(sent_of(world), key=lambda one: one.topic), chunk_size=4000)
+        scanned(
+            tmp_path, sorted(sent_of(world), key=lambda message: message.topic), chunk_size=4000
+        )
 
 
 def test_clocks_that_differ_are_named(tmp_path, world):
@@ -394,7 +398,7 @@ def test_clocks_that_differ_are_named(tmp_path, world):
 
     sent = sent_of(world)
     for camera in world.cameras:
-        sent = changed(sent, f"/{camera}/image_raw/compressed", late)
+        sent = replace_messages(sent, f"/{camera}/image_raw/compressed", late)
     with pytest.raises(
         SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"
     ):
@@ -409,7 +413,8 @@ def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
     write_mcap(tmp_path / "logs/a.mcap", sent_of(world))
     spec = SourceSpec("mcap", str(tmp_path / "logs"), {"clock": "log_time"})
     since_boot = [
-        one._replace(stamp_ns=one.stamp_ns - 1_599_999_000 * 10**9) for one in sent_of(world)
+        message._replace(stamp_ns=message.stamp_ns - 1_599_999_000 * 10**9)
+        for message in sent_of(world)
     ]
     assert since_boot[0].stamp_ns < _YEAR_2000_NS
     write_mcap(tmp_path / "boot.mcap", since_boot)
@@ -453,21 +458,21 @@ def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp
 def test_a_damaged_bag_is_an_error_that_names_it(tmp_path, world, compression):
     path = tmp_path / "drive.bag"
     write_bag(path, sent_of(world), compression)
-    whole = path.read_bytes()
-    given = SourceSpec("rosbag1", str(path), {"poses": "none"})
-    for length in (0, 5, 100, len(whole) // 2, len(whole) - 10):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    spec = SourceSpec("rosbag1", str(path), {"poses": "none"})
+    for length in (0, 5, 100, len(content) // 2, len(content) - 10):
+        path.write_bytes(content[:length])
         with pytest.raises(SourceError, match=r"drive\.bag"):
-            scan_source(given)
+            scan_source(spec)
     rng = np.random.default_rng(3)
     num_refused = 0
     for _ in range(60):
-        data = bytearray(whole)
-        for at in rng.integers(0, len(whole), 8):
-            data[at] ^= 1 << rng.integers(0, 8)
+        data = bytearray(content)
+        for position in rng.integers(0, len(content), 8):
+            data[position] ^= 1 << rng.integers(0, 8)
         path.write_bytes(data)
         with contextlib.suppress(SourceError):
-            scan_source(given)
+            scan_source(spec)
             num_refused -= 1
         num_refused += 1
     assert num_refused or compression == "NONE"

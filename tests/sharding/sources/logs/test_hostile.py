@@ -47,9 +47,9 @@ def test_of_a_chunk_no_more_is_made_than_it_states(compression, stated, says):
     tracemalloc.start()
     with pytest.raises(SourceError, match=f"chunk 5.*{says}"):
         chunk_data(chunk_record(compression, BOMB[compression], stated), "chunk 5")
-    made = tracemalloc.get_traced_memory()[1]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert made < 8 << 20 or stated == (64 << 20) + 1
+    assert peak_bytes < 8 << 20 or stated == (64 << 20) + 1
     assert (
         len(chunk_data(chunk_record(compression, BOMB[compression], 64 << 20), "chunk 5"))
         == 64 << 20
@@ -78,15 +78,18 @@ DEFINITIONS = {
     "binary": (b"\x80\xff\0", "utf-8"),
     "no text": ("uint8 a\0\n", "Could not parse"),
     "100,000 fields": (
-        STAMP + "".join(f"float64 f{at}\n" for at in range(100_000)),
+        STAMP + "".join(f"float64 f{number}\n" for number in range(100_000)),
         "over 10000 lines",
     ),
-    "5,000 fields": (STAMP + "".join(f"float64 f{at}\n" for at in range(5000)), "over 1000 values"),
+    "5,000 fields": (
+        STAMP + "".join(f"float64 f{number}\n" for number in range(5000)),
+        "over 1000 values",
+    ),
     "a long list of texts": (STAMP + "string[100000] a\n", "over 1000 values"),
     "lists of lists": (
         STAMP
         + "T0 a\n"
-        + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1}[99] a\n" for at in range(9))
+        + "".join(f"{'=' * 80}\nMSG: pkg/T{number}\nT{number + 1}[99] a\n" for number in range(9))
         + "=" * 80
         + "\nMSG: pkg/T9\nuint8 a\n",
         "over 1000 values",
@@ -94,7 +97,7 @@ DEFINITIONS = {
     "deep": (
         STAMP
         + "T0 a\n"
-        + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1} a\n" for at in range(2000))
+        + "".join(f"{'=' * 80}\nMSG: pkg/T{number}\nT{number + 1} a\n" for number in range(2000))
         + "=" * 80
         + "\nMSG: pkg/T2000\nuint8 a\n",
         "nested too deeply|over 1000 values",
@@ -103,8 +106,8 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize("case", DEFINITIONS)
-@pytest.mark.parametrize("asked", ["columns", "signals"])
-def test_a_definition_that_is_hostile_is_named_with_its_topic(case, asked):
+@pytest.mark.parametrize("attribute", ["columns", "signals"])
+def test_a_definition_that_is_hostile_is_named_with_its_topic(case, attribute):
     text, says = DEFINITIONS[case]
     schema = text if isinstance(text, bytes) else text.encode()
     reader = Reader(Topic("/topic", "pkg/Thing", "cdr", schema))
@@ -112,7 +115,7 @@ def test_a_definition_that_is_hostile_is_named_with_its_topic(case, asked):
         topic="/topic", log_ns=0, place=Locator("x", -1, 0), data=bytes(100), length=100
     )
     with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is not a pkg/Thing.*({says})"):
-        reader.columns if asked == "columns" else reader.signals([message])
+        reader.columns if attribute == "columns" else reader.signals([message])
 
 
 def test_a_definition_with_long_lists_of_numbers_is_read():

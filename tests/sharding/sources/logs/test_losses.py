@@ -32,7 +32,7 @@ def scan(kind, path, **options):
     return scan_source(SourceSpec(kind, str(path), options))
 
 
-def killed(folder, sent, num_in_file):
+def write_killed_bag(folder, sent, num_in_file):
     """A folder as a recorder leaves it that was killed: all but the first messages are in the -wal."""
     write_rosbag2(folder / "bag", sent)
     closed = folder / "bag/bag.db3"
@@ -64,7 +64,7 @@ def facts_of(folder):
 
 @pytest.mark.parametrize("num_in_file", [-1, 0, 25], ids=["tables too", "all", "half"])
 def test_messages_in_the_write_ahead_log_are_read(tmp_path, sent, num_in_file):
-    bag, wal = killed(tmp_path, sent, num_in_file)
+    bag, wal = write_killed_bag(tmp_path, sent, num_in_file)
     before = facts_of(bag)
     info = scan("rosbag2", bag)
     assert info.num_samples == 8
@@ -74,7 +74,7 @@ def test_messages_in_the_write_ahead_log_are_read(tmp_path, sent, num_in_file):
 
 
 def test_a_cut_write_ahead_log_is_read_up_to_the_cut_and_the_rest_is_counted(tmp_path, sent):
-    bag, wal = killed(tmp_path, sent, 20)
+    bag, wal = write_killed_bag(tmp_path, sent, 20)
     data = bytearray(wal.read_bytes())
     data[len(data) // 2] ^= 1
     wal.write_bytes(data)
@@ -87,7 +87,7 @@ def test_a_cut_write_ahead_log_is_read_up_to_the_cut_and_the_rest_is_counted(tmp
 
 
 def test_what_is_left_of_an_older_write_ahead_log_is_no_loss(tmp_path, sent):
-    bag, wal = killed(tmp_path, sent, 20)
+    bag, wal = write_killed_bag(tmp_path, sent, 20)
     page_bytes = struct.unpack_from(">I", wal.read_bytes(), 8)[0]
     wal.write_bytes(wal.read_bytes() + bytes(3 * (24 + page_bytes)))
     noted = scan("rosbag2", bag).report.noted
@@ -103,14 +103,14 @@ def test_what_is_left_of_an_older_write_ahead_log_is_no_loss(tmp_path, sent):
     ],
 )
 def test_a_write_ahead_log_that_is_none_is_named(tmp_path, sent, data, says):
-    bag, wal = killed(tmp_path, sent, 20)
+    bag, wal = write_killed_bag(tmp_path, sent, 20)
     wal.write_bytes(data)
     with pytest.raises(SourceError, match=rf"(?s)bag\.db3-wal.*{says}"):
         scan("rosbag2", bag)
 
 
 def test_a_write_ahead_log_that_is_a_fifo_or_leads_elsewhere_is_refused(tmp_path, sent):
-    bag, wal = killed(tmp_path, sent, 20)
+    bag, wal = write_killed_bag(tmp_path, sent, 20)
     outside = tmp_path / "outside"
     wal.rename(outside)
     wal.symlink_to(outside)
@@ -123,7 +123,7 @@ def test_a_write_ahead_log_that_is_a_fifo_or_leads_elsewhere_is_refused(tmp_path
 
 
 def test_files_too_large_to_copy_are_named_with_the_remedy(tmp_path, sent, monkeypatch):
-    bag, _ = killed(tmp_path, sent, 20)
+    bag, _ = write_killed_bag(tmp_path, sent, 20)
     monkeypatch.setattr(sqlite_wal, "MOST_COPIED", 1 << 10)
     with pytest.raises(SourceError, match=r"wal_checkpoint\(TRUNCATE\)"):
         scan("rosbag2", bag)

@@ -21,13 +21,13 @@ def encoded(message, *, little=True) -> bytes:
     return bytes(TYPES.serialize_cdr(message, message.__msgtype__, little_endian=little))
 
 
-def both(name: str, messages: list, read: str) -> list:
+def read_twice(name: str, messages: list, read: str) -> list:
     """What one reader says of all messages, checked against a new reader for each."""
     topic = Topic("/t", name, "cdr")
     reader = Reader(topic)
-    found = [getattr(reader, read)(data) for data in messages]
-    assert found == [getattr(Reader(topic), read)(data) for data in messages]
-    return found
+    values = [getattr(reader, read)(data) for data in messages]
+    assert values == [getattr(Reader(topic), read)(data) for data in messages]
+    return values
 
 
 def test_pictures_that_differ_from_the_last():
@@ -36,7 +36,7 @@ def test_pictures_that_differ_from_the_last():
         message = ROS.of("sensor_msgs/CompressedImage", head, text, np.zeros(size, np.uint8))
         return encoded(message, little=little)
 
-    found = both(
+    pictures = read_twice(
         "sensor_msgs/CompressedImage",
         [
             picture(1, "front", "jpeg", 10),
@@ -48,7 +48,7 @@ def test_pictures_that_differ_from_the_last():
         ],
         "picture",
     )
-    assert [(one.stamp_ns, one.frame_id, one.length) for one in found] == [
+    assert [(entry.stamp_ns, entry.frame_id, entry.length) for entry in pictures] == [
         (1, "front", 10),
         (2, "front", 11),
         (3, "left0", 12),
@@ -70,8 +70,8 @@ def test_raw_pictures_that_differ_from_the_last():
         picture(3, 6, 4, "mono8"),
         picture(4, 6, 4, "x"),
     ]
-    found = both("sensor_msgs/Image", messages, "picture")
-    assert [(one.height, one.width, one.encoding) for one in found] == [
+    pictures = read_twice("sensor_msgs/Image", messages, "picture")
+    assert [(entry.height, entry.width, entry.encoding) for entry in pictures] == [
         (4, 6, "mono8"),
         (4, 6, "mono8"),
         (6, 4, "mono8"),
@@ -89,8 +89,10 @@ def test_transforms_that_differ_from_the_last():
         encoded(ROS.tf([("odo", "base_link", 4, poses[3]), ("map", "odo", 4, poses[4])])),
         encoded(ROS.tf([("odo", "base_link", 5, poses[4])])),
     ]
-    found = both("tf2_msgs/TFMessage", messages, "transforms")
-    assert [[(edge.parent, edge.stamp_ns, edge.xyz[0]) for edge in one] for one in found] == [
+    transforms = read_twice("tf2_msgs/TFMessage", messages, "transforms")
+    assert [
+        [(edge.parent, edge.stamp_ns, edge.xyz[0]) for edge in edges] for edges in transforms
+    ] == [
         [("map", 1, 0.0)],
         [("map", 2, 1.0)],
         [("odo", 3, 2.0)],
@@ -106,8 +108,10 @@ def test_transforms_that_differ_from_the_last():
 def test_a_picture_of_another_size_is_seen(tmp_path):
     """Although the heads of the pictures before it were all the same."""
     world = make_world(1, 6, cameras={"cam_front": (64, 48)})
-    other = make_world(1, 6, cameras={"cam_front": (48, 64)}).clips[0].frames[4].images["cam_front"]
-    world.clips[0].frames[4].images["cam_front"].jpeg = other.jpeg
+    upright = (
+        make_world(1, 6, cameras={"cam_front": (48, 64)}).clips[0].frames[4].images["cam_front"]
+    )
+    world.clips[0].frames[4].images["cam_front"].jpeg = upright.jpeg
     write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
     with pytest.raises(SourceError, match="is for pictures of 64x48 px, and a picture has 48x64"):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))

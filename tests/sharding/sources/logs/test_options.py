@@ -42,21 +42,21 @@ def test_positions_become_attributes(tmp_path):
     ros = Ros()
     frames = world.clips[0].frames
     sent = ros_messages(world, world.clips[0])
-    for at, frame in enumerate(frames[:4]):
-        status = ros.of("sensor_msgs/NavSatStatus", -1 if at == 1 else 0, 1)
-        place = (49.0 + at * 1e-5, 8.4, 120.0 + at)
+    for number, frame in enumerate(frames[:4]):
+        status = ros.of("sensor_msgs/NavSatStatus", -1 if number == 1 else 0, 1)
+        place = (49.0 + number * 1e-5, 8.4, 120.0 + number)
         stamp_ns = frame.timestamp_ns + 7_000_000
         fix = ros.of(
             "sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0
         )
         sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
-    sent.sort(key=lambda one: one.stamp_ns)
+    sent.sort(key=lambda message: message.stamp_ns)
     spec = logged(tmp_path, sent, {"max_gap_s": 0.15, "poses": "none"})
     SourceSuite().make(spec, tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "attributes.parquet").sort_by("key").to_pylist()
-    found = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
+    positions = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
     none = (None, None, None)
-    assert found == [
+    assert positions == [
         (49.0, 8.4, 120.0),
         none,
         (49.0 + 2e-5, 8.4, 122.0),
@@ -73,13 +73,13 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
     world = make_world(1, 12)
     sent = []
     ros = Ros()
-    for one in ros_messages(world, world.clips[0]):
-        elapsed_ns = one.stamp_ns - world.clips[0].frames[0].timestamp_ns
-        if one.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
-            one.message.header.stamp.sec -= 100
-        elif one.topic == "/tf" and elapsed_ns > 950_000_000:
-            one.message.transforms[0].header.stamp = ros.time(one.stamp_ns - 800_000_000)
-        sent.append(one)
+    for record in ros_messages(world, world.clips[0]):
+        elapsed_ns = record.stamp_ns - world.clips[0].frames[0].timestamp_ns
+        if record.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
+            record.message.header.stamp.sec -= 100
+        elif record.topic == "/tf" and elapsed_ns > 950_000_000:
+            record.message.transforms[0].header.stamp = ros.time(record.stamp_ns - 800_000_000)
+        sent.append(record)
     spec = logged(tmp_path, sent, {"missing_camera": "mask"})
     with pytest.raises(
         SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"
@@ -100,8 +100,8 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
     samples = samples_of(tmp_path / "out").values()
     assert len(samples) >= 9
     for sample in samples:
-        wanted = by_time[sample.meta.timestamp_ns].ego2global
-        np.testing.assert_allclose(sample.geometry.ego2global, wanted, atol=1e-6)
+        expected = by_time[sample.meta.timestamp_ns].ego2global
+        np.testing.assert_allclose(sample.geometry.ego2global, expected, atol=1e-6)
 
 
 def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
@@ -109,26 +109,34 @@ def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
     world = make_world(1, 12)
     first = world.clips[0].frames[0].timestamp_ns
     sent = []
-    for one in ros_messages(world, world.clips[0]):
-        elapsed_ns = one.stamp_ns - first
+    for record in ros_messages(world, world.clips[0]):
+        elapsed_ns = record.stamp_ns - first
         later_ns = 0
         if elapsed_ns > 350_000_000:
             later_ns = 5_000_000_000  # a pause
-        if elapsed_ns > 750_000_000 and one.topic.endswith(("points", "/tf", "compressed")):
-            head = one.message.transforms[0].header if one.topic == "/tf" else one.message.header
+        if elapsed_ns > 750_000_000 and record.topic.endswith(("points", "/tf", "compressed")):
+            head = (
+                record.message.transforms[0].header
+                if record.topic == "/tf"
+                else record.message.header
+            )
             head.stamp.sec += 100
-        if later_ns and one.topic != "/tf_static":
-            head = one.message.transforms[0].header if one.topic == "/tf" else one.message.header
+        if later_ns and record.topic != "/tf_static":
+            head = (
+                record.message.transforms[0].header
+                if record.topic == "/tf"
+                else record.message.header
+            )
             head.stamp.sec += 5
-        sent.append(one._replace(stamp_ns=one.stamp_ns + later_ns))
+        sent.append(record._replace(stamp_ns=record.stamp_ns + later_ns))
     write_mcap(tmp_path / "log.mcap", sent)
     info = scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
     assert [clip.num_samples for clip in info.clips] == [4, 4, 4]
-    forward = {what: number for what, number in info.report.noted.items() if "forward" in what}
+    forward = {topic: number for topic, number in info.report.noted.items() if "forward" in topic}
     topics = [f"/{name}/image_raw/compressed" for name in world.cameras]
     assert forward == {
-        f"{what}: clock set forward": 1
-        for what in (*topics, "/lidar_top/points", "/tf (base_link)")
+        f"{topic}: clock set forward": 1
+        for topic in (*topics, "/lidar_top/points", "/tf (base_link)")
     }
 
 
@@ -138,7 +146,9 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     decoded: list[LogMembers] = []
     init = LogMembers.__init__
     monkeypatch.setattr(
-        LogMembers, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0]
+        LogMembers,
+        "__init__",
+        lambda self, *arguments: (init(self, *arguments), decoded.append(self))[0],
     )
     cameras = {name: f"/{name}/video" for name in world.cameras}
     spec = SourceSpec(
@@ -160,7 +170,9 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     num_bytes = 0
     for clip in world.clips:
         sent = video_messages(world, clip)
-        num_bytes += sum(len(one.message.data) for one in sent if one.topic.endswith("/video"))
+        num_bytes += sum(
+            len(record.message.data) for record in sent if record.topic.endswith("/video")
+        )
         (write_bag if kind == "rosbag1" else write_mcap)(
             tmp_path / f"{clip.name}.{'bag' if kind == 'rosbag1' else 'mcap'}", sent
         )
@@ -168,18 +180,22 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     options = {"cameras": cameras, "rate": 5, "frames": frames, "missing_camera": "drop"}
     recipe = make_recipe(images={"resize": 0.5, "quality": 92})
     report = check_source(f"{kind}:{tmp_path}", options=options, recipe=recipe)
-    found = report.video
-    assert (found.num_videos, found.num_frames, found.num_bytes) == (4, 120, num_bytes)
+    video = report.video
+    assert (video.num_videos, video.num_frames, video.num_bytes) == (4, 120, num_bytes)
     assert f"video: 4 streams of 120 frames, {num_bytes / 1e6:,.1f} MB" in report.as_text()
     SourceSuite().make(SourceSpec(kind, str(tmp_path), options), tmp_path / "out")
-    kept = [
+    jpegs = [
         data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()
     ]
-    whole, full, half, as_given = found.options
-    assert (whole.num_images, full.num_images, as_given.num_images) == (120, len(kept), len(kept))
-    assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
-    assert half.num_bytes < full.num_bytes < whole.num_bytes
-    assert min(one.cpu_hours for one in found.options) > 0
+    all_frames, full, half, as_given = video.options
+    assert (all_frames.num_images, full.num_images, as_given.num_images) == (
+        120,
+        len(jpegs),
+        len(jpegs),
+    )
+    assert full.num_bytes == pytest.approx(sum(map(len, jpegs)), rel=0.15)
+    assert half.num_bytes < full.num_bytes < all_frames.num_bytes
+    assert min(option.cpu_hours for option in video.options) > 0
 
 
 def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
@@ -204,10 +220,10 @@ def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
     )
     samples = samples_of(tmp_path / "out").values()
     assert len(samples) == scan_source(spec).num_samples
-    assert {simplejpeg.decode_jpeg(bytes(one.images["cam_front"])).shape for one in samples} == {
-        (24, 32, 3)
-    }
-    assert {tuple(one.geometry.img_wh[0].tolist()) for one in samples} == {(32, 24)}
+    assert {
+        simplejpeg.decode_jpeg(bytes(sample.images["cam_front"])).shape for sample in samples
+    } == {(24, 32, 3)}
+    assert {tuple(sample.geometry.img_wh[0].tolist()) for sample in samples} == {(32, 24)}
 
 
 @pytest.mark.parametrize("encoding", ["mono16", "16UC1", "bayer_rggb16", "32FC1"])
@@ -257,9 +273,9 @@ def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     spec = logged(tmp_path, sent, {"levels": {"cam_front": [200, 1000]}})
     SourceSuite().make(spec, tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
-    wanted = np.clip((ramp[:, :64].astype(np.float64) - 200) * 255 / 800, 0, 255)
-    found = simplejpeg.decode_jpeg(sample.images["cam_front"], "GRAY")[..., 0]
-    assert np.abs(found - wanted).max() <= (3 if encoding != "bayer_rggb16" else 12)
+    expected = np.clip((ramp[:, :64].astype(np.float64) - 200) * 255 / 800, 0, 255)
+    luma = simplejpeg.decode_jpeg(sample.images["cam_front"], "GRAY")[..., 0]
+    assert np.abs(luma - expected).max() <= (3 if encoding != "bayer_rggb16" else 12)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
@@ -291,8 +307,8 @@ def test_types_may_be_spelled_without_msg(tmp_path, monkeypatch):
 def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     sent = video_messages(world, world.clips[0])
-    first = next(one for one in sent if one.topic == "/cam_left/video")
-    write_mcap(tmp_path / "log.mcap", [one for one in sent if one is not first])
+    first = next(message for message in sent if message.topic == "/cam_left/video")
+    write_mcap(tmp_path / "log.mcap", [message for message in sent if message is not first])
     cameras = {name: f"/{name}/video" for name in world.cameras}
     spec = SourceSpec(
         "mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"}
@@ -334,26 +350,26 @@ def test_signals_are_stored_between_samples(tmp_path):
     times = range(first - 60_000_000, first + 300_000_000, 20_000_000)
     for number, time_ns in enumerate(times):
         linear, angular = (
-            ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + at) for at in (0, 10)
+            ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + offset) for offset in (0, 10)
         )
         linear.z = np.nan  # not measured
         twist = ros.of("geometry_msgs/Twist", linear, angular)
         message = ros.of("geometry_msgs/TwistStamped", ros.header(time_ns, "base_link"), twist)
         sent.append(Sent("/speed", "geometry_msgs/TwistStamped", time_ns, message))
-    write_mcap(tmp_path / "log.mcap", sorted(sent, key=lambda one: one.stamp_ns))
+    write_mcap(tmp_path / "log.mcap", sorted(sent, key=lambda entry: entry.stamp_ns))
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"signals": {"speed": "/speed"}})
     SourceSuite().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
     assert channel.columns == (
         "dt_s",
-        *(f"twist_{what}_{axis}" for what in ("linear", "angular") for axis in "xyz"),
+        *(f"twist_{part}_{axis}" for part in ("linear", "angular") for axis in "xyz"),
     )
     samples = sorted(
         map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
     )
     rows = [decode_values(sample.extra, (channel,), sample.key)["can_speed"] for sample in samples]
-    assert [len(one) for one in rows] == [4, 5, 5, 4]
+    assert [len(signal_rows) for signal_rows in rows] == [4, 5, 5, 4]
     np.testing.assert_allclose(rows[0][:, 0], [0.06, 0.04, 0.02, 0], atol=1e-9)
     np.testing.assert_array_equal(np.concatenate(rows)[:, 1], np.arange(len(times)))
     assert np.isnan(np.concatenate(rows)[:, 3]).all()
@@ -424,12 +440,14 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
             )
         )
     spec = logged(
-        tmp_path, sorted(sent, key=lambda one: one.stamp_ns), {"radars": {"radar_front": "/radar"}}
+        tmp_path,
+        sorted(sent, key=lambda message: message.stamp_ns),
+        {"radars": {"radar_front": "/radar"}},
     )
     SourceSuite().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
-    assert [one.channel for one in dataset.manifest.lidars] == ["lidar_top"]
-    (channel,) = (one for one in dataset.manifest.channels if one.name == "radar_front")
+    assert [lidar.channel for lidar in dataset.manifest.lidars] == ["lidar_top"]
+    (channel,) = (entry for entry in dataset.manifest.channels if entry.name == "radar_front")
     assert channel.columns == ("x", "y", "z", "vx", "vy", "id", "dt_s"), "times are dt_s"
     assert channel.law.roles["vectors"] == (("vx", "vy"),)
     samples = sorted(
@@ -444,7 +462,7 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
         np.testing.assert_allclose(point[3:6], [*(moved[:2, :2] @ (5, 2)), 9], atol=1e-4)
         assert abs(point[6] + 0.03) < 1e-6
     source, _, table = scanned("mcap", spec.location, tmp_path, **spec.options, poses="none")
-    (ref,) = [one.ref for one in table.row(0).members if one.name == channel.field]
+    (ref,) = [member.ref for member in table.row(0).members if member.name == channel.field]
     (point,) = decode_points(source.open(ref))
     np.testing.assert_allclose(point[:3], (mount @ (10, -2, 0, 1))[:3], atol=1e-4)
     for name in ("Radar", "cam_front", "lidar_top"):

@@ -24,7 +24,7 @@ from support.source_world import samples_of
 pytestmark = pytest.mark.real
 
 
-def made(tmp_path, kind, location, **options):
+def make_samples(tmp_path, kind, location, **options):
     SourceSuite().make(SourceSpec(kind, str(location), options), tmp_path / "out")
     return list(samples_of(tmp_path / "out").values())
 
@@ -33,10 +33,12 @@ def made(tmp_path, kind, location, **options):
 def test_samples_are_those_that_were_written(tmp_path, kind, name):
     root = shared_data("ros2-made")
     truth = json.loads((root / "truth.json").read_text())
-    sha256 = {(one["camera"].lower(), one["stamp"]): one["sha256"] for one in truth["frames"]}
-    sweeps = {one["stamp"]: one for one in truth["sweeps"]}
-    cameras = {name.lower(): one for name, one in truth["cameras"].items()}
-    samples = made(tmp_path, kind, root / name, missing_camera="mask")
+    sha256 = {
+        (frame["camera"].lower(), frame["stamp"]): frame["sha256"] for frame in truth["frames"]
+    }
+    sweeps = {sweep["stamp"]: sweep for sweep in truth["sweeps"]}
+    cameras = {name.lower(): camera for name, camera in truth["cameras"].items()}
+    samples = make_samples(tmp_path, kind, root / name, missing_camera="mask")
     assert len(samples) == len(sweeps) == 12
     num_images = 0
     for sample in samples:
@@ -46,21 +48,21 @@ def test_samples_are_those_that_were_written(tmp_path, kind, name):
         points = sample.points["top"]
         assert len(points) == sweep["num_points"]
         np.testing.assert_allclose(points[0, :3], sweep["first_xyz"], atol=1e-6)
-        for at, channel in enumerate(sorted(cameras)):
-            if not geometry.cam_valid[at]:
+        for index, channel in enumerate(sorted(cameras)):
+            if not geometry.cam_valid[index]:
                 continue
             num_images += 1
             camera = cameras[channel]
-            stamp = int(geometry.cam_timestamp_ns[at])
+            stamp = int(geometry.cam_timestamp_ns[index])
             assert hashlib.sha256(sample.images[channel]).hexdigest() == sha256[channel, stamp]
-            np.testing.assert_allclose(geometry.intrinsics[at], camera["K"], atol=1e-9)
+            np.testing.assert_allclose(geometry.intrinsics[index], camera["K"], atol=1e-9)
             np.testing.assert_allclose(
-                geometry.cam2ego[at][:3, 3], camera["translation"], atol=1e-9
+                geometry.cam2ego[index][:3, 3], camera["translation"], atol=1e-9
             )
             w, x, y, z = camera["rotation_wxyz"]
-            wanted = Rotation.from_quat([x, y, z, w]).as_matrix()
-            np.testing.assert_allclose(geometry.cam2ego[at][:3, :3], wanted, atol=1e-6)
-            dist = geometry.dist[at][np.isfinite(geometry.dist[at])]
+            expected = Rotation.from_quat([x, y, z, w]).as_matrix()
+            np.testing.assert_allclose(geometry.cam2ego[index][:3, :3], expected, atol=1e-6)
+            dist = geometry.dist[index][np.isfinite(geometry.dist[index])]
             assert dist.tolist() == (camera["D"] if any(camera["D"]) else [])
     assert num_images >= 65
 
@@ -71,27 +73,27 @@ def test_messages_are_those_of_mcap_ros2_support():
 
     root = shared_data("ros2-made")
     ours = McapFile(source_files(str(root)), "clean_zstd.mcap")
-    found = {(one.topic, one.log_ns): one for one in ours.walk((), ours.topics)}
+    entries = {(entry.topic, entry.log_ns): entry for entry in ours.walk((), ours.topics)}
     readers = {name: Reader(topic) for name, topic in ours.topics.items()}
     assert ours.num_decompressed == 3
     number = 0
     with (root / "clean_zstd.mcap").open("rb") as file:
         reader = make_reader(file, decoder_factories=[DecoderFactory()])
         for _, channel, message, theirs in reader.iter_decoded_messages():
-            one = found[channel.topic, message.log_time]
+            matching = entries[channel.topic, message.log_time]
             number = number + 1
             if channel.topic.endswith("compressed"):
-                picture = readers[channel.topic].picture(one)
+                picture = readers[channel.topic].picture(matching)
                 assert picture.frame_id == theirs.header.frame_id
                 assert (
                     picture.stamp_ns
                     == theirs.header.stamp.sec * 10**9 + theirs.header.stamp.nanosec
                 )
-                assert bytes(one.data[picture.offset : picture.offset + picture.length]) == bytes(
-                    theirs.data
-                )
+                assert bytes(
+                    matching.data[picture.offset : picture.offset + picture.length]
+                ) == bytes(theirs.data)
             elif channel.topic.endswith("camera_info"):
-                info = readers[channel.topic].calibrations([one])[0][1]
+                info = readers[channel.topic].calibrations([matching])[0][1]
                 assert (info.width, info.height, list(info.d)) == (
                     theirs.width,
                     theirs.height,
@@ -103,15 +105,15 @@ def test_messages_are_those_of_mcap_ros2_support():
                     list(theirs.r),
                 )
             elif channel.topic.startswith("/tf"):
-                edges = {edge.child: edge for edge in readers[channel.topic].edges([one])}
+                edges = {edge.child: edge for edge in readers[channel.topic].edges([matching])}
                 assert len(edges) == len(theirs.transforms)
-                for other in theirs.transforms:
-                    edge = edges[other.child_frame_id]
-                    assert edge.parent == other.header.frame_id
-                    q = other.transform.rotation
-                    t = other.transform.translation
+                for transform in theirs.transforms:
+                    edge = edges[transform.child_frame_id]
+                    assert edge.parent == transform.header.frame_id
+                    q = transform.transform.rotation
+                    t = transform.transform.translation
                     assert (*edge.wxyz[0], *edge.xyz[0]) == (q.w, q.x, q.y, q.z, t.x, t.y, t.z)
-    assert number == len(found) == 251
+    assert number == len(entries) == 251
 
 
 def test_both_storages_of_a_recorder_are_read():
@@ -121,8 +123,8 @@ def test_both_storages_of_a_recorder_are_read():
     assert {name: topic.type for name, topic in mcap.topics.items()} == {
         name: topic.type for name, topic in sqlite.topics.items()
     }
-    ours = sorted((one.topic, one.length) for one in mcap.walk((), mcap.topics))
-    assert ours == sorted((one.topic, one.length) for one in sqlite.walk((), sqlite.topics))
+    ours = sorted((entry.topic, entry.length) for entry in mcap.walk((), mcap.topics))
+    assert ours == sorted((entry.topic, entry.length) for entry in sqlite.walk((), sqlite.topics))
     assert len(ours) == 188
     for message in mcap.walk((), mcap.topics):
         topic = mcap.topics[message.topic]
@@ -147,10 +149,10 @@ def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
         for channel, image in frame.images.items()
         if isinstance(image, Image)
     }
-    found = {
+    decoded = {
         images[ref]: simplejpeg.decode_jpeg(data) for ref, data in source.read_clip(list(images))
     }
-    assert len(found) == len(images) >= 22
+    assert len(decoded) == len(images) >= 22
     assert source._members.num_decoded <= 24
     decoders = {}
     theirs = {}
@@ -165,15 +167,19 @@ def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
                 theirs.update({(name, frame.pts): frame for frame in decoder.decode(packet)})
     for name, decoder in decoders.items():
         theirs.update({(name, frame.pts): frame for frame in decoder.decode(None)})
-    for key, image in found.items():
-        wanted = theirs[key].to_ndarray(format="rgb24").astype(float)
-        assert np.abs(wanted - image).mean() < 3.5, key
-        others = [frame for other, frame in theirs.items() if other[0] == key[0] and other != key]
+    for key, image in decoded.items():
+        expected = theirs[key].to_ndarray(format="rgb24").astype(float)
+        assert np.abs(expected - image).mean() < 3.5, key
+        neighbours = [
+            frame
+            for neighbour, frame in theirs.items()
+            if neighbour[0] == key[0] and neighbour != key
+        ]
         nearest = min(
             np.abs(frame.to_ndarray(format="rgb24").astype(float) - image).mean()
-            for frame in others
+            for frame in neighbours
         )
-        assert nearest > np.abs(wanted - image).mean(), "this is another frame"
+        assert nearest > np.abs(expected - image).mean(), "this is another frame"
 
 
 def test_a_log_without_cameras_is_named():

@@ -43,11 +43,12 @@ def messages():
         if not 300 * MS <= stamp_ns - first < 600 * MS:
             turned = ros.of("geometry_msgs/Quaternion", *rng.normal(size=4)), np.zeros(9)
             moved = (
-                np.zeros(9) if at % 2 else ros.of(vector, *rng.normal(size=3)) for at in range(4)
+                np.zeros(9) if axis % 2 else ros.of(vector, *rng.normal(size=3))
+                for axis in range(4)
             )
             message = ros.of("sensor_msgs/Imu", ros.header(stamp_ns, "imu"), *turned, *moved)
             sent.append(Sent("/imu", "sensor_msgs/Imu", stamp_ns, message))
-    return sorted(sent, key=lambda one: one.stamp_ns)
+    return sorted(sent, key=lambda entry: entry.stamp_ns)
 
 
 def read_by_rosbags(path, kind):
@@ -55,11 +56,11 @@ def read_by_rosbags(path, kind):
     from rosbags.highlevel import AnyReader
     from rosbags.typesys import Stores, get_typestore
 
-    found = {"/speed": {}, "/imu": {}}
+    series = {"/speed": {}, "/imu": {}}
     store = get_typestore(Stores.ROS1_NOETIC if kind == "rosbag1" else Stores.ROS2_HUMBLE)
     with AnyReader([path], default_typestore=store) as reader:
         for connection, _, data in reader.messages():
-            if connection.topic in found:
+            if connection.topic in series:
                 message = reader.deserialize(data, connection.msgtype)
                 parts = (
                     (message.twist.linear, message.twist.angular)
@@ -73,8 +74,8 @@ def read_by_rosbags(path, kind):
                 names = [(part, axis) for part in parts for axis in "xyzw" if hasattr(part, axis)]
                 stamp = message.header.stamp
                 numbers = np.array([getattr(part, axis) for part, axis in names])
-                found[connection.topic].setdefault(stamp.sec * 10**9 + stamp.nanosec, numbers)
-    return {topic: sorted(rows.items()) for topic, rows in found.items()}
+                series[connection.topic].setdefault(stamp.sec * 10**9 + stamp.nanosec, numbers)
+    return {topic: sorted(rows.items()) for topic, rows in series.items()}
 
 
 def at_time(rows, wanted_ns):
@@ -112,7 +113,7 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
     image = ImageAugment(height=16, width=24, resize="stretch")
     transforms = Transforms(image=image, select=list(WINDOW))
     offsets = {
-        "can_speed": [at * 100 * MS - 1600 * MS for at in range(17)],
+        "can_speed": [step * 100 * MS - 1600 * MS for step in range(17)],
         "can_imu": [-30 * MS, 0, 200 * MS],
     }
     num_there = 0
@@ -120,7 +121,7 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
         tmp_path / "out", 2, transforms=transforms, window=WINDOW, num_workers=1
     ) as loader:
         for batch in loader:
-            for at, (clip, now) in enumerate(
+            for position, (clip, now) in enumerate(
                 zip(batch["clip_id"], batch["timestamp_ns"].tolist(), strict=True)
             ):
                 low = min(times[clip]) - BESIDE_NS
@@ -128,12 +129,12 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
                 for name, topic in (("can_speed", "/speed"), ("can_imu", "/imu")):
                     rows = [row for row in truth[topic] if low <= row[0] <= high]
                     expected = [at_time(rows, now + offset) for offset in offsets[name]]
-                    there = [one is not None for one in expected]
-                    num_there += sum(there)
-                    assert batch[f"{name}_valid"][at].tolist() == there, (name, clip, now)
-                    found = batch[name][at].numpy()[there]
+                    is_known = [value is not None for value in expected]
+                    num_there += sum(is_known)
+                    assert batch[f"{name}_valid"][position].tolist() == is_known, (name, clip, now)
+                    values = batch[name][position].numpy()[is_known]
                     np.testing.assert_allclose(
-                        found, [one for one in expected if one is not None], atol=1e-6
+                        values, [value for value in expected if value is not None], atol=1e-6
                     )
     assert num_there > 30
 
@@ -142,7 +143,9 @@ def test_a_log_without_the_topic_has_no_such_member(tmp_path):
     sent = messages()
     (tmp_path / "logs").mkdir()
     write_mcap(tmp_path / "logs" / "a.mcap", sent)
-    write_mcap(tmp_path / "logs" / "b.mcap", [one for one in sent if one.topic != "/imu"])
+    write_mcap(
+        tmp_path / "logs" / "b.mcap", [message for message in sent if message.topic != "/imu"]
+    )
     for series in (False, True):
         options = {"signals": {"speed": "/speed", "imu": "/imu"}, "series": series}
         SourceSuite().make(

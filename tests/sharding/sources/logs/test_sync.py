@@ -13,9 +13,9 @@ def test_delays_are_estimated_and_each_message_used_once():
     rng = np.random.default_rng(1)
     for delay in (-30, 0, 12, 49):
         stamps = reference + delay * 1_000_000 + rng.integers(-1_500_000, 1_500_000, 20)
-        found = sync.estimated_offset_ns(reference, stamps)
-        assert abs(found - delay * 1_000_000) < 1_000_000
-        assert sync.matched(reference, stamps, found, 5_000_000).tolist() == list(range(20))
+        offset_ns = sync.estimated_offset_ns(reference, stamps)
+        assert abs(offset_ns - delay * 1_000_000) < 1_000_000
+        assert sync.matched(reference, stamps, offset_ns, 5_000_000).tolist() == list(range(20))
     assert sync.matched(np.array([0, 100]), np.array([40]), 0, 100).tolist() == [0, -1], (
         "the nearer frame has it"
     )

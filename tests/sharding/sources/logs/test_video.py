@@ -27,12 +27,12 @@ PERIODS = [10, 8, 12, 10, 9, 11]
 def picture(number: int, size=SIZE) -> np.ndarray:
     """RGB (H, W, 3): the number as six blocks of 16 px, over a slope."""
     width, height = size
-    found = np.zeros((height, width, 3), np.uint8)
-    found[:] = np.linspace(40, 200, width, dtype=np.uint8)[None, :, None]
-    found[16:, :, 2] = 60 + number
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[:] = np.linspace(40, 200, width, dtype=np.uint8)[None, :, None]
+    pixels[16:, :, 2] = 60 + number
     for bit in range(6):
-        found[:16, bit * 16 : bit * 16 + 16] = 255 * (number >> bit & 1)
-    return found
+        pixels[:16, bit * 16 : bit * 16 + 16] = 255 * (number >> bit & 1)
+    return pixels
 
 
 def number_of(jpeg: bytes) -> int:
@@ -49,10 +49,10 @@ def write_video(path, codec="libx264", number=30, options=None, container=None, 
         stream.width, stream.height = SIZE
         stream.pix_fmt = pix_fmt
         time = 0
-        for at in range(number):
-            frame = av.VideoFrame.from_ndarray(picture(at), "rgb24")
+        for index in range(number):
+            frame = av.VideoFrame.from_ndarray(picture(index), "rgb24")
             frame.pts = time
-            time += PERIODS[at % len(PERIODS)]
+            time += PERIODS[index % len(PERIODS)]
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return str(path)
@@ -78,13 +78,13 @@ def test_frame_n_is_frame_n_and_each_is_decoded_once(tmp_path, case):
     video = VideoFile(write_video(tmp_path / "a.mp4", codec, options=options))
     facts = video.facts()
     assert (facts.width, facts.height, facts.num_frames) == (*SIZE, 30)
-    found = dict(video.jpegs(range(30)))
-    assert [number_of(found[number]) for number in range(30)] == list(range(30))
+    jpegs = dict(video.jpegs(range(30)))
+    assert [number_of(jpegs[number]) for number in range(30)] == list(range(30))
     assert video.num_decoded == 30
-    for wanted in ([0], [17], [7, 8, 9], [3, 28], [29]):
+    for frames in ([0], [17], [7, 8, 9], [3, 28], [29]):
         video.num_decoded = 0
-        assert [(number, number_of(jpeg)) for number, jpeg in video.jpegs(wanted)] == [
-            (n, n) for n in wanted
+        assert [(number, number_of(jpeg)) for number, jpeg in video.jpegs(frames)] == [
+            (n, n) for n in frames
         ]
         assert video.num_decoded <= 30
 
@@ -106,7 +106,7 @@ def test_frames_of_a_raw_stream_are_counted(tmp_path, codec, container):
         list(video_frames(path, [30]))
 
 
-def seen(luma, blue, red, matrix, *, full) -> np.ndarray:
+def decode_colour(luma, blue, red, matrix, *, full) -> np.ndarray:
     """RGB of one YCbCr value after ITU-T H.273."""
     kr, kb = {"709": (0.2126, 0.0722), "601": (0.299, 0.114)}[matrix]
     y, cb, cr = (
@@ -145,7 +145,7 @@ def test_range_matrix_and_depth_are_converted(tmp_path, pix_fmt, matrix, full):
         file.mux(stream.encode(None))
     ((_, jpeg),) = video_frames(path, [0], JpegForm(100))
     rgb = simplejpeg.decode_jpeg(jpeg)[8:-8, 8:-8].reshape(-1, 3).mean(0)
-    np.testing.assert_allclose(rgb, seen(*value, matrix, full=full), atol=2.5)
+    np.testing.assert_allclose(rgb, decode_colour(*value, matrix, full=full), atol=2.5)
 
 
 def test_quality_90_is_near_the_video(tmp_path):
@@ -161,18 +161,18 @@ def test_quality_90_is_near_the_video(tmp_path):
         stream.width = 480
         stream.height = 270
         stream.pix_fmt = "yuv420p"
-        for at, one in enumerate(originals):
-            frame = av.VideoFrame.from_ndarray(one, "rgb24")
-            frame.pts = at
+        for index, original in enumerate(originals):
+            frame = av.VideoFrame.from_ndarray(original, "rgb24")
+            frame.pts = index
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     with av.open(path) as file:
         decoded = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
     jpegs = [simplejpeg.decode_jpeg(jpeg) for _, jpeg in video_frames(path, range(5))]
 
-    def psnr(found):
+    def psnr(image):
         return 10 * np.log10(
-            255**2 / np.mean((np.array(found, float) - np.array(originals, float)) ** 2)
+            255**2 / np.mean((np.array(image, float) - np.array(originals, float)) ** 2)
         )
 
     assert psnr(decoded) - psnr(jpegs) < 0.5
@@ -197,14 +197,18 @@ def test_packets_one_by_one(tmp_path, container, name):
     path = write_video(tmp_path / "a.mkv", codec, 12, options, container=container)
     with av.open(path) as file:
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
-    assert [at for at, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [0, 5, 10]
+    assert [frame for frame, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [
+        0,
+        5,
+        10,
+    ]
     assert stream_size(packets[0], name, "t") == SIZE
     decoder = StreamDecoder(name, JpegForm(), "t")
-    wanted = {6, 7, 9}
-    found = [one for at in range(5, 10) for one in decoder.push(at, packets[at], wanted)] + list(
-        decoder.flush(wanted)
-    )
-    assert [(number, number_of(jpeg)) for number, jpeg in found] == [(6, 6), (7, 7), (9, 9)]
+    frames = {6, 7, 9}
+    images = [
+        image for frame in range(5, 10) for image in decoder.push(frame, packets[frame], frames)
+    ] + list(decoder.flush(frames))
+    assert [(number, number_of(jpeg)) for number, jpeg in images] == [(6, 6), (7, 7), (9, 9)]
     assert decoder.num_decoded == 5
 
 

@@ -19,10 +19,10 @@ from support.sharding import scanned
 LIDARS = ("LIDAR_TOP", "LIDAR_FRONT_LEFT", "LIDAR_REAR")
 
 
-def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
+def with_more_lidars(nuscenes: Dataroot) -> dict[str, np.ndarray]:
     """Give the rig two more lidars, each with its own place, times and points; returns points by file."""
     rng = np.random.default_rng(0)
-    tables = made.tables
+    tables = nuscenes.tables
     written = {}
     rows = [row for row in tables["sample_data"] if "/LIDAR_TOP/" in row["filename"]]
     scene_of = {row["token"]: row["scene_token"] for row in tables["sample"]}
@@ -56,17 +56,17 @@ def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
                 row["prev"] = last[scene_of[row["sample_token"]]]["token"]
             last[scene_of[row["sample_token"]]] = row
             written[row["filename"]] = rng.normal(0, 9, (int(rng.integers(5, 20)), 5)).astype("<f4")
-            path = made.root / row["filename"]
+            path = nuscenes.root / row["filename"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(written[row["filename"]].tobytes())
-    made.write()
+    nuscenes.write()
     return written
 
 
 def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
-    with_more_lidars(made)
-    fr.shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1)
+    nuscenes = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
+    with_more_lidars(nuscenes)
+    fr.shard(f"nuscenes:{nuscenes.root}", tmp_path / "out", workers=1)
     ego = fr.BevAugment(train=True, rotate_deg=(20, 30), scale=(0.9, 0.95))
     transforms = fr.Transforms(
         image=fr.ImageAugment(height=32, width=48),
@@ -80,67 +80,69 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
     for row, key in enumerate(batch["sample_key"]):
         stored = dataset[key]
         bda = batch["bda_mat"][row].double().numpy()
-        for at, name in ((1, "lidar_front_left"), (2, "lidar_rear")):
-            lidar2ego = stored.geometry.lidar2keyego(at)
+        for lidar_index, name in ((1, "lidar_front_left"), (2, "lidar_rear")):
+            lidar2ego = stored.geometry.lidar2keyego(lidar_index)
             moved = np.linalg.inv(lidar2ego) @ bda @ lidar2ego
-            wanted = stored.points[name][:, :3] @ moved[:3, :3].T + moved[:3, 3]
-            np.testing.assert_allclose(batch[name][row][:, :3], wanted, atol=1e-4)
+            expected = stored.points[name][:, :3] @ moved[:3, :3].T + moved[:3, 3]
+            np.testing.assert_allclose(batch[name][row][:, :3], expected, atol=1e-4)
             np.testing.assert_array_equal(batch[name][row][:, 3:], stored.points[name][:, 3:])
 
 
 def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
-    written = with_more_lidars(made)
-    source, info, table = scanned("nuscenes", made.root, tmp_path, sweeps=1)
+    nuscenes = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
+    written = with_more_lidars(nuscenes)
+    source, info, table = scanned("nuscenes", nuscenes.root, tmp_path, sweeps=1)
     names = ("lidar_top", "lidar_front_left", "lidar_rear")
     assert [lidar.channel for lidar in info.lidars] == list(names)
     for number in range(3):
         row = table.row(number)
         geometry = decode_arrays(row.geometry, Geometry)
         members = {member.name: member.ref for member in row.members}
-        rows = made.tables["sample_data"]
-        for at, (name, lidar) in enumerate(zip(names, LIDARS, strict=True)):
-            own = next(r for r in rows if f"points:{r['filename']}" == members[f"{name}.npy"])
+        rows = nuscenes.tables["sample_data"]
+        for lidar_index, (name, lidar) in enumerate(zip(names, LIDARS, strict=True)):
+            lidar_row = next(r for r in rows if f"points:{r['filename']}" == members[f"{name}.npy"])
             calibrated = next(
                 r
-                for r in made.tables["calibrated_sensor"]
+                for r in nuscenes.tables["calibrated_sensor"]
                 if r["token"] == token("calibrated", lidar)
             )
-            assert own["calibrated_sensor_token"] == calibrated["token"]
-            assert geometry.lidar_timestamp_ns[at] == own["timestamp"] * 1000
-            np.testing.assert_allclose(geometry.lidar2ego[at, :3, 3], calibrated["translation"])
+            assert lidar_row["calibrated_sensor_token"] == calibrated["token"]
+            assert geometry.lidar_timestamp_ns[lidar_index] == lidar_row["timestamp"] * 1000
+            np.testing.assert_allclose(
+                geometry.lidar2ego[lidar_index, :3, 3], calibrated["translation"]
+            )
             np.testing.assert_array_equal(
-                decode_points(source.open(members[f"{name}.npy"])), written[own["filename"]]
+                decode_points(source.open(members[f"{name}.npy"])), written[lidar_row["filename"]]
             )
             sweeps = decode_arrays(source.open(members[f"{name}_sweeps.safetensors"]), Sweeps)
-            before = next(r for r in rows if r["token"] == own["prev"])
+            before = next(r for r in rows if r["token"] == lidar_row["prev"])
             assert sweeps.timestamp_ns.tolist() == [before["timestamp"] * 1000]
             np.testing.assert_array_equal(sweeps.points, written[before["filename"]])
 
 
 def test_files_are_looked_at_many_at_a_time(tmp_path, monkeypatch) -> None:
     """Sweeps, radars and channels' own files too: where a look takes long, all of a batch are asked for at once."""
-    made = build_nuscenes(tmp_path / "source", {"a": 3})
-    with_more_lidars(made)
-    add_radar_files(made)
+    nuscenes = build_nuscenes(tmp_path / "source", {"a": 3})
+    with_more_lidars(nuscenes)
+    add_radar_files(nuscenes)
     together: list[str] = []
     looks = FolderFiles.facts_of
     facts = FolderFiles.facts
 
-    def one_by_one(self, name):
+    def look_at_single(self, name):
         raise AssertionError(f"'{name}' is looked at alone")
 
-    def many(self, names):
+    def look_at_batch(self, names):
         together.extend(names)
         with monkeypatch.context() as inside:
             inside.setattr(FolderFiles, "facts", facts)
             return looks(self, names)
 
-    monkeypatch.setattr(FolderFiles, "facts_of", many)
-    monkeypatch.setattr(FolderFiles, "facts", one_by_one)
+    monkeypatch.setattr(FolderFiles, "facts_of", look_at_batch)
+    monkeypatch.setattr(FolderFiles, "facts", look_at_single)
     info = scan_source(
         SourceSpec(
-            "nuscenes", str(made.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}
+            "nuscenes", str(nuscenes.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}
         )
     )
     assert info.num_samples == 3

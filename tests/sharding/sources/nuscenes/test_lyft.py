@@ -22,10 +22,10 @@ FRACTION_US = 0.2
 @pytest.fixture
 def lyft(tmp_path):
     """A made dataroot with Lyft's quirks."""
-    made = build_nuscenes(
+    nuscenes = build_nuscenes(
         tmp_path / "source", {"host-a007-lidar0-1": 3}, version="v1.02-train", cameras=CAMERAS
     )
-    tables = made.tables
+    tables = nuscenes.tables
     for row, name in zip(tables["category"], LYFT, strict=True):
         row["name"] = name
     for row in tables["sample_annotation"]:
@@ -36,18 +36,18 @@ def lyft(tmp_path):
         moved = f"{folder}/host-a007_{channel}_{name}".replace(".jpg", ".jpeg").replace(
             ".pcd.bin", ".bin"
         )
-        (made.root / folder).mkdir(exist_ok=True)
-        if (made.root / row["filename"]).exists():
-            (made.root / row["filename"]).rename(made.root / moved)
+        (nuscenes.root / folder).mkdir(exist_ok=True)
+        if (nuscenes.root / row["filename"]).exists():
+            (nuscenes.root / row["filename"]).rename(nuscenes.root / moved)
         row["filename"], row["fileformat"] = moved, "jpeg" if folder == "images" else "bin"
-    made.write()
+    nuscenes.write()
     for name in ("sample", "sample_data", "ego_pose"):
-        path = made.folder / f"{name}.json"
+        path = nuscenes.folder / f"{name}.json"
         rows = json.loads(path.read_text())
         for row in rows:
             row["timestamp"] += FRACTION_US
         path.write_text(json.dumps(rows))
-    return made
+    return nuscenes
 
 
 def test_the_options_of_the_page_read_it(lyft, tmp_path):
@@ -70,7 +70,7 @@ def test_the_options_of_the_page_read_it(lyft, tmp_path):
         assert (boxes.num_lidar_pts == -1).all()
         assert (boxes.valid == 1).all(), "unknown is not 0"
         assert (boxes.visibility == -1).all()
-        assert {one.name.rpartition(".")[2] for one in row.members} == {"jpg", "npy"}
+        assert {member.name.rpartition(".")[2] for member in row.members} == {"jpg", "npy"}
 
 
 UNIT = r"table 'sample': row .*2000 and 2100.*microseconds since 1970"

@@ -29,15 +29,15 @@ CLIPS = {"scene-0061": 3, "scene-0103": 2, "scene-0916": 1}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def nuscenes(tmp_path_factory):
     return build_nuscenes(tmp_path_factory.mktemp("nuscenes"), CLIPS)
 
 
 @pytest.fixture
-def copy(made, tmp_path):
+def copy(nuscenes, tmp_path):
     """A dataroot of its own, for tests that break it."""
-    fresh = copying.deepcopy(made)
-    fresh.root = shutil.copytree(made.root, tmp_path / "copy")
+    fresh = copying.deepcopy(nuscenes)
+    fresh.root = shutil.copytree(nuscenes.root, tmp_path / "copy")
     return fresh
 
 
@@ -76,17 +76,19 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
         )
         assert meta.num_frames == scene["nbr_samples"]
         members = {member.name.partition(".")[0]: member for member in row.members}
-        for at, camera in enumerate(info.cameras):
+        for index, camera in enumerate(info.cameras):
             data = devkit.get("sample_data", sample["data"][camera.source_name])
             calibrated = devkit.get("calibrated_sensor", data["calibrated_sensor_token"])
-            assert geometry.cam_valid[at] == 1
-            assert geometry.cam_timestamp_ns[at] == data["timestamp"] * 1000
+            assert geometry.cam_valid[index] == 1
+            assert geometry.cam_timestamp_ns[index] == data["timestamp"] * 1000
             assert meta.cameras[camera.channel].token == data["token"]
-            assert geometry.img_wh[at].tolist() == [data["width"], data["height"]]
-            np.testing.assert_array_equal(geometry.intrinsics[at], calibrated["camera_intrinsic"])
-            np.testing.assert_allclose(geometry.cam2ego[at], transform(calibrated), atol=1e-12)
+            assert geometry.img_wh[index].tolist() == [data["width"], data["height"]]
+            np.testing.assert_array_equal(
+                geometry.intrinsics[index], calibrated["camera_intrinsic"]
+            )
+            np.testing.assert_allclose(geometry.cam2ego[index], transform(calibrated), atol=1e-12)
             pose = transform(devkit.get("ego_pose", data["ego_pose_token"]))
-            np.testing.assert_allclose(geometry.cam_ego2global[at], pose, atol=1e-9)
+            np.testing.assert_allclose(geometry.cam_ego2global[index], pose, atol=1e-9)
             member = members[camera.channel]
             assert member.ref == data["filename"]
             assert (member.width, member.height) == (data["width"], data["height"])
@@ -123,36 +125,38 @@ def check_boxes(devkit, sample, geometry, row):
     boxes = decode_arrays(row.boxes, Boxes)
     assert len(boxes.label) == len(sample["anns"])
     rotation = geometry.ego2global[:3, :3]
-    for at, annotation in enumerate(devkit.get("sample_annotation", t) for t in sample["anns"]):
+    for index, annotation in enumerate(devkit.get("sample_annotation", t) for t in sample["anns"]):
         box = devkit.get_box(annotation["token"])
         box.velocity = devkit.box_velocity(annotation["token"])
         box.translate(-geometry.ego2global[:3, 3])
         box.rotate(Quaternion(matrix=rotation, atol=1e-6).inverse)
-        np.testing.assert_allclose(boxes.boxes3d[at, :3], box.center, atol=1e-4)
-        np.testing.assert_allclose(boxes.boxes3d[at, 3:6], box.wlh[[1, 0, 2]], atol=1e-6)
-        turn = boxes.boxes3d[at, 6] - box.orientation.yaw_pitch_roll[0]
+        np.testing.assert_allclose(boxes.boxes3d[index, :3], box.center, atol=1e-4)
+        np.testing.assert_allclose(boxes.boxes3d[index, 3:6], box.wlh[[1, 0, 2]], atol=1e-6)
+        turn = boxes.boxes3d[index, 6] - box.orientation.yaw_pitch_roll[0]
         assert abs((turn + np.pi) % (2 * np.pi) - np.pi) < 1e-5
         np.testing.assert_allclose(
-            np.abs(boxes.rotation_wxyz[at] @ box.orientation.elements), 1, atol=1e-6
+            np.abs(boxes.rotation_wxyz[index] @ box.orientation.elements), 1, atol=1e-6
         )
         velocity = np.linalg.inv(rotation) @ devkit.box_velocity(annotation["token"])
-        np.testing.assert_allclose(boxes.velocity[at], velocity, atol=1e-4)
+        np.testing.assert_allclose(boxes.velocity[index], velocity, atol=1e-4)
         np.testing.assert_allclose(
-            np.sort(boxes.corners()[at], 0), np.sort(box.corners().T, 0), atol=1e-4
+            np.sort(boxes.corners()[index], 0), np.sort(box.corners().T, 0), atol=1e-4
         )
         name = category_to_detection_name(annotation["category_name"])
-        assert boxes.label[at] == (-1 if name is None else CLASSES.index(name))
-        assert boxes.num_lidar_pts[at] == annotation["num_lidar_pts"]
-        assert boxes.num_radar_pts[at] == annotation["num_radar_pts"]
-        assert boxes.visibility[at] == int(annotation["visibility_token"] or -1)
+        assert boxes.label[index] == (-1 if name is None else CLASSES.index(name))
+        assert boxes.num_lidar_pts[index] == annotation["num_lidar_pts"]
+        assert boxes.num_radar_pts[index] == annotation["num_radar_pts"]
+        assert boxes.visibility[index] == int(annotation["visibility_token"] or -1)
         names = [record["name"] for record in devkit.attribute]
-        own = [devkit.get("attribute", entry)["name"] for entry in annotation["attribute_tokens"]]
-        assert boxes.attribute[at] == (names.index(own[0]) if own else -1)
-        assert boxes.valid[at] == (annotation["num_lidar_pts"] + annotation["num_radar_pts"] > 0)
+        box_attributes = [
+            devkit.get("attribute", entry)["name"] for entry in annotation["attribute_tokens"]
+        ]
+        assert boxes.attribute[index] == (names.index(box_attributes[0]) if box_attributes else -1)
+        assert boxes.valid[index] == (annotation["num_lidar_pts"] + annotation["num_radar_pts"] > 0)
 
 
-def test_made_tables_against_the_devkit(made, tmp_path):
-    source, info, table = scan(made.root, tmp_path)
+def test_made_tables_against_the_devkit(nuscenes, tmp_path):
+    source, info, table = scan(nuscenes.root, tmp_path)
     assert [(clip.clip_id, clip.num_samples) for clip in info.clips] == list(CLIPS.items())
     assert [camera.source_name for camera in info.cameras] == list(CAMERAS)
     assert info.names == [
@@ -164,7 +168,7 @@ def test_made_tables_against_the_devkit(made, tmp_path):
     ]
     assert info.splits == {"train": ["scene-0061"], "val": ["scene-0103", "scene-0916"]}
     check_against_devkit(
-        opened_by_devkit(made.root, made.version), info, table, source, points_of=6 * 60
+        opened_by_devkit(nuscenes.root, nuscenes.version), info, table, source, points_of=6 * 60
     )
 
 
@@ -182,8 +186,8 @@ def test_real_keyframes_against_the_devkit(tmp_path):
     )
 
 
-def test_tracks_keep_their_ids_over_a_clip(made, tmp_path):
-    _, _, table = scan(made.root, tmp_path)
+def test_tracks_keep_their_ids_over_a_clip(nuscenes, tmp_path):
+    _, _, table = scan(nuscenes.root, tmp_path)
     ids = [decode_arrays(table.row(number).boxes, Boxes).instance_id for number in range(6)]
     assert set(ids[0]) == set(ids[1]) == set(ids[2])
     assert not set(ids[0]) & set(ids[3])
@@ -199,8 +203,8 @@ def test_velocity_is_unknown_over_a_gap(copy, tmp_path):
     assert np.isnan(velocity).all()
 
 
-def test_attributes(made, tmp_path):
-    _, _, table = scan(made.root, tmp_path)
+def test_attributes(nuscenes, tmp_path):
+    _, _, table = scan(nuscenes.root, tmp_path)
     rows = next(table.attribute_parts()).to_pylist()
     assert rows[0]["num_boxes"] == 3
     assert (
@@ -253,10 +257,10 @@ def test_night_and_rain_are_false_only_where_a_description_would_name_them(
 def test_a_source_without_annotations_or_lidar(tmp_path):
     with pytest.raises(SourceError, match="no rows: nothing to shard"):
         scan(build_nuscenes(tmp_path / "empty", {}).root, tmp_path)
-    made = build_nuscenes(
+    nuscenes = build_nuscenes(
         tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT")
     )
-    _, info, table = scan(made.root, tmp_path)
+    _, info, table = scan(nuscenes.root, tmp_path)
     assert [camera.channel for camera in info.cameras] == ["cam_front", "cam_back"]
     assert info.lidars == []
     row = table.row(0)
@@ -267,20 +271,20 @@ def test_a_source_without_annotations_or_lidar(tmp_path):
     np.testing.assert_array_equal(geometry.ego2global, geometry.cam_ego2global[1])
 
 
-def test_points_may_be_left_out(made, tmp_path):
-    _, info, table = scan(made.root, tmp_path, points=False)
+def test_points_may_be_left_out(nuscenes, tmp_path):
+    _, info, table = scan(nuscenes.root, tmp_path, points=False)
     assert "lidar_top.npy" not in info.names
     assert decode_arrays(table.row(0).geometry, Geometry).lidar2ego.shape == (1, 4, 4)
 
 
-def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
-    source, _, _ = scan(made.root, tmp_path)
+def test_the_version_may_be_left_out_where_there_is_one(nuscenes, tmp_path):
+    source, _, _ = scan(nuscenes.root, tmp_path)
     assert source.options["version"] == "v1.0-mini"
     with pytest.raises(SourceError, match=r"v1\.0-trainval' is not a folder"):
-        scan(made.root, tmp_path, version="v1.0-trainval")
+        scan(nuscenes.root, tmp_path, version="v1.0-trainval")
     for version in ("..", "../x", ""):
         with pytest.raises(ConfigError, match="version"):
-            scan(made.root, tmp_path, version=version)
+            scan(nuscenes.root, tmp_path, version=version)
 
 
 def test_several_versions_must_be_distinguished(copy, tmp_path):
@@ -473,10 +477,10 @@ def test_a_pose_that_is_there_twice(copy, tmp_path):
 
 
 def test_names_that_are_no_keys_become_slugs(tmp_path):
-    made = build_nuscenes(tmp_path / "root", {"drive": 1, "scene-0001": 1, "x" * 90: 1})
-    made.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"
-    made.write("scene")
-    _, info, table = scan(made.root, tmp_path)
+    nuscenes = build_nuscenes(tmp_path / "root", {"drive": 1, "scene-0001": 1, "x" * 90: 1})
+    nuscenes.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"
+    nuscenes.write("scene")
+    _, info, table = scan(nuscenes.root, tmp_path)
     ids = [clip.clip_id for clip in info.clips]
     assert ids[0].startswith("2021-05-12-drive-")
     assert ids[1] == "scene-0001"
@@ -496,13 +500,13 @@ def splits_of(folder, scenes):
 
 def test_official_lists(tmp_path):
     splits = pytest.importorskip("nuscenes.utils.splits", reason="nuscenes-devkit is not installed")
-    found = splits_of(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
-    assert {name: set(scenes) for name, scenes in found.items()} == {
+    scenes_by_split = splits_of(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
+    assert {name: set(scenes) for name, scenes in scenes_by_split.items()} == {
         "train": set(splits.train),
         "val": set(splits.val),
     }
-    found = splits_of(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
-    assert found == {"train": splits.mini_train, "val": splits.mini_val}
+    scenes_by_split = splits_of(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
+    assert scenes_by_split == {"train": splits.mini_train, "val": splits.mini_val}
     assert splits_of(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}
 
 

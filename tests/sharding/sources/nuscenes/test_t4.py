@@ -111,8 +111,8 @@ def test_what_no_sample_needs_may_dangle(root, tmp_path):
         lambda rows: rows.append({**rows[0], "token": "i", "calibrated_sensor_token": "ic"}),
     )
     after = scanned("t4", root, tmp_path).table
-    assert [after.row(at) for at in range(len(after))] == [
-        before.row(at) for at in range(len(before))
+    assert [after.row(number) for number in range(len(after))] == [
+        before.row(number) for number in range(len(before))
     ]
 
 
@@ -131,15 +131,19 @@ def add_radar(root) -> np.ndarray:
     (folder / "data").mkdir()
 
     def add(rows):
-        for at, row in enumerate([one for one in rows if one["filename"].endswith("pcd.bin")]):
-            kind = "json" if at == 1 else "pcd"
-            (folder / "data" / f"{at}.{kind}").write_bytes(pcd(first) if kind == "pcd" else b"[]")
+        for number, row in enumerate(
+            [entry for entry in rows if entry["filename"].endswith("pcd.bin")]
+        ):
+            kind = "json" if number == 1 else "pcd"
+            (folder / "data" / f"{number}.{kind}").write_bytes(
+                pcd(first) if kind == "pcd" else b"[]"
+            )
             rows.append(
                 {
                     **row,
-                    "token": f"r{at}",
+                    "token": f"r{number}",
                     "calibrated_sensor_token": "rc",
-                    "filename": f"data/{at}.{kind}",
+                    "filename": f"data/{number}.{kind}",
                     "timestamp": row["timestamp"] - 20_000,
                 }
             )
@@ -149,9 +153,9 @@ def add_radar(root) -> np.ndarray:
 
 
 def pose_of(yaw, xyz):
-    found = np.eye(4)
-    found[:3, :3], found[:3, 3] = turn(yaw, "z"), xyz
-    return found
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = turn(yaw, "z"), xyz
+    return pose
 
 
 def test_radars_are_channels(root, tmp_path):
@@ -170,8 +174,8 @@ def test_radars_are_channels(root, tmp_path):
     points = first[1].points["radar_front"]
     assert points.shape == (7, 19)
     mount = pose_of(0.3, (3.4, 0.1, 0.5))
-    at = np.stack([rows["x"], rows["y"], rows["z"]], 1) @ mount[:3, :3].T + mount[:3, 3]
-    np.testing.assert_allclose(points[:, :3], at, atol=1e-4)
+    expected = np.stack([rows["x"], rows["y"], rows["z"]], 1) @ mount[:3, :3].T + mount[:3, 3]
+    np.testing.assert_allclose(points[:, :3], expected, atol=1e-4)
     moved = np.stack([rows["vx_comp"], rows["vy_comp"]], 1) @ mount[:2, :2].T
     np.testing.assert_allclose(points[:, 8:10], moved, atol=1e-4)
     np.testing.assert_allclose(points[:, 18], 0.02, atol=1e-6)
@@ -186,14 +190,14 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
     first_us = min(row["timestamp"] for row in json.loads((folder / "sample.json").read_text()))
     rows = [
         {
-            "token": f"s{at}",
-            "timestamp": first_us + at * 40_000,
-            "accel_pedal": 10.0 * at,
+            "token": f"s{number}",
+            "timestamp": first_us + number * 40_000,
+            "accel_pedal": 10.0 * number,
             "shift_state": "PARK",
             "indicators": {"left": "on", "right": "off", "hazard": None},
             "additional_info": {"speed": 36.0},
         }
-        for at in (3, 0, 1, 2)
+        for number in (3, 0, 1, 2)
     ]
     (folder / "vehicle_state.json").write_text(json.dumps(rows))
     source, info, table = scanned("t4", root, tmp_path, vehicle_state=True)
@@ -206,25 +210,26 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
         "speed",
     )
     members = [
-        [one for one in table.row(at).members if one.name == channel.field] for at in range(8)
+        [member for member in table.row(index).members if member.name == channel.field]
+        for index in range(8)
     ]
-    assert [len(one) for one in members] == [1, 1, 1, 0, 0, 0, 0, 0]
-    found = KINDS["points"].decode(source.open(members[1][0].ref), channel)
-    np.testing.assert_allclose(found[:, :2], [(0.06, 10), (0.02, 20)], atol=1e-9)
-    np.testing.assert_array_equal(found[:, 2:], [[np.nan] * 4 + [1, 0, np.nan, 36]] * 2)
+    assert [len(frame_members) for frame_members in members] == [1, 1, 1, 0, 0, 0, 0, 0]
+    signals = KINDS["points"].decode(source.open(members[1][0].ref), channel)
+    np.testing.assert_allclose(signals[:, :2], [(0.06, 10), (0.02, 20)], atol=1e-9)
+    np.testing.assert_array_equal(signals[:, 2:], [[np.nan] * 4 + [1, 0, np.nan, 36]] * 2)
     assert info.report.noted == {"datasets without vehicle_state": 1}
     SourceSuite().make(SourceSpec("t4", str(root), {"vehicle_state": True}), tmp_path / "out")
     source, info, table = scanned("t4", root, tmp_path, vehicle_state=True, series=True)
     (channel,) = info.channels
     assert channel.description.startswith("columns: accel_pedal [%], brake_pedal [%]")
     parts = [
-        KINDS["ragged"].decode(source.open(one.ref), channel)
-        for at in range(8)
-        for one in table.row(at).members
-        if one.name == channel.field
+        KINDS["ragged"].decode(source.open(member.ref), channel)
+        for index in range(8)
+        for member in table.row(index).members
+        if member.name == channel.field
     ]
     stamps, first = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
-    assert stamps.tolist() == [(first_us + at * 40_000) * 1000 for at in range(4)]
+    assert stamps.tolist() == [(first_us + step * 40_000) * 1000 for step in range(4)]
     np.testing.assert_array_equal(
         np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30]
     )
@@ -290,19 +295,25 @@ def test_a_real_dataset_against_its_tables(tmp_path):
     for number, sample in enumerate(sorted(tables["sample"], key=lambda row: row["timestamp"])):
         row = table.row(number)
         geometry = decode_arrays(row.geometry, Geometry)
-        own = [one for one in tables["sample_data"] if one["sample_token"] == sample["token"]]
+        data_rows = [
+            data_row
+            for data_row in tables["sample_data"]
+            if data_row["sample_token"] == sample["token"]
+        ]
         assert {member.ref.removeprefix("points:") for member in row.members} == {
-            one["filename"] for one in own
+            data_row["filename"] for data_row in data_rows
         }
-        lidar = next(one for one in own if "LIDAR" in one["filename"])
+        lidar = next(data_row for data_row in data_rows if "LIDAR" in data_row["filename"])
         np.testing.assert_allclose(
             geometry.ego2global[:3, 3], poses[lidar["ego_pose_token"]]["translation"]
         )
         boxes = decode_arrays(row.boxes, Boxes)
-        wanted = [
-            one for one in tables["sample_annotation"] if one["sample_token"] == sample["token"]
+        annotations = [
+            annotation
+            for annotation in tables["sample_annotation"]
+            if annotation["sample_token"] == sample["token"]
         ]
-        assert len(boxes.label) == len(wanted)
+        assert len(boxes.label) == len(annotations)
         back = boxes.boxes3d[:, :3] @ geometry.ego2global[:3, :3].T + geometry.ego2global[:3, 3]
-        centres = np.array([one["translation"] for one in wanted]).reshape(-1, 3)
+        centres = np.array([annotation["translation"] for annotation in annotations]).reshape(-1, 3)
         np.testing.assert_allclose(back, centres, atol=1e-4)

@@ -56,10 +56,10 @@ def openscene_world(every=1, **changes):
 
 def rows_of(clip, write=lambda name, data: None):
     """The frames of a log, as OpenScene's program writes them; ``write`` takes files below sensor_blobs."""
-    return [_row(clip, at, frame, write) for at, frame in enumerate(clip.frames)]
+    return [_row(clip, number, frame, write) for number, frame in enumerate(clip.frames)]
 
 
-def _row(clip, at, frame, write):
+def _row(clip, number, frame, write):
     (sweep,) = frame.sweeps.values()
     ego2global = frame.ego2global
     lidar2ego = sweep.lidar2ego
@@ -67,7 +67,7 @@ def _row(clip, at, frame, write):
     cams = {}
     for name, image in frame.images.items():
         to_lidar = np.linalg.inv(lidar2ego) @ image.cam2ego
-        path = f"{clip.name}/{name.upper()}/{at:016x}.jpg"
+        path = f"{clip.name}/{name.upper()}/{number:016x}.jpg"
         write(path, image.jpeg)
         cams[name.upper()] = {
             "data_path": path,
@@ -79,7 +79,7 @@ def _row(clip, at, frame, write):
     points = np.zeros(len(sweep.points), "f4,f4,f4,u1,u1,u1")
     for column, name in enumerate(points.dtype.names[:5]):
         points[name] = sweep.points[:, column]
-    path = f"{clip.name}/MergedPointCloud/{at:016x}.pcd"
+    path = f"{clip.name}/MergedPointCloud/{number:016x}.pcd"
     write(path, PCD.format(len(points)).encode() + points.tobytes() + bytes(100))
     ego_yaw = math.atan2(ego2global[1, 0], ego2global[0, 0])
     rotation = _wxyz(ego2global[:3, :3])
@@ -89,13 +89,13 @@ def _row(clip, at, frame, write):
     speeds = [box.velocity @ ego2global[:3, :3] @ lidar2ego[:3, :3] for box in frame.boxes]
     can_bus = np.array([*ego2global[:3, 3], *rotation, 0.1, 0.2, 9.8, 8.0, 0.5, 0, 0, 0, 0.2, 0, 0])
     return {
-        "token": f"{clip.name}{at:08x}",
-        "frame_idx": at,
+        "token": f"{clip.name}{number:08x}",
+        "frame_idx": number,
         "timestamp": frame.timestamp_ns // 1000,
         "log_name": clip.name,
         "scene_name": "log-0001-scene",
         "map_location": "us-nv-las-vegas-strip",
-        "roadblock_ids": ["60100", "60205"] if at else [],
+        "roadblock_ids": ["60100", "60205"] if number else [],
         "vehicle_name": "veh-35",
         "can_bus": can_bus,
         "lidar_path": path,
@@ -104,8 +104,8 @@ def _row(clip, at, frame, write):
         "ego2global_translation": can_bus[:3],
         "ego2global_rotation": can_bus[3:7],
         "ego_dynamic_state": [8.0, 0.5, np.float64(0.1), 0.2],
-        "traffic_lights": [(68, True), (70 + at, False)],
-        "driving_command": np.eye(4, dtype=int)[at % 4],
+        "traffic_lights": [(68, True), (70 + number, False)],
+        "driving_command": np.eye(4, dtype=int)[number % 4],
         "cams": cams,
         "anns": {
             "gt_boxes": np.array(boxes).reshape(-1, 7),
@@ -182,32 +182,34 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
     num_steps = 0
     with load(tmp_path / "out", 1, select=[*names, "command", "has_route", "location"]) as loader:
         for batch in loader:
-            at = int(batch["frame"])
+            position = int(batch["frame"])
             assert batch["driving_command"][0].tolist() == [
-                int(at % 4 == number) for number in range(4)
+                int(position % 4 == number) for number in range(4)
             ]
-            assert batch["command"] == [["left", "forward", "right", "unknown"][at % 4]]
-            assert bool(batch["has_route"]) == (at > 0)
-            assert batch["roadblock_ids"]["values"][0].tolist() == ([60100, 60205] if at else [])
-            assert batch["traffic_lights"]["values"][0].tolist() == [[68, 1], [70 + at, 0]]
-            assert batch["sample_token"] == [f"drive-0{at:08x}"]
+            assert batch["command"] == [["left", "forward", "right", "unknown"][position % 4]]
+            assert bool(batch["has_route"]) == (position > 0)
+            assert batch["roadblock_ids"]["values"][0].tolist() == (
+                [60100, 60205] if position else []
+            )
+            assert batch["traffic_lights"]["values"][0].tolist() == [[68, 1], [70 + position, 0]]
+            assert batch["sample_token"] == [f"drive-0{position:08x}"]
             for step, (x, y, _, yaw, later_s, is_valid) in enumerate(
                 batch["ego_trajectory"][0].tolist()
             ):
                 (near,) = np.flatnonzero(
-                    abs(times_s - times_s[at] - (step - 4) * 0.5) < 0.01
+                    abs(times_s - times_s[position] - (step - 4) * 0.5) < 0.01
                 ).tolist() or [-1]
                 assert bool(is_valid) == (near >= 0)
                 if near >= 0:
-                    wanted = relative_se2(poses[at], poses[[near]])[0]
+                    expected = relative_se2(poses[position], poses[[near]])[0]
                     np.testing.assert_allclose(
-                        [x, y, yaw], wanted, atol=0.02
+                        [x, y, yaw], expected, atol=0.02
                     )  # theirs is flat, ego pitches by 0.02
                     np.testing.assert_allclose(later_s, (step - 4) * 0.5, atol=1e-6)
                     num_steps += 1
     assert num_steps == sum(
-        any(abs(one - other - step * 0.5) < 0.01 for one in times_s)
-        for other in times_s
+        any(abs(time_s - reference_s - step * 0.5) < 0.01 for time_s in times_s)
+        for reference_s in times_s
         for step in range(-4, 13)
     )
     table = fr.open(tmp_path / "out").table
@@ -227,8 +229,8 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
 def test_splits_are_the_folders_and_one_part_can_be_chosen(tmp_path):
     for clip, part in zip(openscene_world(num_clips=2).clips, ("trainval", "test"), strict=True):
         write_log(tmp_path, clip, part)
-    found = scan_source(SourceSpec("openscene", str(tmp_path), {}))
-    assert found.splits == {"train": ["drive-0"], "test": ["drive-1"]}
+    info = scan_source(SourceSpec("openscene", str(tmp_path), {}))
+    assert info.splits == {"train": ["drive-0"], "test": ["drive-1"]}
     assert scan_source(SourceSpec("openscene", str(tmp_path), {"part": "test"})).num_samples == 4
     with pytest.raises(SourceError, match=r"no logs of part 'mini'; it has: test, trainval"):
         scan_source(SourceSpec("openscene", str(tmp_path), {"part": "mini"}))
@@ -242,12 +244,12 @@ def test_a_download_of_some_cameras_is_sharded_with_an_option(tmp_path):
         path.unlink()
     with pytest.raises(SourceError, match="points=false"):
         scan_source(SourceSpec("openscene", str(tmp_path), {"cameras": ["cam_f0", "cam_l0"]}))
-    given = {"cameras": ["cam_f0", "cam_l0"], "points": False}
-    assert scan_source(SourceSpec("openscene", str(tmp_path), given)).num_samples == 4
-    found = scan_source(
+    options = {"cameras": ["cam_f0", "cam_l0"], "points": False}
+    assert scan_source(SourceSpec("openscene", str(tmp_path), options)).num_samples == 4
+    info = scan_source(
         SourceSpec("openscene", str(tmp_path), {"points": False, "missing_camera": "mask"})
     )
-    assert found.report.masked["cam_b0"] == {"no file": 4}
+    assert info.report.masked["cam_b0"] == {"no file": 4}
 
 
 def without(name):

@@ -49,10 +49,10 @@ def test_plain_values_are_read_as_they_were(value, protocol):
 @given(ARRAYS, st.booleans(), st.integers(3, pickle.HIGHEST_PROTOCOL))
 def test_arrays_are_read_as_they_were(array, is_fortran, protocol):
     value = np.asfortranarray(array) if is_fortran else array
-    found = np.asarray(read_pickle(pickle.dumps([value], protocol), "log")[0])
-    assert found.shape == value.shape
-    assert found.dtype == value.dtype
-    np.testing.assert_array_equal(found, value)
+    result = np.asarray(read_pickle(pickle.dumps([value], protocol), "log")[0])
+    assert result.shape == value.shape
+    assert result.dtype == value.dtype
+    np.testing.assert_array_equal(result, value)
 
 
 def test_numbers_of_numpy_become_numbers():
@@ -62,11 +62,11 @@ def test_numbers_of_numpy_become_numbers():
 
 @given(ARRAYS, st.data())
 def test_a_damaged_pickle_is_an_error_or_a_value(array, data):
-    whole = bytearray(pickle.dumps({"a": array, "b": [1, "x"]}))
+    content = bytearray(pickle.dumps({"a": array, "b": [1, "x"]}))
     for _ in range(data.draw(st.integers(1, 4))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     try:
-        read_pickle(bytes(whole[: data.draw(st.integers(0, len(whole)))]), "log")
+        read_pickle(bytes(content[: data.draw(st.integers(0, len(content)))]), "log")
     except SourceError as error:
         assert "log is not a pickle of plain values" in str(error)
 

@@ -43,11 +43,11 @@ def test_folders_of_a_store_that_is_not_s3():
             fs.pipe_file(f"/test_files/made/{name}", b"x" * size)
         files = source_files(url)
         with files.scanning():
-            found = [
+            folder_facts = [
                 files.facts(name)
                 for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")
             ]
-            assert [facts.num_bytes for facts in found] == [3, 2, 1]
+            assert [facts.num_bytes for facts in folder_facts] == [3, 2, 1]
             assert files.facts("samples/a") is None
             assert files.facts("nowhere/x.jpg") is None
     finally:

@@ -116,11 +116,11 @@ def test_sound_text_is_read():
 )
 def test_whatever_a_parser_raises_is_a_source_error(error):
     with (
-        pytest.raises(SourceError, match=r"file 'x' cannot be read: .+") as found,
+        pytest.raises(SourceError, match=r"file 'x' cannot be read: .+") as raised,
         parsing("file 'x'"),
     ):
         raise error
-    assert found.value.__cause__ is not None
+    assert raised.value.__cause__ is not None
 
 
 def test_a_nested_file_of_classes_is_a_mistake_of_the_option(tmp_path):

@@ -23,9 +23,9 @@ def disk(tmp_path_factory):
 
 
 def column(disk, texts):
-    made = disk.texts()
-    made.append(texts)
-    return made
+    links = disk.texts()
+    links.append(texts)
+    return links
 
 
 def tokens_of(disk, texts):
@@ -35,13 +35,13 @@ def tokens_of(disk, texts):
     return tokens
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["at hand", "column"])
-def test_links(disk, whole):
+@pytest.mark.parametrize("is_column", [False, True], ids=["at hand", "column"])
+def test_links(disk, is_column):
     tokens = tokens_of(disk, ["a", "b", "c"])
 
     def resolve(texts, may_be_empty=True):
-        links = column(disk, texts) if whole else texts
-        rows = tokens.rows_of(links)[0] if whole else tokens.find(links)
+        links = column(disk, texts) if is_column else texts
+        rows = tokens.rows_of(links)[0] if is_column else tokens.find(links)
         tokens.check(rows, links, may_be_empty=may_be_empty, **LINK)
         return rows.tolist()
 
@@ -57,18 +57,20 @@ def test_links(disk, whole):
 
 def test_several_columns_are_joined_at_once(disk):
     tokens = tokens_of(disk, ["a", "b", "c"])
-    found = tokens.rows_of(column(disk, ["c", "q"]), column(disk, []), column(disk, ["a", "", "c"]))
-    assert [rows.tolist() for rows in found] == [[2, -1], [], [0, -1, 2]]
+    rows_by_column = tokens.rows_of(
+        column(disk, ["c", "q"]), column(disk, []), column(disk, ["a", "", "c"])
+    )
+    assert [rows.tolist() for rows in rows_by_column] == [[2, -1], [], [0, -1, 2]]
 
 
-@given(wanted=st.lists(st.text(max_size=4)), texts=st.lists(st.text(max_size=4)))
+@given(tokens=st.lists(st.text(max_size=4)), texts=st.lists(st.text(max_size=4)))
 @settings(max_examples=30, deadline=None)
-def test_no_text_that_is_looked_for_is_lost(wanted, texts):
+def test_no_text_that_is_looked_for_is_lost(tokens, texts):
     looked_for = Wanted()
-    looked_for.add(wanted)
-    kept = looked_for.kept(list(range(len(texts))), texts)
-    assert {at for at, text in enumerate(texts) if text in wanted} <= set(kept)
-    assert kept == sorted(kept)
+    looked_for.add(tokens)
+    positions = looked_for.kept(list(range(len(texts))), texts)
+    assert {position for position, text in enumerate(texts) if text in tokens} <= set(positions)
+    assert positions == sorted(positions)
 
 
 def test_what_is_not_looked_for_is_mostly_left_out():
@@ -101,11 +103,9 @@ def test_rows_are_numbered_over_all_parts_of_a_column(disk, monkeypatch):
 )
 @given(
     table=st.lists(st.text(max_size=4), max_size=60),
-    wanted=st.lists(st.text(max_size=4), max_size=60),
+    links=st.lists(st.text(max_size=4), max_size=60),
 )
-def test_both_ways_find_the_same_rows(
-    disk, monkeypatch, rows_of_part, links_at_once, table, wanted
-):
+def test_both_ways_find_the_same_rows(disk, monkeypatch, rows_of_part, links_at_once, table, links):
     monkeypatch.setattr(module, "_ROWS_OF_PART", rows_of_part)
     monkeypatch.setattr(module, "_LINKS_AT_ONCE", links_at_once)
     tokens = Tokens("log", disk)
@@ -115,9 +115,9 @@ def test_both_ways_find_the_same_rows(
             tokens.check_unique()
     else:
         tokens.check_unique()
-        expected = [table.index(text) if text in table else -1 for text in wanted]
-        (rows,) = tokens.rows_of(column(disk, wanted))
-        assert tokens.find(wanted).tolist() == rows.tolist() == expected
+        expected = [table.index(text) if text in table else -1 for text in links]
+        (rows,) = tokens.rows_of(column(disk, links))
+        assert tokens.find(links).tolist() == rows.tolist() == expected
 
 
 @pytest.mark.parametrize("rows_of_part", [2, 1 << 18], ids=["in two parts", "in one part"])

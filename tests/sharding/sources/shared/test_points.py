@@ -48,8 +48,8 @@ def test_points_in_all_forms():
         "WIDTH 7\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\nPOINTS 7\nDATA "
     )
     table = np.zeros(7, [("x", "f4"), ("y", "f4"), ("z", "f4"), ("t", "f8"), ("intensity", "f4")])
-    for at, name in enumerate(("x", "y", "z", "intensity")):
-        table[name] = points[:, at]
+    for column, name in enumerate(("x", "y", "z", "intensity")):
+        table[name] = points[:, column]
     text = "\n".join(" ".join(f"{value:.9g}" for value in row) for row in table.tolist())
     forms = [
         points.tobytes(),

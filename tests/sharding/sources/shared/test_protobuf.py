@@ -30,8 +30,8 @@ def test_fields_are_read_by_number_and_by_name() -> None:
         (9, 2, b"unknown"),
     ]
     assert list(fields(data)) == expected
-    for given in (data, memoryview(data), bytearray(data)):
-        message = Proto(given, NAMES, "it")
+    for buffer in (data, memoryview(data), bytearray(data)):
+        message = Proto(buffer, NAMES, "it")
         assert message.number("number") == 300  # the last one of those that are repeated
         assert message.message("inner").number("number") == LARGE
         assert message.double("fixed") == 0.5

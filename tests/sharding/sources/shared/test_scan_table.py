@@ -84,14 +84,14 @@ def test_rows_come_back(tmp_path):
         ("c", ROWS_PER_BATCH + 3, 2),
     ]
     assert out.clips[0].clip_name == "A"
-    known = [
+    expected = [
         (0, 0, 0),
         (2, 0, 2),
         (3, 1, 0),
         (ROWS_PER_BATCH, 1, ROWS_PER_BATCH - 3),
         (ROWS_PER_BATCH + 4, 2, 1),
     ]
-    for number, clip, frame in known:
+    for number, clip, frame in expected:
         row = table.row(number)
         assert (row.clip, row.frame, row.timestamp_ns) == (clip, frame, frame * 10)
         assert decode_meta(row.meta).key == row.key == f"{'abc'[clip]}-{frame:06d}"

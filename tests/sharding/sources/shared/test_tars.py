@@ -56,10 +56,10 @@ def form(request):
 
 @pytest.mark.parametrize("end", [1024, 1536, 3000, 10_240])
 def test_ends_that_writers_make_are_taken(tmp_path, form, end):
-    whole = tar_of(CONTENT)
+    archive = tar_of(CONTENT)
     plain = tar_of(CONTENT, end=False)
-    for data in (whole, plain + bytes(end + -(len(plain) + end) % 512)):
-        if len(data) % 1024 == 0 or data is whole:
+    for data in (archive, plain + bytes(end + -(len(plain) + end) % 512)):
+        if len(data) % 1024 == 0 or data is archive:
             assert read(tmp_path, FORMS[form](data), form) == CONTENT
 
 
@@ -81,8 +81,8 @@ def test_tars_joined_by_cat_are_refused_or_read_whole(tmp_path, form):
         with pytest.raises(SourceError, match=r"ends at byte \d+, and another member follows at"):
             read(tmp_path, data, form)
         noted: Counter[str] = Counter()
-        found = read(tmp_path, data, form, ignore_zeros=True, noted=noted)
-        assert found == CONTENT | later, name
+        members = read(tmp_path, data, form, ignore_zeros=True, noted=noted)
+        assert members == CONTENT | later, name
         assert [text.partition(": ")[2] for text in noted if "further tars" in text] == [
             "further tars behind the end of the first"
         ]
@@ -97,10 +97,10 @@ def test_what_follows_the_end_and_is_no_tar_is_refused_with_any_option(tmp_path,
 
 def test_zeros_in_place_of_members_are_no_end(tmp_path, form):
     """A file that was given its full size and then was cut: the rest is zeros."""
-    many = {f"{number}.bin": b"x" * 3000 for number in range(12)}
-    whole = tar_of(many)
-    cut = len(tar_of(dict(list(many.items())[:6]), end=False))
-    data = FORMS[form](whole[:cut] + bytes(len(whole) - cut))
+    files = {f"{number}.bin": b"x" * 3000 for number in range(12)}
+    archive = tar_of(files)
+    cut = len(tar_of(dict(list(files.items())[:6]), end=False))
+    data = FORMS[form](archive[:cut] + bytes(len(archive) - cut))
     with pytest.raises(SourceError, match=rf"bytes of zeros from byte {cut} on, more than the end"):
         read(tmp_path, data, form)
     noted: Counter[str] = Counter()
@@ -131,9 +131,9 @@ def test_compressed_tars_that_are_cut_anywhere_are_refused(
 ):
     if form == "tar":
         pytest.skip("of compressed tars")
-    whole = tar_of(CONTENT)
-    size = -(-len(whole) // num_frames)
-    parts = [whole[first : first + size] for first in range(0, len(whole), size)]
+    archive = tar_of(CONTENT)
+    size = -(-len(archive) // num_frames)
+    parts = [archive[first : first + size] for first in range(0, len(archive), size)]
     frames = [FORMS[form](part) for part in parts]
     data = b"".join(frames)
     assert read(tmp_path, data, form) == CONTENT

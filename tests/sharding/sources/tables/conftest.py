@@ -8,7 +8,7 @@ from support.manifest_world import write_long, write_wide
 from support.source_world import make_world
 
 
-def made(write, root):
+def write_source(write, root):
     root.mkdir()
     write(make_world(), root, "jsonl")
     return root
@@ -16,9 +16,9 @@ def made(write, root):
 
 @pytest.fixture
 def wide(tmp_path):
-    return made(write_wide, tmp_path / "source")
+    return write_source(write_wide, tmp_path / "source")
 
 
 @pytest.fixture
 def long(tmp_path):
-    return made(write_long, tmp_path / "source")
+    return write_source(write_long, tmp_path / "source")

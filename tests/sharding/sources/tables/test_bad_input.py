@@ -19,7 +19,7 @@ from support.manifest_world import write_wide
 from support.source_world import make_world
 
 
-def moved(rows):
+def move_rows(rows):
     return [rows[0], *rows[4:], *rows[1:4]]
 
 
@@ -46,7 +46,7 @@ BAD_WIDE = {
         without("cam.cam_left.intrinsics"),
         r"row 0: the camera of .* has no intrinsics",
     ),
-    "clips apart": (moved, r"row 5: clip 'drive-0' comes again.*sort the table by clip_id"),
+    "clips apart": (move_rows, r"row 5: clip 'drive-0' comes again.*sort the table by clip_id"),
     "twice": (lambda rows: [rows[0], *rows], r"row 1.*is also the time of row 0"),
     "empty clip": (put(2, clip_id=""), r"row 2: clip_id is empty"),
     "unit": (in_units_of_us, r"row 0, column timestamp_us.*check the unit"),
@@ -309,8 +309,8 @@ def test_floats_cannot_hold_nanoseconds(tmp_path):
     write_wide(make_world(), root, "parquet")
     table = parquet.read_table(root / "frames.parquet")
     floats = table["timestamp_ns"].cast(pa.float64(), safe=False)
-    at = table.schema.get_field_index("timestamp_ns")
-    parquet.write_table(table.set_column(at, "timestamp_ns", floats), root / "frames.parquet")
+    position = table.schema.get_field_index("timestamp_ns")
+    parquet.write_table(table.set_column(position, "timestamp_ns", floats), root / "frames.parquet")
     with pytest.raises(SourceError, match="cannot hold nanoseconds"):
         scan(root)
 
@@ -360,8 +360,11 @@ def test_more_attributes_than_a_dataset_takes_are_refused_by_the_scan(tmp_path):
     path = tmp_path / "frames.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     spec = SourceSpec("manifest", str(tmp_path), {})
-    own = len(make_source(spec).attribute_types)
-    for number, is_allowed in ((4096 - 5 - own, True), (4096 - 4 - own, False)):
+    num_attributes = len(make_source(spec).attribute_types)
+    for number, is_allowed in (
+        (4096 - 5 - num_attributes, True),
+        (4096 - 4 - num_attributes, False),
+    ):
         columns = {f"a{column}": 1 for column in range(number)}
         path.write_text("".join(json.dumps({**row, **columns}) + "\n" for row in rows))
         if is_allowed:

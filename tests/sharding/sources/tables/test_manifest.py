@@ -34,11 +34,11 @@ def geometries(root, tmp_path, **options):
 def test_other_types_are_cast_by_name(tmp_path):
     """Fixed-size lists, float32, dictionaries, Arrow's timestamps and large texts say the same."""
     plain = tmp_path / "plain"
-    other = tmp_path / "other"
-    for root in (plain, other):
+    retyped = tmp_path / "other"
+    for root in (plain, retyped):
         root.mkdir()
         write_wide(make_world(), root, "parquet")
-    table = parquet.read_table(other / "frames.parquet")
+    table = parquet.read_table(retyped / "frames.parquet")
     changes = {
         "clip_id": ("clip_id", pa.dictionary(pa.int32(), pa.string())),
         "timestamp_ns": ("timestamp", pa.timestamp("ns", "UTC")),
@@ -48,12 +48,14 @@ def test_other_types_are_cast_by_name(tmp_path):
         "cam.cam_left.intrinsics": ("cam.cam_left.intrinsics", pa.large_list(pa.float64())),
     }
     for name, (new, kind) in changes.items():
-        at = table.schema.get_field_index(name)
+        position = table.schema.get_field_index(name)
         column = table[name].combine_chunks()
         column = column.dictionary_encode() if name == "clip_id" else column.cast(kind)
-        table = table.set_column(at, new, column)
-    parquet.write_table(table, other / "frames.parquet")
-    for ours, theirs in zip(geometries(plain, tmp_path), geometries(other, tmp_path), strict=True):
+        table = table.set_column(position, new, column)
+    parquet.write_table(table, retyped / "frames.parquet")
+    for ours, theirs in zip(
+        geometries(plain, tmp_path), geometries(retyped, tmp_path), strict=True
+    ):
         for name in ("cam2ego", "intrinsics", "cam_timestamp_ns", "ego2global"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), name)
 
@@ -77,8 +79,8 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(wide, tmp_
 
 
 def test_without_any_calibration_batches_lack_matrices_and_coefficients_of_cameras(wide, tmp_path):
-    def stripped(rows, of=slice(None)):
-        for row in rows[of]:
+    def stripped(rows, span=slice(None)):
+        for row in rows[span]:
             for name in [
                 name for name in row if re.match(r"cam\..*\.(intrinsics|[fc][xy]|cam2ego)\b", name)
             ]:
@@ -138,9 +140,9 @@ def test_labels_of_some_frames_only(long, tmp_path):
     )
 
     def change(rows):
-        kept = [row for row in rows if row["timestamp_ns"] == times[0]]
-        empty = dict.fromkeys(kept[0]) | {"clip_id": "drive-0", "timestamp_ns": times[1]}
-        return [*kept, empty]
+        first_rows = [row for row in rows if row["timestamp_ns"] == times[0]]
+        empty = dict.fromkeys(first_rows[0]) | {"clip_id": "drive-0", "timestamp_ns": times[1]}
+        return [*first_rows, empty]
 
     edit(long, change, "boxes")
     table = scanned("manifest", long, tmp_path, **OPTIONS).table
@@ -148,7 +150,10 @@ def test_labels_of_some_frames_only(long, tmp_path):
 
 
 def test_lists_without_a_box_say_that_frames_are_labelled(wide, tmp_path):
-    edit(wide, lambda rows: [{**row, "boxes": [] if at else None} for at, row in enumerate(rows)])
+    edit(
+        wide,
+        lambda rows: [{**row, "boxes": [] if index else None} for index, row in enumerate(rows)],
+    )
     table = scanned("manifest", wide, tmp_path, **OPTIONS).table
     assert [table.row(number).boxes is None for number in range(3)] == [True, False, False]
 
@@ -193,26 +198,26 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
     names = ["action", "pose", "gear", "path", "caption", "braking"]
     chosen = {"select": [*names, "night", "limit", "crew", "town"], "window": window}
     with load(tmp_path / "out", 4, **chosen) as loader:
-        found = list(loader)
+        loaded = list(loader)
         assert "town_valid" in str(loader.describe())
-    assert len(found) == 2
-    for batch in found:
-        shown = batch["crew"].tolist()
-        for at, row in enumerate(shown):
+    assert len(loaded) == 2
+    for batch in loaded:
+        crew = batch["crew"].tolist()
+        for sample, row in enumerate(crew):
             for t, number in enumerate([row] if window is None else row):
-                place = (at,) if window is None else (at, t)
-                for name, wanted in facts_of(number).items():
+                place = (sample,) if window is None else (sample, t)
+                for name, expected in facts_of(number).items():
                     name = name.removeprefix("value.")
                     value = batch[name]
                     is_valid = batch[f"{name}_valid"][place]
-                    assert bool(is_valid) == (wanted is not None), name
+                    assert bool(is_valid) == (expected is not None), name
                     value = value["values"] if name == "path" else value
                     for index in place:
                         value = value[index]
-                    if isinstance(wanted, str) or (wanted is None and name != "night"):
-                        assert value == wanted, name
-                    elif wanted is not None:
-                        assert value.tolist() == wanted, name
+                    if isinstance(expected, str) or (expected is None and name != "night"):
+                        assert value == expected, name
+                    elif expected is not None:
+                        assert value.tolist() == expected, name
         dtypes = {
             name: str(batch[name].dtype)
             for name in ("action", "gear", "braking", "night", "limit", "crew")
@@ -243,7 +248,7 @@ def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match)
     with pytest.raises(ConfigError, match=match):
         load(tmp_path / "out", 2, select=attributes)
     with load(tmp_path / "out", 2, select=["night", "gear"]) as loader:
-        kinds = {one.name: one.kind for one in loader.selected}
+        kinds = {entry.name: entry.kind for entry in loader.selected}
     assert kinds == {"gear": "array", "night": "array"}, "a name of both is the channel"
 
 
@@ -262,13 +267,13 @@ def test_a_table_longer_than_a_batch(tmp_path, monkeypatch):
     (row,) = map(json.loads, (root / "frames.jsonl").read_text().splitlines())
     rows = []
     for number in range(250):
-        own = {
+        frame = {
             **row,
             "clip_id": f"c{number // 70}",
             "timestamp_ns": row["timestamp_ns"] + number * 100_000_000,
         }
         rows.append(
-            {name: value for name, value in own.items() if not name.endswith("timestamp_us")}
+            {name: value for name, value in frame.items() if not name.endswith("timestamp_us")}
         )
     for form in ("jsonl", "parquet"):
         (root / "frames.jsonl").unlink(missing_ok=True)
@@ -284,7 +289,7 @@ def test_a_byte_order_mark_is_passed_over_and_an_image_is_what_its_bytes_are(wid
     cv2.imwrite(str(image.with_suffix(".png")), cv2.imread(str(image)))
     image.with_suffix(".png").rename(image)
     row = scanned("manifest", wide, tmp_path, **OPTIONS).table.row(0)
-    assert {one.name for one in row.members} >= {"cam_left.png", "cam_front.jpg"}
+    assert {member.name for member in row.members} >= {"cam_left.png", "cam_front.jpg"}
 
 
 def test_csv_of_spreadsheets(tmp_path):
@@ -365,13 +370,13 @@ def test_nan_in_json_lines_is_null_and_counted(wide):
 
 def test_columns_that_all_datasets_have(wide):
     """Those that are worked out may be given; those of the index are refused, with advice."""
-    given = {"weather": "rain", "speed_mps": 3, "hour_utc": 7.5, "vehicle": "v", "log_id": "l"}
-    edit(wide, lambda rows: [{**row, **given} for row in rows])
+    columns = {"weather": "rain", "speed_mps": 3, "hour_utc": 7.5, "vehicle": "v", "log_id": "l"}
+    edit(wide, lambda rows: [{**row, **columns} for row in rows])
     edit(wide, put(3, speed_mps=None))
     fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
     rows = fr.open(wide / "out").table.to_pylist()
     assert all(
-        row[name] == value for row in rows for name, value in given.items() if "speed" not in name
+        row[name] == value for row in rows for name, value in columns.items() if "speed" not in name
     )
     assert sum(row["speed_mps"] != 3.0 for row in rows) == 1
     assert all(isinstance(row["speed_mps"], float) for row in rows)
@@ -404,17 +409,19 @@ def test_texts_that_look_like_other_values_stay_texts(tmp_path, form):
         "word": ["a", "b", None],
     }
     rows = []
-    for at in range(3):
+    for number in range(3):
         row = {
             "clip_id": "c",
-            "timestamp_ns": 1_600_000_000_000_000_000 + at,
+            "timestamp_ns": 1_600_000_000_000_000_000 + number,
             "cam.f.path": "1.jpg",
         }
-        rows.append(row | {name: values[at] for name, values in free.items()})
+        rows.append(row | {name: values[number] for name, values in free.items()})
     if form == "jsonl":
         text = "\n".join(map(json.dumps, rows))
     else:
-        cells = [["" if one is None else str(one).lower() for one in row.values()] for row in rows]
+        cells = [
+            ["" if value is None else str(value).lower() for value in row.values()] for row in rows
+        ]
         text = "\n".join(map(",".join, [[*rows[0]], *cells])) + "\n"
     (tmp_path / f"frames.{form}").write_text(text)
     fr.shard(f"manifest:{tmp_path}", tmp_path / "out", workers=1)
@@ -426,7 +433,7 @@ def test_texts_that_look_like_other_values_stay_texts(tmp_path, form):
 
 def test_a_column_of_csv_that_becomes_another_type_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_BLOCK_BYTES", 200)
-    lines = [f"c,{1_600_000_000_000_000_000 + at},1.jpg,{at}" for at in range(1, 40)]
+    lines = [f"c,{1_600_000_000_000_000_000 + number},1.jpg,{number}" for number in range(1, 40)]
     lines[-1] = lines[-1].rpartition(",")[0] + ",007"
     text = "\n".join(["clip_id,timestamp_ns,cam.f.path,code", *lines])
     (tmp_path / "frames.csv").write_text(text)

@@ -74,18 +74,18 @@ def test_the_numbers_are_those_of_the_files(drive, tmp_path):
     channels = ["mask_front", "instance_front"]
     image = {"height": SIZE[0], "width": SIZE[1]}
     (batch,) = batches(tmp_path / "out", 4, shuffle=False, channels=channels, image=image)
-    for at, number in enumerate(batch["frame"].tolist()):
-        np.testing.assert_array_equal(batch["mask_front"][at], picture(number))
+    for sample, number in enumerate(batch["frame"].tolist()):
+        np.testing.assert_array_equal(batch["mask_front"][sample], picture(number))
         if number < 3:
             expected = picture(number).astype(np.uint16) * 300
-            np.testing.assert_array_equal(batch["instance_front"][at], expected)
+            np.testing.assert_array_equal(batch["instance_front"][sample], expected)
     valid = dict(zip(batch["frame"].tolist(), batch["instance_front_valid"].tolist(), strict=True))
     assert valid == {0: True, 1: True, 2: True, 3: False}
     # A mask moves as the image does.
     flipped = {**image, "train": True, "flip_prob": 1.0, "resize_range": (1.0, 1.0)}
     (batch,) = batches(tmp_path / "out", 4, shuffle=False, channels=channels, image=flipped)
-    for at, number in enumerate(batch["frame"].tolist()):
-        np.testing.assert_array_equal(batch["mask_front"][at], picture(number)[:, ::-1])
+    for sample, number in enumerate(batch["frame"].tolist()):
+        np.testing.assert_array_equal(batch["mask_front"][sample], picture(number)[:, ::-1])
 
 
 @pytest.mark.parametrize(

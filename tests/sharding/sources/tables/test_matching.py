@@ -16,14 +16,16 @@ from fuelrail.sharding.sources.tables.matching import nearest
     st.integers(0, 200),
 )
 def test_nearest_takes_each_once_and_none_that_is_too_far(frames, sensor, tolerance):
-    found = nearest(np.array(frames, np.int64), np.array(sensor, np.int64), tolerance).tolist()
-    assert len(found) == len(frames)
-    taken = [at for at in found if at >= 0]
-    assert taken == sorted(set(taken))
-    for frame, at in zip(frames, found, strict=True):
+    matches = nearest(np.array(frames, np.int64), np.array(sensor, np.int64), tolerance).tolist()
+    assert len(matches) == len(frames)
+    sensor_indices = [sensor_index for sensor_index in matches if sensor_index >= 0]
+    assert sensor_indices == sorted(set(sensor_indices))
+    for frame, sensor_index in zip(frames, matches, strict=True):
         distances = [abs(time - frame) for time in sensor]
-        if at >= 0:
-            assert distances[at] == min(distances) <= tolerance
+        if sensor_index >= 0:
+            assert distances[sensor_index] == min(distances) <= tolerance
         elif distances and min(distances) <= tolerance:
-            other = sensor[distances.index(min(distances))]
-            assert min(abs(other - one) for one in frames if one != frame) <= min(distances)
+            closest = sensor[distances.index(min(distances))]
+            assert min(
+                abs(closest - neighbour) for neighbour in frames if neighbour != frame
+            ) <= min(distances)

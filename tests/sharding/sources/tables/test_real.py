@@ -57,27 +57,29 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
             f"cam.{channel}.ego2global.q_wxyz": pose["rotation"],
         }
     write_table(
-        tmp_path, "frames", sorted(frames.values(), key=lambda one: one["clip_id"]), "jsonl"
+        tmp_path, "frames", sorted(frames.values(), key=lambda row: row["clip_id"]), "jsonl"
     )
     ours, _, table = scanned("manifest", tmp_path, tmp_path)
     (tmp_path / "theirs").mkdir()
-    theirs, _, wanted = scanned(
+    theirs, _, expected = scanned(
         "nuscenes", root, tmp_path / "theirs", version="v1.0-derived", points=False
     )
-    assert len(table) == len(wanted) == 3
-    by_time = {wanted.row(number).timestamp_ns: wanted.row(number) for number in range(3)}
+    assert len(table) == len(expected) == 3
+    by_time = {expected.row(number).timestamp_ns: expected.row(number) for number in range(3)}
     for number in range(3):
-        own = table.row(number)
-        other = by_time[own.timestamp_ns]
-        assert {one.name for one in own.members} == {one.name for one in other.members}
-        for one in own.members:
-            same = next(two for two in other.members if two.name == one.name)
-            assert (one.width, one.height) == (same.width, same.height) == (1600, 900)
-            assert bytes(ours.open(one.ref)) == bytes(theirs.open(same.ref))
-        channels = [one.name.partition(".")[0] for one in own.members]
-        order = [channels.index(one.name.partition(".")[0]) for one in other.members]
-        mine = decode_arrays(own.geometry, Geometry)
-        geometry = decode_arrays(other.geometry, Geometry)
+        manifest_row = table.row(number)
+        expected_row = by_time[manifest_row.timestamp_ns]
+        assert {member.name for member in manifest_row.members} == {
+            member.name for member in expected_row.members
+        }
+        for member in manifest_row.members:
+            same = next(two for two in expected_row.members if two.name == member.name)
+            assert (member.width, member.height) == (same.width, same.height) == (1600, 900)
+            assert bytes(ours.open(member.ref)) == bytes(theirs.open(same.ref))
+        channels = [member.name.partition(".")[0] for member in manifest_row.members]
+        order = [channels.index(member.name.partition(".")[0]) for member in expected_row.members]
+        mine = decode_arrays(manifest_row.geometry, Geometry)
+        geometry = decode_arrays(expected_row.geometry, Geometry)
         for name in ("cam_timestamp_ns", "intrinsics", "cam2ego", "cam_ego2global", "img_wh"):
             np.testing.assert_allclose(
                 getattr(mine, name)[order], getattr(geometry, name), atol=1e-9, err_msg=name

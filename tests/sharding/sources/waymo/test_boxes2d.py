@@ -25,16 +25,16 @@ from support.waymo_files import CAMERAS, write_segment
 from support.waymo_tables import write_segment as write_tables
 
 
-def found_in(tmp_path, kind, root, **options):
+def read_frames(tmp_path, kind, root, **options):
     """Classes, and by frame and camera the 2-D boxes; the dataset that is made of it is sound."""
     source, info, table = scanned(kind, root, tmp_path, boxes2d=True, **options)
     frames = []
     channels = {channel.field: channel for channel in info.channels}
     for number in range(len(table)):
         members = {
-            one.name: bytes(source.open(one.ref))
-            for one in table.row(number).members
-            if one.name in channels
+            member.name: bytes(source.open(member.ref))
+            for member in table.row(number).members
+            if member.name in channels
         }
         frames.append(
             {
@@ -52,7 +52,7 @@ def found_in(tmp_path, kind, root, **options):
         engine=LocalEngine(1),
     )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
-    assert {one.name for one in open_dataset(tmp_path / "out").manifest.channels} >= {
+    assert {channel.name for channel in open_dataset(tmp_path / "out").manifest.channels} >= {
         f"boxes2d_{camera}" for camera in frames[0]
     }
     plain = scan_source(SourceSpec(kind, str(root), {**options, "boxes2d": False}))
@@ -71,11 +71,13 @@ def kitti(root, **changes):
 
 def test_kitti_s_boxes_are_rows_of_the_boxes_in_space(tmp_path):
     kitti(tmp_path / "source")
-    classes, frames = found_in(tmp_path, "kitti_object", tmp_path / "source", missing_camera="mask")
+    classes, frames = read_frames(
+        tmp_path, "kitti_object", tmp_path / "source", missing_camera="mask"
+    )
     assert len(frames) == 2
     for frame in frames:
         (boxes,) = frame.values()
-        assert boxes["box"].tolist() == [[at, 2.5, at + 3, 4.25] for at in range(3)], (
+        assert boxes["box"].tolist() == [[number, 2.5, number + 3, 4.25] for number in range(3)], (
             "DontCare is left out"
         )
         assert boxes["row"].tolist() == [0, 1, 2]
@@ -96,7 +98,7 @@ def test_waymo_s_labels_in_images(tmp_path, form):
         write_segment(root / "segment-one_with_camera_labels.tfrecord", world.clips[0])
     else:
         write_tables(root, world.clips[0])
-    classes, frames = found_in(tmp_path, form, root)
+    classes, frames = read_frames(tmp_path, form, root)
     for frame in frames:
         assert set(frame) == set(CAMERAS), "an image of a labelled frame without labels has no box"
         front = frame["cam_front"]
@@ -116,11 +118,11 @@ def test_t4_s_annotations_in_images(tmp_path):
         name: json.loads((root / "annotation" / f"{name}.json").read_text())
         for name in ("object_ann", "category", "sample_data", "sample_annotation", "sample")
     }
-    classes, frames = found_in(tmp_path, "t4", root)
+    classes, frames = read_frames(tmp_path, "t4", root)
     names = {row["token"]: row["name"] for row in tables["category"]}
     sample_of = {row["token"]: row["sample_token"] for row in tables["sample_data"]}
     order = [row["token"] for row in sorted(tables["sample"], key=lambda row: row["timestamp"])]
-    wanted = sorted(
+    expected = sorted(
         (
             order.index(sample_of[row["sample_data_token"]]),
             *map(float, row["bbox"]),
@@ -128,13 +130,13 @@ def test_t4_s_annotations_in_images(tmp_path):
         )
         for row in tables["object_ann"]
     )
-    found = sorted(
+    rows = sorted(
         (number, *box.tolist(), classes[label])
         for number, frame in enumerate(frames)
         for boxes in frame.values()
         for box, label in zip(boxes["box"], boxes["label"], strict=True)
     )
-    assert found == wanted
+    assert rows == expected
     for number, frame in enumerate(frames):
         tracks = [
             row["instance_token"]
@@ -151,12 +153,12 @@ def test_boxes_in_the_wrong_order_or_not_finite_are_named(tmp_path):
     label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
     spec = SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True})
     text = label.read_text()
-    for box, shown in (
+    for box, edges in (
         (" 3 2.5 0 4.25 ", r"\[3.0, 2.5, 0.0, 4.25\]"),
         (" nan 2.5 3 4.25 ", r"\[nan"),
     ):
         label.write_text(text.replace(" 0 2.5 3 4.25 ", box))
-        with pytest.raises(SourceError, match=rf"frame 0: 2-D box 0 of image_2 is {shown}"):
+        with pytest.raises(SourceError, match=rf"frame 0: 2-D box 0 of image_2 is {edges}"):
             scan_source(spec)
     shutil.rmtree(tmp_path / "source" / "training" / "label_2")
     assert scan_source(spec).channels, (

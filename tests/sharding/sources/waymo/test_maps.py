@@ -54,7 +54,8 @@ def write(kind, root) -> World:
         first, last = world.clips[0].frames
         drawn = {"crosswalk": CROSSING, "road_line": MARKING, "road_edge": EDGE, "stop_sign": SIGN}
         first.map_features = [
-            map_feature(at, kind, line + OFFSET) for at, (kind, line) in enumerate(drawn.items())
+            map_feature(number, kind, line + OFFSET)
+            for number, (kind, line) in enumerate(drawn.items())
         ]
         first.map_offset = last.map_offset = OFFSET
         write_segment(root / "segment-one_with_camera_labels.tfrecord", world.clips[0])
@@ -73,14 +74,16 @@ def write(kind, root) -> World:
         write_nuscenes(world, root, "v1.0-mini")
         lines = {"c": CROSSING, "m": MARKING, "e": EDGE}
         nodes = [
-            {"token": f"{name}{at}", "x": x, "y": y}
+            {"token": f"{name}{index}", "x": x, "y": y}
             for name, line in lines.items()
-            for at, (x, y, _) in enumerate(line.tolist())
+            for index, (x, y, _) in enumerate(line.tolist())
         ]
-        tokens = {name: [f"{name}{at}" for at in range(len(line))] for name, line in lines.items()}
+        tokens = {
+            name: [f"{name}{index}" for index in range(len(line))] for name, line in lines.items()
+        }
         drawn = {
             "node": nodes,
-            "line": [{"token": one, "node_tokens": tokens[one]} for one in "me"],
+            "line": [{"token": name, "node_tokens": tokens[name]} for name in "me"],
             "polygon": [{"token": "p", "exterior_node_tokens": tokens["c"]}],
             "ped_crossing": [{"polygon_token": "p"}],
             "lane_divider": [{"line_token": "m"}],
@@ -98,33 +101,35 @@ def test_a_map_is_the_same_about_ego_in_each_format(tmp_path, kind):
     world = write(kind, root)
     options = {"channels": ["map"]} if kind == "nuscenes" else {"map": True}
     source, info, table = scanned(kind, root, tmp_path, **options)
-    (channel,) = [one for one in info.channels if one.name == "map"]
+    (channel,) = [entry for entry in info.channels if entry.name == "map"]
     assert len(table) == 2
     for number, frame in enumerate(world.clips[0].frames):
-        (ref,) = [one.ref for one in table.row(number).members if one.name == channel.field]
+        (ref,) = [
+            member.ref for member in table.row(number).members if member.name == channel.field
+        ]
         value = KINDS["ragged"].decode(source.open(ref), channel)
-        found = {}
+        lines = {}
         for line in range(value["line"].max() + 1):
-            own = value["line"] == line
-            (layer,) = np.unique(value["layer"][own])
-            found[NAMES[kind][LAYERS[kind][layer]]] = value["point"][own].astype(np.float64)
+            mask = value["line"] == line
+            (layer,) = np.unique(value["layer"][mask])
+            lines[NAMES[kind][LAYERS[kind][layer]]] = value["point"][mask].astype(np.float64)
 
         def in_ego(points, frame=frame):
             return (points - frame.ego2global[:3, 3])[:, :2] @ frame.ego2global[:2, :2]
 
-        assert set(found) == set(NAMES[kind].values())
+        assert set(lines) == set(NAMES[kind].values())
         corners = in_ego(CROSSING)
-        assert found["crossing"].shape == (5, 2)
-        assert all(np.abs(corners - corner).sum(1).min() < 1e-4 for corner in found["crossing"])
-        assert len(np.unique(found["crossing"], axis=0)) == 4
-        np.testing.assert_allclose(found["crossing"][0], found["crossing"][-1])
-        np.testing.assert_allclose(found["marking"], in_ego(MARKING), atol=1e-4)
-        np.testing.assert_allclose(found["edge"][0], in_ego(EDGE)[0], atol=1e-4)
-        assert np.abs(np.abs(found["edge"][1]).max() - HALF_M) < 1e-4, (
+        assert lines["crossing"].shape == (5, 2)
+        assert all(np.abs(corners - corner).sum(1).min() < 1e-4 for corner in lines["crossing"])
+        assert len(np.unique(lines["crossing"], axis=0)) == 4
+        np.testing.assert_allclose(lines["crossing"][0], lines["crossing"][-1])
+        np.testing.assert_allclose(lines["marking"], in_ego(MARKING), atol=1e-4)
+        np.testing.assert_allclose(lines["edge"][0], in_ego(EDGE)[0], atol=1e-4)
+        assert np.abs(np.abs(lines["edge"][1]).max() - HALF_M) < 1e-4, (
             "cut at the border of the window"
         )
-        if "sign" in found:
-            np.testing.assert_allclose(found["sign"], in_ego(SIGN), atol=1e-4)
+        if "sign" in lines:
+            np.testing.assert_allclose(lines["sign"], in_ego(SIGN), atol=1e-4)
     SourceSuite().make(SourceSpec(kind, str(root), options), tmp_path / "out")
     plain = scan_source(SourceSpec(kind, str(root), {}))
     assert not plain.channels
@@ -159,7 +164,7 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "message"),
     [
         ("", "is not a Lanelet2 map, or it is cut off: line 1: no element found"),
         (GOOD[: len(GOOD) // 2], "is not a Lanelet2 map, or it is cut off: line 2: "),
@@ -195,29 +200,30 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
         ("<osm>" * 50_000, "cut off"),
     ],
 )
-def test_a_hostile_lanelet2_map_is_a_named_error(text, wanted):
+def test_a_hostile_lanelet2_map_is_a_named_error(text, message):
     start = time.process_time()
-    with pytest.raises(SourceError, match=wanted) as caught:
+    with pytest.raises(SourceError, match=message) as caught:
         lanelet2.parse_map(text.encode(), "map 'm.osm'")
     assert "map 'm.osm'" in str(caught.value)
     assert time.process_time() - start < 2
 
 
 def test_bounds_of_a_lanelet_may_run_either_way():
-    left = np.array([(0.0, 0), (9, 0)])
-    right = np.array([(0.0, -3), (9, -3)])
-    wanted = [(0, 0), (9, 0), (9, -3), (0, -3), (0, 0)]
+    left_bound = np.array([(0.0, 0), (9, 0)])
+    right_bound = np.array([(0.0, -3), (9, -3)])
+    expected = [(0, 0), (9, 0), (9, -3), (0, -3), (0, 0)]
     assert (
-        lanelet2.outline(left, right).tolist()
-        == lanelet2.outline(left, right[::-1]).tolist()
-        == list(map(list, wanted))
+        lanelet2.outline(left_bound, right_bound).tolist()
+        == lanelet2.outline(left_bound, right_bound[::-1]).tolist()
+        == list(map(list, expected))
     )
-    whole, _ = lanelet2.parse_map(
-        osm(way(1, left), way(2, right, "", 9), lanelet(3, 1, 2)).encode(), "m"
+    vector_map, _ = lanelet2.parse_map(
+        osm(way(1, left_bound), way(2, right_bound, "", 9), lanelet(3, 1, 2)).encode(), "m"
     )
-    assert whole.lines[0].tolist() == list(map(list, wanted))
+    assert vector_map.lines[0].tolist() == list(map(list, expected))
     deleted = osm(
-        way(1, left, "wall"), way(2, right, "wall", 9).replace("<way ", "<way action='delete' ")
+        way(1, left_bound, "wall"),
+        way(2, right_bound, "wall", 9).replace("<way ", "<way action='delete' "),
     )
     assert len(lanelet2.parse_map(deleted.encode(), "m")[0].lines) == 1, (
         "what an editor deleted stays in the file"
@@ -228,7 +234,7 @@ LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"),
+    ("data", "message"),
     [
         (field(10, LANE)[:-5], "field 10 has .* bytes, .* are left"),
         (field(10, message((4, message((2, message((1, 4.0))))))), "a place without y"),
@@ -244,8 +250,8 @@ LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
         ),
     ],
 )
-def test_a_damaged_map_of_waymo_is_a_named_error(data, wanted):
-    with pytest.raises(SourceError, match=wanted) as caught:
+def test_a_damaged_map_of_waymo_is_a_named_error(data, message):
+    with pytest.raises(SourceError, match=message) as caught:
         waymo_maps.parse_map(data, "file 'x.tfrecord#1+2'")
     assert "x.tfrecord#1+2" in str(caught.value)
 
@@ -267,15 +273,17 @@ def test_points_of_waymo_in_any_form_are_read():
         LANE,
         map_feature(4, "driveway", points),
     ]
-    whole = waymo_maps.parse_map(b"".join(field(10, one) for one in features) + field(11, b""), "m")
-    assert [waymo_maps.MAP_LAYERS[layer] for layer in whole.layers] == [
+    vector_map = waymo_maps.parse_map(
+        b"".join(field(10, feature) for feature in features) + field(11, b""), "m"
+    )
+    assert [waymo_maps.MAP_LAYERS[layer] for layer in vector_map.layers] == [
         "road_line",
         "lane",
         "driveway",
     ]
-    np.testing.assert_array_equal(whole.lines[0], points[:, :2])
-    np.testing.assert_array_equal(whole.lines[1], np.arange(15.0).reshape(5, 3)[:, :2])
-    np.testing.assert_array_equal(whole.lines[2], points[[0, 1, 2, 3, 0], :2])
+    np.testing.assert_array_equal(vector_map.lines[0], points[:, :2])
+    np.testing.assert_array_equal(vector_map.lines[1], np.arange(15.0).reshape(5, 3)[:, :2])
+    np.testing.assert_array_equal(vector_map.lines[2], points[[0, 1, 2, 3, 0], :2])
 
 
 @pytest.mark.real
@@ -285,29 +293,33 @@ def test_the_map_of_a_real_t4_dataset(tmp_path):
     source, info, table = scanned("t4", root, tmp_path, map=True)
     tree = ElementTree.parse(root / lanelet2.FILE)
     nodes = {
-        one.get("id"): [float(one.find(f"tag[@k='local_{axis}']").get("v")) for axis in "xy"]
-        for one in tree.iter("node")
+        element.get("id"): [
+            float(element.find(f"tag[@k='local_{axis}']").get("v")) for axis in "xy"
+        ]
+        for element in tree.iter("node")
     }
     borders = [
-        np.array([nodes[nd.get("ref")] for nd in one.iter("nd")])
-        for one in tree.iter("way")
-        if one.find("tag[@k='type']").get("v") in ("road_border", "curbstone", "fence")
+        np.array([nodes[nd.get("ref")] for nd in element.iter("nd")])
+        for element in tree.iter("way")
+        if element.find("tag[@k='type']").get("v") in ("road_border", "curbstone", "fence")
     ]
     assert len(borders) == 6
     (channel,) = info.channels
     for number, ego_x in enumerate((0.0, 10.0, 20.0)):
-        (ref,) = [one.ref for one in table.row(number).members if one.name == channel.field]
+        (ref,) = [
+            member.ref for member in table.row(number).members if member.name == channel.field
+        ]
         value = KINDS["ragged"].decode(source.open(ref), channel)
-        own = value["layer"] == lanelet2.MAP_LAYERS.index("road_border")
-        found = value["point"][own]
+        mask = value["layer"] == lanelet2.MAP_LAYERS.index("road_border")
+        points = value["point"][mask]
         inside = [
             point - (ego_x, 0)
             for line in borders
             for point in line
             if abs(point[0] - ego_x) <= HALF_M
         ]
-        assert all(np.abs(found - point).sum(1).min() < 1e-4 for point in inside)
-        ends = {(round(x, 3), round(y, 3)) for x, y in found.tolist()}
+        assert all(np.abs(points - point).sum(1).min() < 1e-4 for point in inside)
+        ends = {(round(x, 3), round(y, 3)) for x, y in points.tolist()}
         assert {(round(HALF_M, 3), 10.0), (round(HALF_M, 3), -10.0)} <= ends
         lanes = value["point"][value["layer"] == lanelet2.MAP_LAYERS.index("lane")]
         assert {10.0, -10.0} <= set(lanes[:, 1].tolist())

@@ -141,9 +141,9 @@ def test_points_of_a_damaged_range_image(tmp_path):
         frame.lasers = [laser]
         file.write_bytes(record(frame_message("one", frame)))
         source = make_source(SourceSpec("waymo", str(file), {}))
-        (found,) = source.frames(next(iter(source.clips())))
+        (read_frame,) = source.frames(next(iter(source.clips())))
         with pytest.raises(SourceError, match=text):
-            source.points(found.sweeps["lidar"].ref)
+            source.points(read_frame.sweeps["lidar"].ref)
 
 
 def test_a_file_without_range_images_has_no_sweeps(tmp_path):
@@ -159,12 +159,12 @@ def test_without_labels_nothing_is_labelled(tmp_path):
     assert "boxes.safetensors" not in scanned(file).names
 
 
-def damaged(at: int):
+def flip_bit(offset: int):
     """Flip a bit of a byte of the file."""
 
     def change(data: bytes) -> bytes:
-        at_ = at % len(data)
-        return data[:at_] + bytes([data[at_] ^ 4]) + data[at_ + 1 :]
+        position = offset % len(data)
+        return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
 
     return change
 
@@ -183,7 +183,7 @@ BAD = {
         r"record 3 at byte \d+ is cut off: it ends at \d+, the file has",
     ),
     "cut off in a length": (lambda data: data + b"\x01\x02", r"record 4 at byte \d+ is cut off"),
-    "a flipped bit in a length": (damaged(3), r"record 0 at byte 0 is not a TFRecord: the CRC32C"),
+    "a flipped bit in a length": (flip_bit(3), r"record 0 at byte 0 is not a TFRecord: the CRC32C"),
     "more than records": (
         lambda data: data + bytes(99),
         r"record 4 at byte \d+ does not begin with a length",
@@ -216,8 +216,8 @@ def test_a_bad_file_is_named(tmp_path, name):
 def test_a_flipped_bit_in_a_picture_is_found_when_all_bytes_are_read(tmp_path):
     file, _ = one_segment(tmp_path)
     data = file.read_bytes()
-    at = data.index(b"\xff\xd8\xff") + 500
-    file.write_bytes(damaged(at)(data))
+    position = data.index(b"\xff\xd8\xff") + 500
+    file.write_bytes(flip_bit(position)(data))
     assert scanned(file).num_samples == 4
     with pytest.raises(
         SourceError, match=r"record 0 at byte 0: the CRC32C of its \d+ bytes does not agree"
@@ -228,8 +228,8 @@ def test_a_flipped_bit_in_a_picture_is_found_when_all_bytes_are_read(tmp_path):
 def test_frames_that_are_wrong(tmp_path):
     file, world = one_segment(tmp_path)
     frames = world.clips[0].frames
-    other = record(frame_message("other", frames[1]))
-    file.write_bytes(record(frame_message("one", frames[0])) + other)
+    second_record = record(frame_message("other", frames[1]))
+    file.write_bytes(record(frame_message("one", frames[0])) + second_record)
     with pytest.raises(SourceError, match="record 1 is of other, those before of one"):
         scanned(file)
     file.write_bytes(record(frame_message("one", frames[0], without=("cam_side_left",))))
@@ -257,31 +257,31 @@ def test_frames_that_are_wrong(tmp_path):
 
 def decode(data: bytes) -> dict[int, list]:
     """All fields of a message by number, read from its first byte to its last."""
-    found: dict[int, list] = {}
-    at = 0
+    fields: dict[int, list] = {}
+    position = 0
 
     def number():
-        nonlocal at
+        nonlocal position
         value = 0
         shift = 0
         while True:
-            byte = data[at]
-            at = at + 1
+            byte = data[position]
+            position = position + 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(data):
+    while position < len(data):
         key = number()
         if key & 7 == 0:
             value = number()
         else:
             length = {1: 8, 5: 4}.get(key & 7) or number() if key & 7 != 2 else number()
-            value = data[at : at + length]
-            at = at + length
-        found.setdefault(key >> 3, []).append(value)
-    return found
+            value = data[position : position + length]
+            position = position + length
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
 
 
 def doubles(values) -> list[float]:
@@ -303,36 +303,38 @@ def test_a_real_frame(tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         sample.geometry.ego2global.ravel(), doubles(decode(frame[3][0])[1])
     )
-    calibrations = {one[1][0]: one for one in map(decode, decode(frame[1][0])[2])}
+    calibrations = {
+        calibration[1][0]: calibration for calibration in map(decode, decode(frame[1][0])[2])
+    }
     looks = {1: (1, 0), 2: (0.7, 0.7), 3: (0.7, -0.7), 4: (0, 1), 5: (0, -1)}
     for image in map(decode, frame[4]):
-        at = image[1][0] - 1
-        name = list(CAMERAS)[at]
+        index = image[1][0] - 1
+        name = list(CAMERAS)[index]
         geometry = sample.geometry
         assert bytes(sample.images[name]) == image[2][0]
         height, width = simplejpeg.decode_jpeg(image[2][0]).shape[:2]
         assert (
-            geometry.img_wh[at].tolist()
+            geometry.img_wh[index].tolist()
             == [width, height]
-            == [calibrations[at + 1][4][0], calibrations[at + 1][5][0]]
+            == [calibrations[index + 1][4][0], calibrations[index + 1][5][0]]
         )
         np.testing.assert_allclose(
-            geometry.cam_ego2global[at].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9
+            geometry.cam_ego2global[index].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9
         )
-        assert abs(geometry.cam_timestamp_ns[at] / 1e9 - doubles(image[5])[0]) < 1e-6
-        lens = doubles(calibrations[at + 1][2])
-        k = geometry.intrinsics[at]
+        assert abs(geometry.cam_timestamp_ns[index] / 1e9 - doubles(image[5])[0]) < 1e-6
+        lens = doubles(calibrations[index + 1][2])
+        k = geometry.intrinsics[index]
         np.testing.assert_allclose(
-            [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[at][:5]], lens
+            [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[index][:5]], lens
         )
-        assert geometry.cam2ego[at][:2, 2] @ looks[at + 1] > 0.95, f"{name} looks elsewhere"
-        assert geometry.cam2ego[at][2, 1] < -0.95, "a camera's y is down"
+        assert geometry.cam2ego[index][:2, 2] @ looks[index + 1] > 0.95, f"{name} looks elsewhere"
+        assert geometry.cam2ego[index][2, 1] < -0.95, "a camera's y is down"
     labels = list(map(decode, frame[6]))
     assert len(labels) == len(sample.boxes.label) == 75
-    for at, label in enumerate(labels):
+    for index, label in enumerate(labels):
         box = {number: doubles(values)[0] for number, values in decode(label[1][0]).items()}
-        wanted = [box[number] for number in (1, 2, 3, 5, 4, 6)]
-        np.testing.assert_allclose(sample.boxes.boxes3d[at, :6], wanted, atol=1e-4)
-        assert abs(np.angle(np.exp(1j * (sample.boxes.boxes3d[at, 6] - box[7])))) < 1e-4
-        assert sample.boxes.num_lidar_pts[at] == label[7][0]
-        assert sample.boxes.label[at] == label[3][0] - 1
+        expected = [box[number] for number in (1, 2, 3, 5, 4, 6)]
+        np.testing.assert_allclose(sample.boxes.boxes3d[index, :6], expected, atol=1e-4)
+        assert abs(np.angle(np.exp(1j * (sample.boxes.boxes3d[index, 6] - box[7])))) < 1e-4
+        assert sample.boxes.num_lidar_pts[index] == label[7][0]
+        assert sample.boxes.label[index] == label[3][0] - 1

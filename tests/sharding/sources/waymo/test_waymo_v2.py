@@ -85,7 +85,7 @@ class TestWithLidar(TestWaymoParquet):
             pq.read_table(root / "lidar" / "drive-0.parquet").column(f"{part}.shape").to_pylist()
         )
         source, _, table = scanned(spec.kind, spec.location, tmp_path)
-        (ref,) = [one.ref for one in table.row(0).members if one.name == "lidar.npy"]
+        (ref,) = [member.ref for member in table.row(0).members if member.name == "lidar.npy"]
         for values, message in (
             ([[[2, *shape[1:]] for shape in shapes]], r"drive-0.parquet': lidar \d: .*\d+ numbers"),
             (None, r"has no column '\[LiDARComponent\].range_image_return1.shape'"),
@@ -196,6 +196,6 @@ def test_a_real_file_of_poses():
     rows = read_parquet(
         source.files, clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)}
     )
-    wanted = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
-    assert rows[TIME].tolist() == [row[TIME] for row in wanted]
-    np.testing.assert_array_equal(rows[POSE], [row[POSE] for row in wanted])
+    expected = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
+    assert rows[TIME].tolist() == [row[TIME] for row in expected]
+    np.testing.assert_array_equal(rows[POSE], [row[POSE] for row in expected])

@@ -34,7 +34,7 @@ def base(tmp_path_factory):
     return root
 
 
-def brought(bucket, url: str, to) -> dict[str, str]:
+def download_digests(bucket, url: str, to) -> dict[str, str]:
     """The digests of all files at a URL."""
     bucket.invalidate_cache()
     bucket.get(url, str(to), recursive=True)
@@ -42,26 +42,26 @@ def brought(bucket, url: str, to) -> dict[str, str]:
 
 
 def test_two_writers_and_an_interruption_do_not_show(base, bucket, tmp_path) -> None:
-    here = write_layer(base, tmp_path / "teacher")
+    local_layer = write_layer(base, tmp_path / "teacher")
     url = "s3://layers/writers/teacher"
     with (
-        LayerWriter(base, url, channels=TABLE) as one,
-        LayerWriter(base, url, channels=TABLE) as two,
+        LayerWriter(base, url, channels=TABLE) as first_writer,
+        LayerWriter(base, url, channels=TABLE) as second_writer,
     ):
         for position in range(0, 12, 3):
-            one.write(position, values_of(position))
+            first_writer.write(position, values_of(position))
         for position in range(1, 12, 3):
-            two.write(position, values_of(position))
-        one.flush()
-        assert two.written().nonzero()[0].tolist() == [0, 3, 6, 9]
+            second_writer.write(position, values_of(position))
+        first_writer.flush()
+        assert second_writer.written().nonzero()[0].tolist() == [0, 3, 6, 9]
     writer = LayerWriter(base, url, channels=TABLE)
     with pytest.raises(DatasetError, match="4 of 12 samples have no row"):
         writer.finish()
     for position in (~writer.written()).nonzero()[0].tolist():
         writer.write(position, values_of(position))
     manifest = writer.finish()
-    assert manifest.fingerprint == two.finish().fingerprint
-    assert brought(bucket, url, tmp_path / "brought") == digests(here)
+    assert manifest.fingerprint == second_writer.finish().fingerprint
+    assert download_digests(bucket, url, tmp_path / "brought") == digests(local_layer)
     assert LayerWriter(base, url, channels=TABLE).written().all()
     with pytest.raises(DatasetError, match="is finished"):
         LayerWriter(base, url, channels=TABLE).write(0, values_of(0))
@@ -87,7 +87,7 @@ def test_it_is_loaded_and_verified_where_it_was_written(base, bucket) -> None:
 
 def test_two_layers_started_at_once_with_differing_tables(base, bucket) -> None:
     url = "s3://layers/differing/teacher"
-    one = LayerWriter(base, url, channels=TABLE)
+    writer = LayerWriter(base, url, channels=TABLE)
     bucket.rm(
         "layers/differing/teacher/.fuelrail/layer.json"
     )  # as if both had looked before either wrote
@@ -96,7 +96,7 @@ def test_two_layers_started_at_once_with_differing_tables(base, bucket) -> None:
         DatasetExistsError,
         match=r'holds another layer: channels\.loss: none there, {"name":"loss",',
     ):
-        one.finish()
+        writer.finish()
 
 
 def test_annotate_writes_to_a_url(base, bucket, tmp_path) -> None:
@@ -104,9 +104,9 @@ def test_annotate_writes_to_a_url(base, bucket, tmp_path) -> None:
         return {"mean": batch["img"].float().flatten(1).mean(1)}
 
     options = {"batch_size": 4, "transforms": {"image": {"height": 32, "width": 48}}, "workers": 1}
-    here = annotate(base, tmp_path / "mean", model, **options)
-    there = annotate(base, "s3://layers/annotated/mean", model, **options)
-    assert there.fingerprint == here.fingerprint is not None
-    assert brought(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(
+    local_report = annotate(base, tmp_path / "mean", model, **options)
+    url_report = annotate(base, "s3://layers/annotated/mean", model, **options)
+    assert url_report.fingerprint == local_report.fingerprint is not None
+    assert download_digests(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(
         tmp_path / "mean"
     )

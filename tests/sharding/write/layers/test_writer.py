@@ -137,13 +137,13 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
     shard = layer / "layer-000000.tar"
     with tarfile.open(shard) as tar:
         assert f"{key}.caption.txt" in tar.getnames()
-    some = write_layer(base, tmp_path / "some", positions=[1, 5, 7])
+    partial_layer = write_layer(base, tmp_path / "some", positions=[1, 5, 7])
     flip(shard, 700)
-    flip(some / "rows.npy", -8)  # now two samples have one row
+    flip(partial_layer / "rows.npy", -8)  # now two samples have one row
     assert verify(layer, deep=False).faults[0].file == "layer-000000.tar"
-    assert "SHA-256" in verify(some, deep=False).faults[0].text
+    assert "SHA-256" in verify(partial_layer, deep=False).faults[0].text
     with pytest.raises(ConfigError, match="is a layer, which no source has: write it again"):
-        verify(some, repair=f"fuelrail:{base}")
+        verify(partial_layer, repair=f"fuelrail:{base}")
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
         for position in range(NUM_SAMPLES):
             writer.write(position, values_of(position))
     (segment,) = (work / "segments").iterdir()
-    whole = segment.read_bytes()
+    content = segment.read_bytes()
     for damaged in (
         b"",
-        whole[:20],
-        whole[:96] + b"\x00" + whole[97:],
-        whole[:-30],
-        whole[:-9] + b"?" + whole[-8:],
+        content[:20],
+        content[:96] + b"\x00" + content[97:],
+        content[:-30],
+        content[:-9] + b"?" + content[-8:],
     ):
         segment.write_bytes(damaged)
         with pytest.raises(
@@ -244,7 +244,7 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
     with pytest.raises(DatasetError, match=r"layer\.json' is cut or damaged"):
         writer.finish()
     (work / "layer.json").unlink()
-    segment.write_bytes(whole)
+    segment.write_bytes(content)
     assert writer.finish().num_samples == NUM_SAMPLES
 
 
@@ -374,7 +374,7 @@ def mend(layer) -> None:
     """Make blocks and manifest agree with changed attributes."""
     manifest = load_manifest(layer, LAYERS)
     seal_tables(layer)
-    files = tuple(file_entry(layer / one.name) for one in manifest.files)
+    files = tuple(file_entry(layer / file.name) for file in manifest.files)
     (layer / "dataset.json").write_bytes(
         encode_manifest(msgspec.structs.replace(manifest, files=files))
     )
@@ -473,9 +473,11 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     assert rebased.manifest.lineage.parents == (
         open_layer("teacher", layer, open_dataset(base)).manifest.fingerprint,
     )
-    keys = [open_dataset(newer).index.row(at).key for at in range(14)]
-    found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
-    assert found == [*keys[:12], None, None]
+    keys = [open_dataset(newer).index.row(position).key for position in range(14)]
+    rebased_keys = [
+        None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()
+    ]
+    assert rebased_keys == [*keys[:12], None, None]
     assert not verify(tmp_path / "rebased", deep=True).faults
     expected = digests(tmp_path / "rebased")
     for name in (

@@ -22,7 +22,7 @@ def expansion(
     rng: np.random.Generator, number: int = 12, place: tuple[float, float] = (0.0, 0.0)
 ) -> dict[str, Any]:
     """A small map of lines and of polygons with a hole, in the layout of the expansion."""
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "version": "1.3",
         "node": [],
         "line": [],
@@ -31,26 +31,32 @@ def expansion(
     }
 
     def chain(points: np.ndarray) -> list[str]:
-        tokens = [f"n{len(found['node']) + at}" for at in range(len(points))]
-        found["node"] += [
+        tokens = [f"n{len(content['node']) + line_index}" for line_index in range(len(points))]
+        content["node"] += [
             {"token": t, "x": x, "y": y} for t, (x, y) in zip(tokens, points.tolist(), strict=True)
         ]
         return tokens
 
-    for at in range(number):
+    for line_index in range(number):
         points = np.cumsum(rng.normal(0, 25, (9, 2)), 0) + place
-        found["line"].append({"token": f"l{at}", "node_tokens": chain(points)})
-        found["lane_divider"].append(
-            {"token": f"d{at}", "line_token": f"l{at}", "lane_divider_segments": []}
+        content["line"].append({"token": f"l{line_index}", "node_tokens": chain(points)})
+        content["lane_divider"].append(
+            {"token": f"d{line_index}", "line_token": f"l{line_index}", "lane_divider_segments": []}
         )
         hole = [{"node_tokens": chain(points[:3] + 1.0)}]
-        polygon = {"token": f"p{at}", "exterior_node_tokens": chain(points + 3.0), "holes": hole}
-        found["polygon"].append(polygon)
-        found["ped_crossing"].append({"token": f"c{at}", "polygon_token": f"p{at}"})
-    found["drivable_area"].append(
-        {"token": "a", "polygon_tokens": [f"p{at}" for at in range(number)]}
+        polygon = {
+            "token": f"p{line_index}",
+            "exterior_node_tokens": chain(points + 3.0),
+            "holes": hole,
+        }
+        content["polygon"].append(polygon)
+        content["ped_crossing"].append(
+            {"token": f"c{line_index}", "polygon_token": f"p{line_index}"}
+        )
+    content["drivable_area"].append(
+        {"token": "a", "polygon_tokens": [f"p{index}" for index in range(number)]}
     )
-    return found
+    return content
 
 
 def dense(line: np.ndarray) -> np.ndarray:
@@ -88,41 +94,45 @@ def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
         near = np.min([distance(points[inside], piece) for piece in pieces], axis=0)
         assert near.max(initial=0.0) < 1e-9
         steps = np.linalg.norm(np.diff(points, axis=0), axis=1)
-        wanted = steps[inside[:-1] & inside[1:]].sum()
+        expected = steps[inside[:-1] & inside[1:]].sum()
         assert sum(map(length, pieces)) == pytest.approx(
-            wanted, abs=len(pieces) * 2 * steps.max() + 1e-9
+            expected, abs=len(pieces) * 2 * steps.max() + 1e-9
         )
     assert num_pieces > 60
 
 
 def test_the_window_is_in_ego(tmp_path) -> None:
-    whole = parse_map(
+    vector_map = parse_map(
         json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(), "m"
     )
     yaw = 0.7
     pose = np.array(
         [[np.cos(yaw), -np.sin(yaw), 0, 510.0], [np.sin(yaw), np.cos(yaw), 0, 880.0], [0, 0, 1, 0]]
     )
-    found = window(whole, pose)
-    back = found["point"].astype(np.float64) @ pose[:2, :2].T + pose[:2, 3]
-    assert set(np.unique(found["layer"])) == {
+    vectors = window(vector_map, pose)
+    back = vectors["point"].astype(np.float64) @ pose[:2, :2].T + pose[:2, 3]
+    assert set(np.unique(vectors["layer"])) == {
         LAYERS.index(n) for n in ("lane_divider", "ped_crossing", "drivable_area")
     }
-    for number in range(found["line"].max() + 1):
-        own = found["line"] == number
-        (layer,) = np.unique(found["layer"][own])
-        lines = [line for line, of in zip(whole.lines, whole.layers, strict=True) if of == layer]
-        assert min(distance(back[own], line).max() for line in lines) < 1e-4
-    empty = window(whole, pose + [[0, 0, 0, 1e5]] * 3)
+    for number in range(vectors["line"].max() + 1):
+        mask = vectors["line"] == number
+        (layer,) = np.unique(vectors["layer"][mask])
+        lines = [
+            line
+            for line, line_layer in zip(vector_map.lines, vector_map.layers, strict=True)
+            if line_layer == layer
+        ]
+        assert min(distance(back[mask], line).max() for line in lines) < 1e-4
+    empty = window(vector_map, pose + [[0, 0, 0, 1e5]] * 3)
     assert empty["point"].shape == (0, 2)
 
 
 def test_a_dataset_with_maps_is_sound(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",))
-    (made.root / "maps" / "expansion").mkdir()
-    file = made.root / "maps" / "expansion" / "testville.json"
+    nuscenes = build_nuscenes(tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",))
+    (nuscenes.root / "maps" / "expansion").mkdir()
+    file = nuscenes.root / "maps" / "expansion" / "testville.json"
     file.write_text(json.dumps(expansion(np.random.default_rng(2), place=(400.0, 1100.0))))
-    shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options={"channels": ["map"]})
+    shard(f"nuscenes:{nuscenes.root}", tmp_path / "out", workers=1, options={"channels": ["map"]})
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
@@ -130,7 +140,7 @@ def test_a_dataset_with_maps_is_sound(tmp_path) -> None:
     assert len(value["point"]) > 20
     assert np.abs(value["point"]).max() <= np.float32(HALF_M)
     file.unlink()
-    shard(f"nuscenes:{made.root}", tmp_path / "none", workers=1, options={"channels": ["map"]})
+    shard(f"nuscenes:{nuscenes.root}", tmp_path / "none", workers=1, options={"channels": ["map"]})
     assert open_dataset(tmp_path / "none").manifest.extra_channels == ()
 
 
@@ -138,7 +148,7 @@ GOOD = expansion(np.random.default_rng(3), 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "message"),
     [
         ("", "is not a map"),
         ("[]", "is not a map"),
@@ -151,7 +161,7 @@ GOOD = expansion(np.random.default_rng(3), 1)
         ("[" * 100_000, "is not a map"),
     ],
 )
-def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
-    with pytest.raises(SourceError, match=wanted) as caught:
+def test_a_hostile_file_is_a_named_error(text, message) -> None:
+    with pytest.raises(SourceError, match=message) as caught:
         parse_map(text.encode(), "maps/expansion/x.json")
     assert "maps/expansion/x.json" in str(caught.value)

@@ -22,7 +22,7 @@ CAMERAS = ("CAM_FRONT",)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def nuscenes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     built = build_nuscenes(
         tmp_path_factory.mktemp("radar") / "root",
         {"scene-0061": 4, "scene-0103": 2},
@@ -50,12 +50,12 @@ def points_of(source: Any, info: Any, row: Any) -> np.ndarray | None:
 
 
 @pytest.mark.parametrize("num_sweeps", [0, 2])
-def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -> None:
-    devkit = opened_by_devkit(made.root)
+def test_radar_points_are_those_of_nuscenes_devkit(nuscenes, tmp_path, num_sweeps) -> None:
+    devkit = opened_by_devkit(nuscenes.root)
     from nuscenes.utils.data_classes import RadarPointCloud
 
     source, info, table = scanned(
-        "nuscenes", made.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps
+        "nuscenes", nuscenes.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps
     )
     assert [channel.name for channel in info.channels] == ["radar_front"]
     RadarPointCloud.disable_filters()
@@ -71,23 +71,23 @@ def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -
             lidar2ego = geometry.lidar2ego[0]
             xyz = cloud.points[:3].T @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
             np.testing.assert_allclose(points[:, :3], xyz, atol=2e-5)
-            others = [
-                at
-                for at, name in enumerate(FIELDS)
-                if (at > 2 and not name.startswith("v")) or name.endswith("rms")
+            columns = [
+                column
+                for column, name in enumerate(FIELDS)
+                if (column > 2 and not name.startswith("v")) or name.endswith("rms")
             ]
-            np.testing.assert_array_equal(points[:, others], cloud.points[others].T)
+            np.testing.assert_array_equal(points[:, columns], cloud.points[columns].T)
             np.testing.assert_allclose(points[:, 18], dt_s[0], atol=1e-6)
     finally:
         RadarPointCloud.default_filters()
 
 
-def test_velocities_turn_with_the_points(made, tmp_path) -> None:
-    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["radar"])
+def test_velocities_turn_with_the_points(nuscenes, tmp_path) -> None:
+    source, info, table = scanned("nuscenes", nuscenes.root, tmp_path, channels=["radar"])
     row = table.row(1)
     points = points_of(source, info, row)
-    tables = made.tables
-    own = next(
+    tables = nuscenes.tables
+    radar_row = next(
         r
         for r in tables["sample_data"]
         if r["is_key_frame"]
@@ -97,11 +97,11 @@ def test_velocities_turn_with_the_points(made, tmp_path) -> None:
     from pyquaternion import Quaternion
 
     calibrated = next(
-        r for r in tables["calibrated_sensor"] if r["token"] == own["calibrated_sensor_token"]
+        r for r in tables["calibrated_sensor"] if r["token"] == radar_row["calibrated_sensor_token"]
     )
-    pose = next(r for r in tables["ego_pose"] if r["token"] == own["ego_pose_token"])
+    pose = next(r for r in tables["ego_pose"] if r["token"] == radar_row["ego_pose_token"])
     ego2global = decode_arrays(row.geometry, Geometry).ego2global[:3, :3]
-    raw = made.files_of_radar[own["filename"]]
+    raw = nuscenes.files_of_radar[radar_row["filename"]]
     turn = (
         ego2global.T
         @ Quaternion(pose["rotation"]).rotation_matrix
@@ -109,34 +109,36 @@ def test_velocities_turn_with_the_points(made, tmp_path) -> None:
     )
     for names in (("vx", "vy"), ("vx_comp", "vy_comp")):
         flat = np.stack([raw[names[0]], raw[names[1]], np.zeros(len(raw))], 1) @ turn.T
-        at = [list(FIELDS).index(name) for name in names]
-        np.testing.assert_allclose(points[:, at], flat[:, :2], atol=1e-4)
+        columns = [list(FIELDS).index(name) for name in names]
+        np.testing.assert_allclose(points[:, columns], flat[:, :2], atol=1e-4)
     moved = LAWS["ego_points"].move(points, info.channels[0], Motion(ego=BevMap(flip_y=True)))
     np.testing.assert_allclose(
         moved[:, list(FIELDS).index("vy_comp")], -points[:, list(FIELDS).index("vy_comp")]
     )
 
 
-def test_a_radar_marked_as_not_valid_is_left_out(made, tmp_path) -> None:
-    shutil.copytree(made.root, tmp_path / "root")
+def test_a_radar_marked_as_not_valid_is_left_out(nuscenes, tmp_path) -> None:
+    shutil.copytree(nuscenes.root, tmp_path / "root")
     import copy
     import json
 
-    rows = copy.deepcopy(made.tables["sample_data"])
-    own = next(r for r in rows if r["is_key_frame"] and "/RADAR" in r["filename"])
-    own["is_valid"] = False
-    (tmp_path / "root" / made.version / "sample_data.json").write_text(json.dumps(rows))
+    rows = copy.deepcopy(nuscenes.tables["sample_data"])
+    radar_row = next(r for r in rows if r["is_key_frame"] and "/RADAR" in r["filename"])
+    radar_row["is_valid"] = False
+    (tmp_path / "root" / nuscenes.version / "sample_data.json").write_text(json.dumps(rows))
     source, info, table = scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"])
-    there = [points_of(source, info, table.row(number)) is not None for number in range(len(table))]
-    assert there.count(False) == 1
+    has_points = [
+        points_of(source, info, table.row(number)) is not None for number in range(len(table))
+    ]
+    assert has_points.count(False) == 1
 
 
 @pytest.mark.parametrize("key", [True, False])
-def test_a_radar_file_that_is_absent_is_named(made, tmp_path, key) -> None:
-    shutil.copytree(made.root, tmp_path / "root")
+def test_a_radar_file_that_is_absent_is_named(nuscenes, tmp_path, key) -> None:
+    shutil.copytree(nuscenes.root, tmp_path / "root")
     rows = [
         r
-        for r in made.tables["sample_data"]
+        for r in nuscenes.tables["sample_data"]
         if r["is_key_frame"] is key and "/RADAR" in r["filename"]
     ]
     (tmp_path / "root" / rows[1]["filename"]).unlink()
@@ -145,13 +147,13 @@ def test_a_radar_file_that_is_absent_is_named(made, tmp_path, key) -> None:
         scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"], radar_sweeps=2)
 
 
-def test_sweeps_without_radar_are_refused(made, tmp_path) -> None:
+def test_sweeps_without_radar_are_refused(nuscenes, tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]"
     ):
-        scanned("nuscenes", made.root, tmp_path, radar_sweeps=2)
+        scanned("nuscenes", nuscenes.root, tmp_path, radar_sweeps=2)
     with pytest.raises(ConfigError, match="channels"):
-        scanned("nuscenes", made.root, tmp_path, channels=["sonar"])
+        scanned("nuscenes", nuscenes.root, tmp_path, channels=["sonar"])
 
 
 def test_a_first_point_of_nan_means_no_points() -> None:
@@ -162,14 +164,14 @@ def test_a_first_point_of_nan_means_no_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"),
+    ("data", "message"),
     [
         (b"", "without a line DATA"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (b"x" * 10_000 + b"\nDATA binary\n", "without a line DATA"),
         (pcd(np.zeros(2, ROW), FIELDS="x y z"), "fields of one number each"),
         (
-            pcd(np.zeros(2, ROW), FIELDS=" ".join(f"f{at}" for at in range(18))),
+            pcd(np.zeros(2, ROW), FIELDS=" ".join(f"f{column}" for column in range(18))),
             "has the fields f0 f1",
         ),
         (pcd(np.zeros(2, ROW), DATA="ascii"), "not a valid PCD"),
@@ -183,19 +185,19 @@ def test_a_first_point_of_nan_means_no_points() -> None:
         (pcd(np.zeros(2, ROW), POINTS=""), "has POINTS ''"),
     ],
 )
-def test_a_hostile_file_is_a_named_error(data, wanted) -> None:
-    with pytest.raises(SourceError, match=wanted) as caught:
+def test_a_hostile_file_is_a_named_error(data, message) -> None:
+    with pytest.raises(SourceError, match=message) as caught:
         parse_pcd(data, "sweeps/x.pcd")
     assert "sweeps/x.pcd" in str(caught.value)
     assert len(str(caught.value)) < 2000
 
 
-def test_infinite_points_are_refused(made, tmp_path) -> None:
-    shutil.copytree(made.root, tmp_path / "root")
-    name, rows = next(iter(made.files_of_radar.items()))
+def test_infinite_points_are_refused(nuscenes, tmp_path) -> None:
+    shutil.copytree(nuscenes.root, tmp_path / "root")
+    name, rows = next(iter(nuscenes.files_of_radar.items()))
     broken = rows.copy()
     broken["y"][1] = np.inf
-    for name in made.files_of_radar:
+    for name in nuscenes.files_of_radar:
         (tmp_path / "root" / name).write_bytes(pcd(broken))
     source, info, table = scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"])
     with pytest.raises(SourceError, match="not finite"):
