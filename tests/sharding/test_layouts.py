@@ -151,7 +151,7 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(
     # Begun work is known by its recipe; until that stands in OUT, a run with another one may take over.
     options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS["dictionary"]}
 
-    def killed(*arguments):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     for name in (

@@ -25,8 +25,8 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.
     """Read points (P, C): ``.npy`` of (P, C), binary or text PCD with these columns, or rows of C
     float32.
 
-    The form is known by the first bytes. Raises SourceError, naming ``where``; nothing is
-    unpickled.
+    The form is known by the first bytes, and nothing is unpickled. Raises SourceError, naming
+    ``where``.
     """
     check_no_pointer(data, where)
     if data.startswith(_NPY):

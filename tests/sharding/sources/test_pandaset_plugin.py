@@ -1,4 +1,4 @@
-"""The example of a plug-in: PandaSet, as a package of at most 70 lines of code."""
+"""The example of a plug-in: PandaSet, as a package of at most 75 lines of code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_is_short():
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and hasattr(node, "body")
     }
-    assert len(lines | heads) <= 70
+    assert len(lines | heads) <= 75
 
 
 def poses_json(matrices):
