@@ -133,7 +133,7 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "interrupted" in report["cut_off"]
     assert "**Partial report: " in (out / "report.md").read_text()
     assert processes_of(token) == []
-    assert {one.name for one in out.with_name("temporary").iterdir()} <= {
+    assert {path.name for path in out.with_name("temporary").iterdir()} <= {
         f"torchinductor_{getuser()}"
     }  # a cache
 
@@ -206,7 +206,7 @@ def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path, c
     report = json.loads((out / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 was ended by SIGKILL after ")
     assert f"the report is partial: {report['cut_off']}" in capsys.readouterr().err
-    assert all(shown["num_steps"] >= 10 for shown in report["ranks"])
+    assert all(rank["num_steps"] >= 10 for rank in report["ranks"])
 
 
 @pytest.mark.usefixtures("warm_ranks")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def peak_of(run: Callable[[], object]) -> int:
     """Return the peak of the CPU allocator in bytes while ``run`` runs, beyond what it held before."""
     gc.collect()  # what earlier tests left would be freed in the run, and be taken off its peak
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [
-        event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -18,10 +18,12 @@ def dali_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let DALI run a GPU's graph, and everything around it, in host memory."""
     from fuelrail.loaders.decode import dali
 
-    made = dali.Pipeline
+    pipeline_class = dali.Pipeline
     monkeypatch.setattr(dali, "_MIXED", "cpu")
     monkeypatch.setattr(
-        dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None})
+        dali,
+        "Pipeline",
+        lambda *args, **options: pipeline_class(*args, **{**options, "device_id": None}),
     )
 
 

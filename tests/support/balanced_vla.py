@@ -22,7 +22,10 @@ def main(dataset: str, folder: str) -> None:
     torch.set_num_threads(1)
     example = importlib.import_module("vla")
     example.divided = partial(example.divided, partial(example.Vla, dropout=0.0))
-    found: dict[str, list[tuple[float | None, dict[str, float]]]] = {"plain": [], "balanced": []}
+    losses_by_run: dict[str, list[tuple[float | None, dict[str, float]]]] = {
+        "plain": [],
+        "balanced": [],
+    }
     for name, words in (("plain", []), ("balanced", ["--balance=timestamp_ns"])):
         options = [
             "--strategy=ddp",
@@ -35,9 +38,11 @@ def main(dataset: str, folder: str) -> None:
         ]
         example.main(
             options,
-            on_step=lambda record, losses, name=name: found[name].append((record.loss, losses)),
+            on_step=lambda record, losses, name=name: losses_by_run[name].append(
+                (record.loss, losses)
+            ),
         )
-    Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(losses_by_run))
     dist.barrier()
     dist.destroy_process_group()
 

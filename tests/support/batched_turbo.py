@@ -39,7 +39,8 @@ class BatchedTurbo(TurboDecoder):
     def decode_batch(self, encoded, image_maps, out, interpolation="bilinear"):
         type(self).sizes.append(len(encoded))
         errors = [
-            self._decode(*one, interpolation) for one in zip(encoded, image_maps, out, strict=True)
+            self._decode(*task, interpolation)
+            for task in zip(encoded, image_maps, out, strict=True)
         ]
         if self.device.type == "cuda":
             wait_on_host(torch.cuda.current_stream(self.device))

@@ -51,26 +51,32 @@ def copied(batch: Any) -> Any:
     return type(batch)(*map(copied, batch)) if isinstance(batch, tuple) else batch
 
 
-def keys(found: Iterable[Any]) -> list[str]:
+def keys(batches: Iterable[Any]) -> list[str]:
     """Return the samples' keys, in order."""
-    return [key for batch in found for key in batch["sample_key"]]
+    return [key for batch in batches for key in batch["sample_key"]]
 
 
-def unlike(one: Any, other: Any, name: str = "") -> list[str]:
+def unlike(actual: Any, expected: Any, name: str = "") -> list[str]:
     """Name the parts in which two values differ; tensors are the same with equal dtype, shape and bytes."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return [] if _bytes(one) == _bytes(other) else [name]
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return unlike(torch.from_numpy(one), torch.from_numpy(other), name)
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [part for key in one for part in unlike(one[key], other[key], f"{name}.{key}")]
-    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return [] if _bytes(actual) == _bytes(expected) else [name]
+    if isinstance(actual, np.ndarray) and isinstance(expected, np.ndarray):
+        return unlike(torch.from_numpy(actual), torch.from_numpy(expected), name)
+    if isinstance(actual, dict) and isinstance(expected, dict) and actual.keys() == expected.keys():
+        return [
+            part for key in actual for part in unlike(actual[key], expected[key], f"{name}.{key}")
+        ]
+    if (
+        isinstance(actual, (list, tuple))
+        and type(actual) is type(expected)
+        and len(actual) == len(expected)
+    ):
         return [
             part
-            for at, pair in enumerate(zip(one, other, strict=True))
-            for part in unlike(*pair, f"{name}[{at}]")
+            for index, pair in enumerate(zip(actual, expected, strict=True))
+            for part in unlike(*pair, f"{name}[{index}]")
         ]
-    return [] if type(one) is type(other) and one == other else [name]
+    return [] if type(actual) is type(expected) and actual == expected else [name]
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[str, torch.Size, bytes]:
@@ -85,25 +91,25 @@ def rows(batch: dict[str, Any]) -> list[Any]:
     return [
         [
             {name: _row(value, row, num_rows) for name, value in batch.items()}
-            for row in range(at, num_rows, num_samples)
+            for row in range(sample, num_rows, num_samples)
         ]
-        for at in range(num_samples)
+        for sample in range(num_samples)
     ]
 
 
 def _row(value: Any, row: int, num_rows: int) -> Any:
     if isinstance(value, Packed):
         frames = (len(value.offsets) - 1) // num_rows
-        at = value.offsets[row * frames : (row + 1) * frames + 1]
-        return (at - at[0]).tolist(), _bytes(value.values[at[0] : at[-1]])
+        offsets = value.offsets[row * frames : (row + 1) * frames + 1]
+        return (offsets - offsets[0]).tolist(), _bytes(value.values[offsets[0] : offsets[-1]])
     if isinstance(value, dict):
-        return {name: _row(one, row, num_rows) for name, one in value.items()}
+        return {name: _row(entry, row, num_rows) for name, entry in value.items()}
     return _plain(value[row]) if isinstance(value, (list, torch.Tensor)) else value
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return _bytes(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -119,7 +125,7 @@ def check_one_sequence(
 
     def run(size: int, count: int, state: Any = None) -> tuple[list[Any], list[Any]]:
         """Return the samples of each step over all ranks, and the states before the first step and after each."""
-        found = []
+        rank_steps = []
         states = []
         for rank in range(size):
             with make(
@@ -135,24 +141,24 @@ def check_one_sequence(
                         said.append(loader.state_dict())
                         if len(mine) == count:
                             break
-            found.append(mine)
+            rank_steps.append(mine)
             states.append(said)
-        assert all(one == states[0] for one in states)
+        assert all(rank_state == states[0] for rank_state in states)
         return [
-            [row for part in parts for row in part] for parts in zip(*found, strict=True)
+            [row for part in parts for row in part] for parts in zip(*rank_steps, strict=True)
         ], states[0]
 
     with make(global_batch, rank=0, size=1, num_workers=3) as loader:
         count = len(loader) + 2
     runs = {size: run(size, count) for size in sizes}
-    whole, _ = runs[sizes[0]]
-    for size, (found, _) in runs.items():
-        assert found == whole, f"{size} ranks"
+    expected_sequence, _ = runs[sizes[0]]
+    for size, (sequence, _) in runs.items():
+        assert sequence == expected_sequence, f"{size} ranks"
     for done in range(count):
         before = sizes[done % len(sizes)]
         after = sizes[(done + 1) % len(sizes)]
         state = runs[before][1][done]
         state = pickle.loads(pickle.dumps(state)) if done % 2 else json.loads(json.dumps(state))
-        assert run(after, count - done, state)[0] == whole[done:], (
+        assert run(after, count - done, state)[0] == expected_sequence[done:], (
             f"from {before} to {after} ranks at step {done}"
         )

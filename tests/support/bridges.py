@@ -66,8 +66,8 @@ def torch_run(
     loader = sampler.count(DataLoader(dataset or Rows(), **options))
     if state is not None:
         loader.load_state_dict(json.loads(state))
-    found = [rows_of(batch) for batch in islice(endless(loader), num_steps)]
-    return found, json.dumps(loader.state_dict())
+    batch_rows = [rows_of(batch) for batch in islice(endless(loader), num_steps)]
+    return batch_rows, json.dumps(loader.state_dict())
 
 
 def stateful_run(
@@ -80,8 +80,8 @@ def stateful_run(
     )
     if state is not None:
         loader.load_state_dict(state)
-    found = [batch.tolist() for batch in islice(endless(loader), num_steps)]
-    return found, loader.state_dict()
+    batch_rows = [batch.tolist() for batch in islice(endless(loader), num_steps)]
+    return batch_rows, loader.state_dict()
 
 
 def loop_run(
@@ -103,9 +103,9 @@ def accelerate_run(
     accelerator.register_for_checkpointing(loader)
     if state is not None:
         accelerator.load_state(state)
-    found = [batch.tolist() for batch in islice(endless(loader), num_steps)]
+    batch_rows = [batch.tolist() for batch in islice(endless(loader), num_steps)]
     accelerator.save_state(str(folder / "accelerate"))
-    return found, str(folder / "accelerate")
+    return batch_rows, str(folder / "accelerate")
 
 
 def lightning_run(
@@ -152,7 +152,7 @@ def trainer_run(
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     sampler = sampler_of(name, world)
-    seen = []
+    batch_rows = []
     loader = sampler.count(
         DataLoader(
             Rows(), batch_sampler=sampler, collate_fn=lambda rows: {"row": torch.tensor(rows)}
@@ -172,7 +172,7 @@ def trainer_run(
             return loader
 
         def compute_loss(self, model: Any, inputs: Any, **_options: Any) -> Any:
-            seen.append(inputs["row"].tolist())
+            batch_rows.append(inputs["row"].tolist())
             return model(inputs["row"].float()[:, None]).square().mean()
 
     until = steps_done + num_steps
@@ -191,7 +191,7 @@ def trainer_run(
     Ordered(torch.nn.Linear(1, 1), arguments, callbacks=[Position()]).train(
         resume_from_checkpoint=checkpoint
     )
-    return seen, (until, str(folder / f"checkpoint-{until}"))
+    return batch_rows, (until, str(folder / f"checkpoint-{until}"))
 
 
 def grain_run(
@@ -208,8 +208,8 @@ def grain_run(
     iterator = iter(loader)
     if state is not None:
         iterator.set_state(state)
-    found = [next(iterator).tolist() for _ in range(num_steps)]
-    return found, iterator.get_state()
+    batch_rows = [next(iterator).tolist() for _ in range(num_steps)]
+    return batch_rows, iterator.get_state()
 
 
 @cache
@@ -228,11 +228,11 @@ def lance_rows(folder: Path) -> Any:
         pa.table({"row": range(NUM_ROWS)}), str(folder / "rows.lance"), max_rows_per_file=100
     )
 
-    class Taken(Rows):
+    class LanceRows(Rows):
         def __getitems__(self, rows: list[int]) -> Any:
-            return [one["row"] for one in stored.take(rows).to_pylist()]
+            return [record["row"] for record in stored.take(rows).to_pylist()]
 
-    return Taken()
+    return LanceRows()
 
 
 @cache
@@ -242,16 +242,16 @@ def lerobot_episodes(folder: Path) -> Any:
     features = {
         "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
     }
-    made = LeRobotDataset.create(
+    dataset = LeRobotDataset.create(
         "me/episodes", 10, features, root=folder / "episodes", use_videos=False
     )
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
-            made.add_frame(
+            dataset.add_frame(
                 {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
             )
-        made.save_episode()
-    made.finalize()
+        dataset.save_episode()
+    dataset.finalize()
     return LeRobotDataset("me/episodes", root=folder / "episodes")
 
 
@@ -269,7 +269,7 @@ def image_folder(folder: Path) -> Any:
     return ImageFolder(str(folder / "images"), transform=PILToTensor())
 
 
-def over_data(made: Callable[[Path], Any], rows_of: Callable[[Any], list[int]]) -> Run:
+def over_data(make_dataset: Callable[[Path], Any], rows_of: Callable[[Any], list[int]]) -> Run:
     def run(
         name: str, world: fr.World, state: Any, num_steps: int, folder: Path
     ) -> tuple[list[list[int]], Any]:
@@ -279,7 +279,7 @@ def over_data(made: Callable[[Path], Any], rows_of: Callable[[Any], list[int]]) 
             state=state,
             num_steps=num_steps,
             _folder=folder,
-            dataset=made(folder),
+            dataset=make_dataset(folder),
             rows_of=rows_of,
         )
 
@@ -321,19 +321,21 @@ def stop_and_continue(run: Run, num_stops: int, folder: Path, seed: int) -> int:
     compared = 0
     add_subset(folder)
     references = {name: sampler_of(name, fr.World()) for name in ORDERS}
-    at: dict[str, tuple[Any, int]] = dict.fromkeys(ORDERS, (None, 0))
+    positions: dict[str, tuple[Any, int]] = dict.fromkeys(ORDERS, (None, 0))
     for stop in range(num_stops):
         name = list(ORDERS)[stop % len(ORDERS)]
-        state, step = at[name]
+        state, step = positions[name]
         size = draw.choice(WORLDS)
         num_steps = draw.randrange(1, 12)
         world = fr.World(draw.randrange(size), size)
-        own = folder / name
-        own.mkdir(exist_ok=True)
-        found, state = run(name, world, state, num_steps, own)
+        order_folder = folder / name
+        order_folder.mkdir(exist_ok=True)
+        batch_rows, state = run(name, world, state, num_steps, order_folder)
         part = GLOBAL_BATCH // size
-        wanted = [references[name][step + k][world.rank * part :][:part] for k in range(num_steps)]
-        assert found == wanted, (name, stop, step, world)
+        expected = [
+            references[name][step + k][world.rank * part :][:part] for k in range(num_steps)
+        ]
+        assert batch_rows == expected, (name, stop, step, world)
         compared = compared + num_steps
-        at[name] = (state, step + num_steps)
+        positions[name] = (state, step + num_steps)
     return compared

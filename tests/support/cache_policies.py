@@ -47,14 +47,14 @@ def farthest_first_hits(
         if hits[now]:
             continue
         after = policy.next_use(row)
-        wanted = int(lengths[row]) - room
+        missing = int(lengths[row]) - room
         victims: dict[int, int] = {}
-        while wanted > 0 and (victim := policy.pop()) is not None:
-            wanted -= 0 if victim[0] in victims else int(lengths[victim[0]])
+        while missing > 0 and (victim := policy.pop()) is not None:
+            missing -= 0 if victim[0] in victims else int(lengths[victim[0]])
             victims[victim[0]] = victim[1]
             if victim[1] <= after:
                 break
-        if wanted > 0 or any(use <= after for use in victims.values()):
+        if missing > 0 or any(use <= after for use in victims.values()):
             for gone, use in victims.items():
                 policy.add(gone, use)
             continue

@@ -207,11 +207,12 @@ def write_cameras(
     def samples() -> Iterator[MadeSample]:
         for number in range(num_samples):
             key = f"scene-{number // 40:04d}-{number % 40:06d}"
-            own = msgspec.json.encode(
+            sample_meta = msgspec.json.encode(
                 msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40)
             )
             small = [
-                RawMember(name, codecs.ZSTD, data) for name, data in {**members, META: own}.items()
+                RawMember(name, codecs.ZSTD, data)
+                for name, data in {**members, META: sample_meta}.items()
             ]
             images = [RawMember(f"{channel}.jpg", codecs.RAW, picture) for channel in channels]
             yield MadeSample(
@@ -297,7 +298,7 @@ def write_manifest(
         )
         for number, length in enumerate(shard_lengths)
     )
-    whole = SplitEntry(
+    split_entry = SplitEntry(
         first_sample=0,
         num_samples=firsts[-1],
         first_shard=0,
@@ -306,7 +307,7 @@ def write_manifest(
     )
     entries = write_tables(folder, shards)
     manifest = dataset_manifest(
-        {split: whole},
+        {split: split_entry},
         entries,
         sum(shard.bytes for shard in shards),
         seed=seed,

@@ -84,7 +84,7 @@ class Kills:
             if finished:
                 self.found["runs_completed"] += 1
                 place = self._new_place()
-            mesh = self._draw.choice([other for other in self._meshes if other != mesh])
+            mesh = self._draw.choice([candidate for candidate in self._meshes if candidate != mesh])
 
     def _new_place(self) -> Path:
         return self._work / f"run-{next(self._number):04d}"
@@ -150,12 +150,12 @@ class Kills:
             before = now
             time.sleep(_POLL_S)
         time.sleep(delay_s)
-        at = PHASES[phases[watched]]
+        current_phase = PHASES[phases[watched]]
         if times or not all(process.is_alive() for process in ranks):
             return False
         for process in [ranks[watched]] if alone else ranks:
             os.kill(process.pid, signal.SIGKILL)
-        self.by_phase[at] += 1
+        self.by_phase[current_phase] += 1
         self.by_mesh[mesh] += 1
         self.found["one_rank"] += alone and len(ranks) > 1
         if alone:
@@ -171,7 +171,7 @@ class Kills:
         self, files: Sequence[Path], place: Path, before: Mapping[int, Path], mesh: str
     ) -> None:
         """Compare what the ranks did with the reference, and the visible checkpoints with their manifests."""
-        seen: dict[int, list[set[str]]] = {}
+        keys_by_step: dict[int, list[set[str]]] = {}
         newest = max(before, default=0)
         visible_said = 0
         for file in files:
@@ -187,8 +187,8 @@ class Kills:
                     expected = self._reference[line["step"]]
                     self.found["steps_compared"] += 1
                     self.largest = max(self.largest, abs(line["loss"] - expected["loss"]))
-                    seen.setdefault(line["step"], []).append(set(line["keys"]))
-        for step, parts in seen.items():
+                    keys_by_step.setdefault(line["step"], []).append(set(line["keys"]))
+        for step, parts in keys_by_step.items():
             # A step that all ranks wrote down has all its samples; of a cut one each part must belong to it.
             expected_keys = set(self._reference[step]["keys"])
             union = set().union(*parts)
@@ -201,7 +201,7 @@ class Kills:
         self.found["older_than_newest"] += after < max(newest, visible_said)
         for folder in checkpoints.values():
             self.found["checkpoints_checked"] += 1
-            self.found["damaged_checkpoints"] += not _whole(folder)
+            self.found["damaged_checkpoints"] += not _is_complete(folder)
         # A run that is killed before it removes old ones leaves one more, also after such a run.
         assert len(checkpoints) <= max(KEEP, len(before)) + 1, (mesh, checkpoints)
 
@@ -222,14 +222,14 @@ def _visible(place: Path) -> dict[int, Path]:
         path: re.fullmatch(r"step-(\d+)\.[0-9a-f]{8}", path.name) for path in place.glob("step-*")
     }
     return {
-        int(found[1]): path
-        for path, found in names.items()
+        int(match[1]): path
+        for path, match in names.items()
         # A removal that was cut off has lost its manifest first.
-        if found is not None and (path / "checkpoint.json").exists()
+        if match is not None and (path / "checkpoint.json").exists()
     }
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     files = json.loads((folder / "checkpoint.json").read_bytes())["manifest"]["files"]
     return ".metadata" in files and all(
         (folder / name).stat().st_size == size

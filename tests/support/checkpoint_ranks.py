@@ -140,7 +140,7 @@ def run_rank(
 
     ``files`` are the dataset, the place of checkpoints and the file of lines.
     """
-    dataset, place, lines = (files[one] for one in ("dataset", "place", "lines"))
+    dataset, place, lines = (files[name_of_file] for name_of_file in ("dataset", "place", "lines"))
     started_s = time.monotonic()
 
     def enter(phase: str) -> None:

@@ -22,15 +22,15 @@ OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.5, "val": 0.5}}
 def die_at(number: int, *, after: bool) -> None:
     """Let the rename of this number kill the process."""
     rename = Path.replace
-    seen = 0
+    num_renames = 0
 
     def replace(self: Path, target: Path) -> Path:
-        nonlocal seen
-        seen += 1
-        if seen == number and not after:
+        nonlocal num_renames
+        num_renames += 1
+        if num_renames == number and not after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = rename(self, target)
-        if seen == number:
+        if num_renames == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -69,25 +69,27 @@ def main(root: Path, scratch: Path) -> int:
                 sys.stdout.write(f"{deaths}\n")
                 return 0 if os.WEXITSTATUS(status) == 0 and digests(out) == expected else 1
             deaths += 1
-            seen = {
+            published = {
                 name: digest
                 for name, digest in digests(out).items()
                 if not name.startswith(".fuelrail/")
             }
-            if any(expected[name] != digest for name, digest in seen.items()):
+            if any(expected[name] != digest for name, digest in published.items()):
                 sys.stderr.write(f"death {deaths}: a file under a final name is not whole\n")
                 return 1
-            if "dataset.json" in seen and seen != expected:
+            if "dataset.json" in published and published != expected:
                 sys.stderr.write(f"death {deaths}: a manifest without all of its files\n")
                 return 1
-            kept = {name: (out / name).stat().st_ino for name in seen if name.endswith(".tar")}
+            shard_inodes = {
+                name: (out / name).stat().st_ino for name in published if name.endswith(".tar")
+            }
             if (
                 in_child(lambda out=out: shard_nuscenes(root, out, **OPTIONS))
                 or digests(out) != expected
             ):
                 sys.stderr.write(f"death {deaths}: went on to other bytes\n")
                 return 1
-            if any((out / name).stat().st_ino != inode for name, inode in kept.items()):
+            if any((out / name).stat().st_ino != inode for name, inode in shard_inodes.items()):
                 sys.stderr.write(f"death {deaths}: a whole shard was written again\n")
                 return 1
             shutil.rmtree(out)

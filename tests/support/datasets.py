@@ -76,7 +76,7 @@ def make_geometry(
     count = len(CAMERAS)
     ahead = [0.5, -0.5, 0.5, -0.5]
     behind = [0.5, -0.5, -0.5, 0.5]
-    here = rng.random(3) * 1000
+    position = rng.random(3) * 1000
     step = np.array([0.3, 0.0, 0.0])
     level = np.array([1.0, 0.0, 0.0, 0.0])
     intrinsics = np.array(
@@ -90,10 +90,12 @@ def make_geometry(
         intrinsics=np.tile(intrinsics, (count, 1, 1)),
         dist=np.full((count, 14), np.nan),
         cam2ego=rigid(np.array([ahead, behind]), np.array([[1.5, 0, 1.5], [-0.5, 0, 1.5]])),
-        cam_ego2global=rigid(np.tile(level, (count, 1)), here + step * np.arange(count)[:, None]),
-        ego2global=rigid(level, here),
+        cam_ego2global=rigid(
+            np.tile(level, (count, 1)), position + step * np.arange(count)[:, None]
+        ),
+        ego2global=rigid(level, position),
         lidar2ego=rigid(level, np.array([0.9, 0.0, 1.8]))[None],
-        lidar_ego2global=rigid(level, here)[None],
+        lidar_ego2global=rigid(level, position)[None],
         lidar_timestamp_ns=np.array([timestamp_ns]),
         ego_velocity=np.array([6.0, 0.0, 0.0]),
         ego_accel=nan,
@@ -293,7 +295,7 @@ def dataset_manifest(
     splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, **values: Any
 ) -> Manifest:
     """Return the manifest of a dataset with these splits and files, without channels; ``values`` are further fields."""
-    made = Manifest(
+    manifest = Manifest(
         format=FORMAT,
         version=FORMAT_VERSION,
         name="synthetic",
@@ -315,7 +317,7 @@ def dataset_manifest(
         files=tuple(files),
         splits=dict(splits),
     )
-    return msgspec.structs.replace(made, **values)
+    return msgspec.structs.replace(manifest, **values)
 
 
 class TinyDataset(NamedTuple):
@@ -343,20 +345,20 @@ class DatasetMaker:
         )  # a function's is its address: `options` keeps it alive
         if arguments not in self._made:
             root = self._folder / str(len(self._made))
-            made = TinyDataset(root, build_dataset(root, splits, **options))
-            self._made[arguments] = made, options, _state(root)
-        made, _, state = self._made[arguments]
-        assert _state(made.root) == state, f"a test changed the shared dataset of {arguments}"
+            dataset = TinyDataset(root, build_dataset(root, splits, **options))
+            self._made[arguments] = dataset, options, _state(root)
+        dataset, _, state = self._made[arguments]
+        assert _state(dataset.root) == state, f"a test changed the shared dataset of {arguments}"
         if copy_to is None:
-            return made
-        return TinyDataset(Path(shutil.copytree(made.root, copy_to)), made.raw)
+            return dataset
+        return TinyDataset(Path(shutil.copytree(dataset.root, copy_to)), dataset.raw)
 
     def check(self) -> None:
         """Fail where a test changed a dataset."""
         changed = [
             arguments
-            for arguments, (made, _, state) in self._made.items()
-            if _state(made.root) != state
+            for arguments, (dataset, _, state) in self._made.items()
+            if _state(dataset.root) != state
         ]
         assert not changed, f"a test changed the shared datasets of {changed}"
 

@@ -72,9 +72,9 @@ def mutate(encoded: bytes, rng: random.Random) -> bytes:
         length = min(len(data) - a, rng.randrange(1, 600))
         data[a : a + length] = rng.randbytes(length)
     else:
-        at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"))
-        if at >= 0:
-            data[at + 5 : at + 9] = rng.randbytes(4)
+        marker = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2"))
+        if marker >= 0:
+            data[marker + 5 : marker + 9] = rng.randbytes(4)
     return bytes(data)
 
 
@@ -200,14 +200,14 @@ def sanitized_library(folder: Path) -> dict[str, str]:
     for file in FOLDER.glob("*.[ch]"):
         shutil.copy(file, folder)
     build(folder, _SANITIZERS)
-    found = [
+    libraries = [
         subprocess.run(
             ["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     return {
-        "LD_PRELOAD": " ".join(found),
+        "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     }
 
@@ -215,5 +215,5 @@ def sanitized_library(folder: Path) -> dict[str, str]:
 if __name__ == "__main__":
     decoder = NativeAgainstTurbo(Path(sys.argv[1]))
     originals = small_files([Path(file).read_bytes() for file in sys.argv[3:]])
-    found = msgspec.to_builtins(fuzz(decoder, originals, range(int(sys.argv[2])), 1))
-    print(msgspec.json.encode({**found, "compared": decoder.num_compared}).decode())
+    outcome = msgspec.to_builtins(fuzz(decoder, originals, range(int(sys.argv[2])), 1))
+    print(msgspec.json.encode({**outcome, "compared": decoder.num_compared}).decode())

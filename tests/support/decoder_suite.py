@@ -110,8 +110,8 @@ class DecoderSuite:
         for place in places:
             x, y = (image_map.centre_matrix() @ (*place, 1.0))[:2]
             if radius + 1 < x < width - radius - 2 and radius + 1 < y < height - radius - 2:
-                found = blob_place(out, (x, y), radius)
-                errors.append((found[0] - x, found[1] - y))
+                spot = blob_place(out, (x, y), radius)
+                errors.append((spot[0] - x, spot[1] - y))
         assert len(errors) >= 3
         assert np.abs(errors).max() < self.place_tolerance_px, (
             f"largest errors {np.abs(errors).max(axis=0)} px"
@@ -149,7 +149,7 @@ class DecoderSuite:
         x, y = (image_map.centre_matrix() @ (u, v, 1.0))[:2]
         radius = math.ceil(3.5 * sigma * image_map.max_scale)
         source_reach = 4.5 * sigma
-        whole = (
+        is_whole = (
             source_reach
             < u - image_map.visible[0]
             < image_map.visible[2] - image_map.visible[0] - source_reach
@@ -159,10 +159,10 @@ class DecoderSuite:
             and radius < x < size[0] - 1 - radius
             and radius < y < size[1] - 1 - radius
         )
-        if whole:
-            found = blob_place(out, (x, y), radius)
-            assert abs(found[0] - x) < self.place_tolerance_px * max(1.0, image_map.max_scale)
-            assert abs(found[1] - y) < self.place_tolerance_px * max(1.0, image_map.max_scale)
+        if is_whole:
+            spot = blob_place(out, (x, y), radius)
+            assert abs(spot[0] - x) < self.place_tolerance_px * max(1.0, image_map.max_scale)
+            assert abs(spot[1] - y) < self.place_tolerance_px * max(1.0, image_map.max_scale)
 
     @pytest.mark.parametrize("name", PRESETS)
     def test_a_point_in_the_world_projects_onto_its_pixels(
@@ -181,8 +181,8 @@ class DecoderSuite:
                     radius < x < image_map.out_wh[0] - radius
                     and radius < y < image_map.out_wh[1] - radius
                 ):
-                    found = blob_place(out, (x, y), radius)
-                    assert math.hypot(found[0] - x, found[1] - y) < 1.5 * self.place_tolerance_px
+                    spot = blob_place(out, (x, y), radius)
+                    assert math.hypot(spot[0] - x, spot[1] - y) < 1.5 * self.place_tolerance_px
                     found_any += 1
         assert found_any >= 4
 
@@ -195,18 +195,20 @@ class DecoderSuite:
         encoded = _encoded_checkerboard(100)
         gray = self.decode(decoder, encoded, image_map).mean(axis=0).astype(np.float32)
         corners = []
-        shown = seen(image_map, 40)
+        visible = seen(image_map, 40)
         for u in range(square, NUSCENES_WH[0], square):
             for v in range(square, NUSCENES_WH[1], square):
                 x, y = (image_map.centre_matrix() @ (u - 0.5, v - 0.5, 1.0))[:2]
                 inside = 12 < x < image_map.out_wh[0] - 13 and 12 < y < image_map.out_wh[1] - 13
-                if inside and shown[round(y), round(x)]:
+                if inside and visible[round(y), round(x)]:
                     corners.append((x, y))
         assert len(corners) >= 20
         expected = np.array(corners, np.float32)[:, None]
         criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
-        found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (6, 6), (-1, -1), criteria)
-        errors = np.abs(found - expected)[:, 0]
+        refined = cv2.cornerSubPix(
+            gray.astype(np.uint8), expected.copy(), (6, 6), (-1, -1), criteria
+        )
+        errors = np.abs(refined - expected)[:, 0]
         # 0.002: cornerSubPix of OpenCV 4 finds corners that much further away than that of OpenCV 5.
         assert errors.max() < 0.1 + 0.002, f"{errors.max(axis=0)} px"
 
@@ -288,14 +290,14 @@ class DecoderSuite:
             self.check_size(decoder, wh, encode(natural(*wh), subsampling=subsampling))
 
     def check_size(self, decoder: ImageDecoder, wh: tuple[int, int], encoded: bytes) -> None:
-        whole = self.decode(decoder, encoded, ImageMap.identity(wh))
+        full_image = self.decode(decoder, encoded, ImageMap.identity(wh))
         assert (
-            np.abs(whole.astype(int) - open_with_pillow(encoded).transpose(2, 0, 1)).max() <= 3
+            np.abs(full_image.astype(int) - open_with_pillow(encoded).transpose(2, 0, 1)).max() <= 3
         ), wh
         for size in ((5, 4), (max(1, wh[0] // 2), max(1, wh[1] // 2)), (2 * wh[0], wh[1])):
             resized = self.decode(decoder, encoded, ImageMap.identity(wh).resize(*size))
             assert resized.shape == (3, size[1], size[0])
-            assert abs(resized.mean() - whole.mean()) < 25
+            assert abs(resized.mean() - full_image.mean()) < 25
 
     @pytest.mark.parametrize(
         "kind",
@@ -332,9 +334,9 @@ class DecoderSuite:
             with pytest.raises(ImageError):
                 self.decode(decoder, encoded, ImageMap.identity((322, 243)))
             return
-        whole = self.decode(decoder, encoded, ImageMap.identity((322, 243)))
+        full_image = self.decode(decoder, encoded, ImageMap.identity((322, 243)))
         expected = open_with_pillow(encoded).transpose(2, 0, 1)
-        assert np.abs(whole.astype(int) - expected).max() <= 3
+        assert np.abs(full_image.astype(int) - expected).max() <= 3
         image_map = ImageMap.identity((322, 243)).resize(141, 107).crop(10, 20, 120, 80)
         out = self.decode(decoder, encoded, image_map)
         where = seen(image_map, 4.0)
@@ -393,8 +395,8 @@ class DecoderSuite:
         )
         self.assert_refused(decoder, png, (60000, 60000), "over the limit")
         jpeg = bytearray(encode(natural(16, 16)))
-        at = jpeg.index(b"\xff\xc0") + 5
-        jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
+        size_offset = jpeg.index(b"\xff\xc0") + 5
+        jpeg[size_offset : size_offset + 4] = struct.pack(">HH", 60000, 60000)
         self.assert_refused(decoder, bytes(jpeg), (60000, 60000), "over the limit")
 
     @pytest.mark.parametrize(

@@ -72,23 +72,23 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
     dataset = open_dataset(out)
     target = dataset.index.row(position)
     shard = dataset.shards[target.shard]
-    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
-    whole = (out / shard.name).read_bytes()
+    rows = [dataset.index.row(index) for index in range(len(dataset.index))]
+    shard_bytes = (out / shard.name).read_bytes()
     data = bytearray()
     names = dict.fromkeys(dataset.index.names)
-    for at in range(shard.first_sample, shard.first_sample + shard.num_samples):
-        row = rows[at]
+    for index in range(shard.first_sample, shard.first_sample + shard.num_samples):
+        row = rows[index]
         raw = {
             m.name: bytes(
                 codecs.decode(
-                    m.codec, whole[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes
+                    m.codec, shard_bytes[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes
                 )
             )
             for m in row.members
         }
         codec = {m.name: m.codec for m in row.members}
         pairs = list(raw.items())
-        if at == position:
+        if index == position:
             changed = change(raw)
             pairs = changed if isinstance(changed, list) else list(raw.items())
             row = row._replace(key=key or row.key)
@@ -112,7 +112,9 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
                 pairs, kinds, offsets, stored, strict=True
             )
         )
-        rows[at] = IndexRow(*row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries)
+        rows[index] = IndexRow(
+            *row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries
+        )
         data += span
     (out / shard.name).write_bytes(data + END_OF_ARCHIVE)
     (out / shard.name).with_suffix(".idx").write_bytes(
@@ -139,9 +141,13 @@ def edit_attributes(out: Path, column: str, position: int, value: object) -> Non
     table = pq.read_table(out / "attributes.parquet")
     values = table[column].to_pylist()
     values[position] = value
-    at = table.column_names.index(column)
+    column_index = table.column_names.index(column)
     pq.write_table(
-        table.set_column(at, table.schema.field(at), pa.array(values, table.schema.types[at])),
+        table.set_column(
+            column_index,
+            table.schema.field(column_index),
+            pa.array(values, table.schema.types[column_index]),
+        ),
         out / "attributes.parquet",
     )
     reseal(out)

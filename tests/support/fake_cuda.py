@@ -66,7 +66,7 @@ class Copy(NamedTuple):
     num_bytes: int
     is_pinned: bool
     waits: bool
-    what: str
+    operation: str
 
 
 class DeviceTensor(torch.Tensor):
@@ -104,9 +104,9 @@ class FakeGenerator(torch.Generator):
     """A generator of random numbers in host memory for a device of any name; factories take it for that device."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
-        made = super().__new__(cls)
-        made.home = torch.device(device)
-        return made
+        generator = super().__new__(cls)
+        generator.home = torch.device(device)
+        return generator
 
 
 class FakeCuda:
@@ -153,8 +153,8 @@ class FakeCuda:
         """Return the device with its number."""
         if isinstance(device, int):
             return torch.device("cuda", device)
-        found = torch.device("cuda" if device is None else device)
-        return torch.device("cuda", self._here()) if str(found) == "cuda" else found
+        parsed = torch.device("cuda" if device is None else device)
+        return torch.device("cuda", self._device_index()) if str(parsed) == "cuda" else parsed
 
     def current_stream(self, device: Any = None) -> FakeStream:
         index = self.device(device).index
@@ -167,13 +167,13 @@ class FakeCuda:
             yield
             return
         before = dict(getattr(self._local, "streams", {}))
-        here = self._here()
+        device_index = self._device_index()
         self.set_stream(stream)
         try:
             yield
         finally:
             self._local.streams = before
-            self._local.index = here
+            self._local.index = device_index
 
     def set_stream(self, stream: FakeStream) -> None:
         self._local.streams = {**getattr(self._local, "streams", {}), stream.device_index: stream}
@@ -190,17 +190,17 @@ class FakeCuda:
                     self._pending.append((access, source, digest))
                 elif _digest(source) != digest:
                     self._find(
-                        f"pinned memory changed while {access.what} on {access.stream} was reading it"
+                        f"pinned memory changed while {access.operation} on {access.stream} was reading it"
                     )
 
     def to_device(
-        self, source: torch.Tensor, device: torch.device, non_blocking: bool, what: str
+        self, source: torch.Tensor, device: torch.device, non_blocking: bool, operation: str
     ) -> DeviceTensor:
         """Copy from the host; the source must not change before the copy is known to be complete."""
         with self._lock:
             stream = self.current_stream(device)
             target = self.adopt(source.clone(), device, stream)
-            access = self._note(stream, [], [target.block], what)
+            access = self._note(stream, [], [target.block], operation)
             self._copy_began(access, source, non_blocking)
         return target
 
@@ -235,61 +235,77 @@ class FakeCuda:
                 by_another = access.stream is not home and access.stream.stream_id not in recorded
                 if by_another and not self._is_known(access, home):
                     self._find(
-                        f"{label}, allocated on {home}, was freed while {access.what} on {access.stream} runs"
+                        f"{label}, allocated on {home}, was freed while {access.operation} on {access.stream} runs"
                     )
                     return
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation of torch's with tensors of a device among its arguments."""
         name = func._schema.name.split("::")[1]
-        flat = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        ours = [one for one in flat if isinstance(one, DeviceTensor)]
+        flat = [
+            tensor
+            for tensor in pytree.tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        ours = [tensor for tensor in flat if isinstance(tensor, DeviceTensor)]
         device = ours[0].home
         with self._lock:
-            others = [
-                one for one in flat if (one.device != device) and (one.dim() > 0 or one.is_cuda)
+            foreign = [
+                tensor
+                for tensor in flat
+                if (tensor.device != device) and (tensor.dim() > 0 or tensor.is_cuda)
             ]
-            if others and name not in _MAY_MIX:
+            if foreign and name not in _MAY_MIX:
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, {name} has {device} and {others[0].device}"
+                    f"Expected all tensors to be on the same device, {name} has {device} and {foreign[0].device}"
                 )
             written = _written(func, args, kwargs)
             is_view = any(
-                one.alias_info is not None and not one.alias_info.is_write
-                for one in func._schema.returns
+                returned.alias_info is not None and not returned.alias_info.is_write
+                for returned in func._schema.returns
             )
             with torch._C._DisableTorchDispatch():
                 result = func(*args, **kwargs)
             stream = self.current_stream(device)
-            blocks = {one.untyped_storage().data_ptr(): one.block for one in ours}
+            blocks = {tensor.untyped_storage().data_ptr(): tensor.block for tensor in ours}
             wrapped = pytree.tree_map_only(
-                torch.Tensor, lambda one: self._out(one, device, stream, blocks), result
+                torch.Tensor, lambda tensor: self._out(tensor, device, stream, blocks), result
             )
-            made = [one for one in pytree.tree_leaves(wrapped) if isinstance(one, DeviceTensor)]
+            outputs = [
+                tensor for tensor in pytree.tree_leaves(wrapped) if isinstance(tensor, DeviceTensor)
+            ]
             if not is_view:
-                targets = [one.block for one in (*written, *made) if isinstance(one, DeviceTensor)]
-                sources = [one.block for one in ours if one.block not in targets]
+                targets = [
+                    tensor.block
+                    for tensor in (*written, *outputs)
+                    if isinstance(tensor, DeviceTensor)
+                ]
+                sources = [tensor.block for tensor in ours if tensor.block not in targets]
                 access = self._note(stream, sources, targets, name)
-                for one in others:
-                    if not one.is_cuda and not any(one is target for target in written):
+                for tensor in foreign:
+                    if not tensor.is_cuda and not any(tensor is target for target in written):
                         self._copy_began(
                             access,
-                            one,
+                            tensor,
                             name == "copy_" and (args[2:] == (True,) or kwargs.get("non_blocking")),
                         )
-                if name in _HOST_WAITS or any(not one.is_cuda for one in written):
+                if name in _HOST_WAITS or any(not tensor.is_cuda for tensor in written):
                     self.host_learns(stream.clock)
         return wrapped
 
     def _out(
-        self, one: torch.Tensor, device: torch.device, stream: FakeStream, blocks: dict[int, Block]
+        self,
+        tensor: torch.Tensor,
+        device: torch.device,
+        stream: FakeStream,
+        blocks: dict[int, Block],
     ) -> torch.Tensor:
-        if isinstance(one, DeviceTensor):
-            return one
-        at = one.untyped_storage().data_ptr()
-        if at and at in blocks:
-            return self._wrap(one, device, blocks[at])
-        return self.adopt(one, device, stream)
+        if isinstance(tensor, DeviceTensor):
+            return tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address and address in blocks:
+            return self._wrap(tensor, device, blocks[address])
+        return self.adopt(tensor, device, stream)
 
     def _wrap(self, plain: torch.Tensor, device: torch.device, block: Block) -> DeviceTensor:
         tensor = torch.Tensor._make_subclass(DeviceTensor, plain)
@@ -298,30 +314,32 @@ class FakeCuda:
         return tensor
 
     def _note(
-        self, stream: FakeStream, sources: list[Block], targets: list[Block], what: str
+        self, stream: FakeStream, sources: list[Block], targets: list[Block], operation: str
     ) -> Access:
         """A kernel is queued on a stream, after all that the stream and the host know of."""
         for block in sources:
-            self._require(block.writes, stream, f"{what} on {stream} reads", block)
+            self._require(block.writes, stream, f"{operation} on {stream} reads", block)
         for block in targets:
             self._require(
-                [*block.writes, *block.reads], stream, f"{what} on {stream} writes", block
+                [*block.writes, *block.reads], stream, f"{operation} on {stream} writes", block
             )
         join(stream.clock, self.host)
         tick = stream.clock.get(stream.stream_id, 0) + 1
         stream.clock[stream.stream_id] = tick
-        access = Access(stream, tick, what)
+        access = Access(stream, tick, operation)
         for block in sources:
             block.reads.append(access)
         for block in targets:
             block.writes.append(access)
         return access
 
-    def _require(self, earlier: list[Access], stream: FakeStream, what: str, block: Block) -> None:
+    def _require(
+        self, earlier: list[Access], stream: FakeStream, action: str, block: Block
+    ) -> None:
         for access in earlier:
             if not self._is_known(access, stream):
                 self._find(
-                    f"{what} {block.label} without waiting for {access.what} on {access.stream}"
+                    f"{action} {block.label} without waiting for {access.operation} on {access.stream}"
                 )
                 return
 
@@ -331,25 +349,26 @@ class FakeCuda:
 
     def _copy_began(self, access: Access, source: torch.Tensor, non_blocking: bool) -> None:
         is_pinned = self._is_pinned(source)
-        self.copies.append(Copy(source.nbytes, is_pinned, not non_blocking, access.what))
+        self.copies.append(Copy(source.nbytes, is_pinned, not non_blocking, access.operation))
         if not non_blocking:
             self.host_learns(access.stream.clock)
         elif is_pinned:  # other memory is copied aside before the call returns
             self._pending.append((access, source, _digest(source)))
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        at = tensor.data_ptr()
-        if any(begin <= at < begin + size for begin, size in list(self._registered.items())):
+        address = tensor.data_ptr()
+        if any(begin <= address < begin + size for begin, size in list(self._registered.items())):
             return True
         return any(
-            one.data_ptr() <= at < one.data_ptr() + max(1, one.nbytes) for one in self._pinned
+            pinned.data_ptr() <= address < pinned.data_ptr() + max(1, pinned.nbytes)
+            for pinned in self._pinned
         )
 
     def _find(self, text: str) -> None:
         if not self._is_over and text not in self.findings:
             self.findings.append(text)
 
-    def _here(self) -> int:
+    def _device_index(self) -> int:
         return int(getattr(self._local, "index", 0))
 
     def _synchronize(self, device: Any = None) -> None:
@@ -370,7 +389,7 @@ class FakeCuda:
             "synchronize": self._synchronize,
             "is_available": lambda: True,
             "device_count": lambda: self._num_devices,
-            "current_device": self._here,
+            "current_device": self._device_index,
             "set_device": lambda device: setattr(self._local, "index", self.device(device).index),
             "_sleep": lambda cycles: self._note(self.current_stream(), [], [], "_sleep"),
             "get_device_name": lambda index=0: gpu,
@@ -424,14 +443,14 @@ class FakeCuda:
             device = kwargs.get("device")
             pinned = kwargs.pop("pin_memory", False)
             if device is None or self.device(device).type != "cuda":
-                made = function(*args, **kwargs)
-                return self._pin(made) if pinned else made
-            made = function(*args, **{**kwargs, "device": "cpu"})
+                output = function(*args, **kwargs)
+                return self._pin(output) if pinned else output
+            output = function(*args, **{**kwargs, "device": "cpu"})
             if name in _MADE_ON_HOST:
-                return self.to_device(made, self.device(device), False, f"torch.{name}")
+                return self.to_device(output, self.device(device), False, f"torch.{name}")
             with self._lock:
                 stream = self.current_stream(device)
-                tensor = self.adopt(made, self.device(device), stream)
+                tensor = self.adopt(output, self.device(device), stream)
                 if not name.startswith("empty"):
                     self._note(stream, [], [tensor.block], f"torch.{name}")
             return tensor
@@ -470,14 +489,14 @@ class FakeCuda:
         return to
 
     def _from_dlpack(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def from_dlpack(other: Any) -> Any:
-            plain = original(other)
+        def from_dlpack(capsule: Any) -> Any:
+            plain = original(capsule)
             with self._lock:
                 before = self._foreign.get(plain.data_ptr(), [])
                 for access in before:
                     if self.host.get(access.stream.stream_id, 0) < access.tick:
                         self._find(
-                            f"foreign memory was written again while {access.what} on {access.stream} reads it"
+                            f"foreign memory was written again while {access.operation} on {access.stream} reads it"
                         )
                 tensor = self.adopt(plain, self.device(), None)
                 self._foreign[plain.data_ptr()] = tensor.block.reads
@@ -487,12 +506,14 @@ class FakeCuda:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found = []
+    written = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return found
+            written += [
+                leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
+            ]
+    return written
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ class Access(NamedTuple):
 
     stream: FakeStream
     tick: int
-    what: str
+    operation: str
 
 
 class Block:
@@ -58,8 +58,8 @@ class FakeStream:
     def query(self) -> bool:
         return all(self.fake.host.get(number, 0) >= tick for number, tick in self.clock.items())
 
-    def wait_stream(self, other: FakeStream) -> None:
-        join(self.clock, other.clock)
+    def wait_stream(self, stream: FakeStream) -> None:
+        join(self.clock, stream.clock)
 
     def wait_event(self, event: FakeEvent) -> None:
         join(self.clock, event.clock)
@@ -92,10 +92,10 @@ class FakeEvent:
     def query(self) -> bool:
         return all(self.fake.host.get(number, 0) >= tick for number, tick in self.clock.items())
 
-    def elapsed_time(self, other: FakeEvent) -> float:
+    def elapsed_time(self, end_event: FakeEvent) -> float:
         return 1.0
 
 
-def join(clock: Clock, other: Clock) -> None:
-    for number, tick in list(other.items()):
+def join(clock: Clock, source: Clock) -> None:
+    for number, tick in list(source.items()):
         clock[number] = max(tick, clock.get(number, 0))

@@ -158,10 +158,10 @@ class FaultServer:
             await asyncio.sleep(0)
         self._server.close()
         # Connections being served, and those that were accepted just now: on this loop there are no other tasks.
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0.005)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

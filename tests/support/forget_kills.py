@@ -19,7 +19,7 @@ from support.crash_at_every_rename import in_child
 from support.sharding import digests
 
 
-def counting(at: int | None, *, after: bool) -> list[int]:
+def counting(fatal_number: int | None, *, after: bool) -> list[int]:
     """Count the changes, and die at one of them."""
     count = [0]
 
@@ -27,12 +27,12 @@ def counting(at: int | None, *, after: bool) -> list[int]:
         def call(*args, **options):
             count[0] += 1
             number = count[0]
-            if number == at and not after:
+            if number == fatal_number and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 return change(*args, **options)
             finally:  # also where there was nothing to change
-                if number == at:
+                if number == fatal_number:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         return call
@@ -46,7 +46,7 @@ def counting(at: int | None, *, after: bool) -> list[int]:
     return count
 
 
-def main(dataset: Path, layer: Path, keys: Path, scratch: Path, which: str) -> int:
+def main(dataset: Path, layer: Path, keys: Path, scratch: Path, choice: str) -> int:
     def prepare() -> tuple[Path, dict]:
         work = scratch / "work"
         shutil.rmtree(work, ignore_errors=True)
@@ -69,27 +69,27 @@ def main(dataset: Path, layer: Path, keys: Path, scratch: Path, which: str) -> i
         return 1
     expected = digests(work)
     num = int(counts.read_text())
-    deaths = [(at, after) for at in range(1, num + 1) for after in (False, True)]
-    if which != "all":
-        deaths = random.Random(os.environ.get("FUELRAIL_SEED", "1")).sample(deaths, int(which))
-    for at, after in deaths:
+    deaths = [(death, after) for death in range(1, num + 1) for after in (False, True)]
+    if choice != "all":
+        deaths = random.Random(os.environ.get("FUELRAIL_SEED", "1")).sample(deaths, int(choice))
+    for death, after in deaths:
         work, options = prepare()
 
-        def dying(work=work, options=options, at=at, after=after) -> None:
-            counting(at, after=after)
+        def dying(work=work, options=options, death=death, after=after) -> None:
+            counting(death, after=after)
             forget(work / "dataset", keys, **options)
 
         if not os.WIFSIGNALED(in_child(dying)):
-            sys.stderr.write(f"death {at}: did not come\n")
+            sys.stderr.write(f"death {death}: did not come\n")
             return 1
         if in_child(lambda work=work, options=options: forget(work / "dataset", keys, **options)):
-            sys.stderr.write(f"death {at} {after}: could not be continued\n")
+            sys.stderr.write(f"death {death} {after}: could not be continued\n")
             return 1
         if digests(work) != expected:
-            sys.stderr.write(f"death {at} {after}: other bytes\n")
+            sys.stderr.write(f"death {death} {after}: other bytes\n")
             return 1
         if (work / "cache" / "spans" / os.environ["FINGERPRINT"]).exists():
-            sys.stderr.write(f"death {at} {after}: a cache is left\n")
+            sys.stderr.write(f"death {death} {after}: a cache is left\n")
             return 1
     sys.stdout.write(f"{len(deaths)} of {2 * num}\n")
     return 0

@@ -72,13 +72,13 @@ def installs_of(page: Path, *headings: str) -> list[str]:
     return [line for line in lines if OF_THIS_PACKAGE.match(line)]
 
 
-def lacking_figures(shown: str, printed: str) -> list[str]:
-    """Return the figures of ``shown``, numbers with their unit, that are not in what a command printed, rounded."""
+def lacking_figures(comment: str, printed: str) -> list[str]:
+    """Return the figures of ``comment``, numbers with their unit, that are not in what a command printed, rounded."""
     values: dict[str, list[float]] = {}
     for number, unit in FIGURE.findall(printed):
         values.setdefault(unit, []).append(float(number.replace(",", "")))
     lacking = []
-    for number, unit in FIGURE.findall(shown):
+    for number, unit in FIGURE.findall(comment):
         decimals = len(number.partition(".")[2])
         expected = float(number.replace(",", ""))
         if expected not in [round(value, decimals) for value in values.get(unit, [])]:
@@ -88,7 +88,7 @@ def lacking_figures(shown: str, printed: str) -> list[str]:
 
 def run_line(line: str) -> str:
     """Run a line of a page in a shell, check the figures in its comment, and return what it prints."""
-    command, _, shown = line.partition("  #")
+    command, _, comment = line.partition("  #")
     print(f"$ {command.strip()}", flush=True)
     run = subprocess.run(
         ["/bin/bash", "-c", command],
@@ -99,7 +99,7 @@ def run_line(line: str) -> str:
     )
     print(run.stdout, flush=True)
     assert run.returncode == 0, f"`{command.strip()}` ended with {run.returncode}"
-    lacking = lacking_figures(shown, run.stdout)
+    lacking = lacking_figures(comment, run.stdout)
     assert not lacking, f"`{command.strip()}` does not print {', '.join(lacking)}"
     return run.stdout
 

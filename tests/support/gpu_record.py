@@ -141,15 +141,15 @@ class Recorder:
             self._write(self._item, "failed", lasted_s, f"stopped by {name}", cut_off=cut_off)
 
     def pytest_terminal_summary(self, terminalreporter):
-        for made in self._results:
+        for check in self._results:
             terminalreporter.write_line(
-                f"{made.outcome:8}{made.name} ({made.seconds:.1f} s) {made.problem or made.facts}"
+                f"{check.outcome:8}{check.name} ({check.seconds:.1f} s) {check.problem or check.facts}"
             )
-        outcomes = [made.outcome for made in self._results]
+        outcomes = [check.outcome for check in self._results]
         failed = outcomes.count("failed")
-        left = outcomes.count("not run")
+        num_not_run = outcomes.count("not run")
         terminalreporter.write_line(
-            f"{failed} of {len(outcomes)} checks failed, {left} were not run; result in {self._out}"
+            f"{failed} of {len(outcomes)} checks failed, {num_not_run} were not run; result in {self._out}"
         )
 
     def _write(self, item, outcome, seconds, problem, cut_off=None):

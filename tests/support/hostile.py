@@ -90,7 +90,7 @@ def small_dataset(root: Path) -> Path:
     """Eight samples of two clips in two shards, with attributes."""
     build_dataset(root, {"train": (4, 4)}, size=(64, 48))
     dataset = open_dataset(root)
-    rows = [dataset.index.row(at) for at in range(8)]
+    rows = [dataset.index.row(index) for index in range(8)]
     columns = {
         name: [getattr(row, name) for row in rows]
         for name in ("key", "clip_id", "frame", "timestamp_ns")
@@ -112,8 +112,8 @@ def small_layer(base: Path, root: Path) -> Path:
 def take_apart(root: Path) -> Parts:
     dataset = open_kind(root, EITHER)
     samples = []
-    for at in range(len(dataset.index)):
-        row = dataset.index.row(at)
+    for index in range(len(dataset.index)):
+        row = dataset.index.row(index)
         data = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
         raw = read_members(row, data, "x.tar")
         samples.append(

@@ -56,7 +56,7 @@ def zeros(num_bytes: int) -> bytes:
 
 def cases() -> dict[str, Callable[[Parts], None]]:
     """All cases by name."""
-    found: dict[str, Callable[[Parts], None]] = {}
+    edits: dict[str, Callable[[Parts], None]] = {}
     for make in (
         _tar,
         _names,
@@ -72,16 +72,18 @@ def cases() -> dict[str, Callable[[Parts], None]]:
         _parquet,
     ):
         for name, edit in make().items():
-            found[f"{make.__name__[1:]}/{name}"] = edit
-    return found
+            edits[f"{make.__name__[1:]}/{name}"] = edit
+    return edits
 
 
-def _set(parts: Parts, field: str, member: Member, at: int = 0) -> None:
-    parts.samples[at].members[field] = member
+def _set(parts: Parts, field: str, member: Member, index: int = 0) -> None:
+    parts.samples[index].members[field] = member
 
 
-def _splice(parts: Parts, at: int, data: bytes) -> None:
-    parts.edit_span = lambda row, span: span if row else span[:at] + data + span[at + len(data) :]
+def _splice(parts: Parts, position: int, data: bytes) -> None:
+    parts.edit_span = lambda row, span: (
+        span if row else span[:position] + data + span[position + len(data) :]
+    )
 
 
 def _tar() -> dict[str, Any]:
@@ -98,11 +100,13 @@ def _tar() -> dict[str, Any]:
         "linkname": (157, b"/etc/passwd"),
         "zeros": (0, bytes(512)),
     }
-    made: dict[str, Any] = {
-        name: partial(_splice, at=at, data=data) for name, (at, data) in texts.items()
+    named_edits: dict[str, Any] = {
+        name: partial(_splice, position=position, data=data)
+        for name, (position, data) in texts.items()
     }
-    return made | {
-        f"type-{flag}": partial(_splice, at=156, data=flag.encode()) for flag in "1234567xgLKSs"
+    return named_edits | {
+        f"type-{flag}": partial(_splice, position=156, data=flag.encode())
+        for flag in "1234567xgLKSs"
     }
 
 
@@ -156,34 +160,36 @@ def _names() -> dict[str, Any]:
         "x_b.tar",
         "x_c.cls",
     )
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"key{number}": partial(_key, key=key) for number, key in enumerate(keys)
     }
-    made |= {f"field{number}": partial(_field, field=field) for number, field in enumerate(fields)}
-    return made | {"twice": _twice, "same-key": _same_key}
+    named_edits |= {
+        f"field{number}": partial(_field, field=field) for number, field in enumerate(fields)
+    }
+    return named_edits | {"twice": _twice, "same-key": _same_key}
 
 
 def _replace_column(parts: Parts, name: str, value: int) -> None:
     def edit(table: pa.Table) -> pa.Table:
-        at = table.schema.get_field_index(name)
+        column_index = table.schema.get_field_index(name)
         kind = table.schema.field(name)
         values = table[name].to_pylist()
         low = np.iinfo(numpy_dtype(kind.type)).min
         high = np.iinfo(numpy_dtype(kind.type)).max
         return table.set_column(
-            at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type)
+            column_index, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type)
         )
 
     parts.edit_table = edit
 
 
-def _replace_entry(parts: Parts, name: str, value: int, at: int = 1) -> None:
+def _replace_entry(parts: Parts, name: str, value: int, member_index: int = 1) -> None:
     def edit(table: pa.Table) -> pa.Table:
         column = table["members"].combine_chunks()
         kind = table.schema.field("members")
         rows = column.to_pylist()
         low = 2**15 if name in ("name", "codec") else 2**63
-        rows[0][at][name] = min(max(value, -low), low - 1)
+        rows[0][member_index][name] = min(max(value, -low), low - 1)
         return table.set_column(
             table.schema.get_field_index("members"), kind, pa.array(rows, kind.type)
         )
@@ -197,17 +203,17 @@ def _many_members(parts: Parts) -> None:
 
 
 def _rows() -> dict[str, Any]:
-    made = {
+    named_edits = {
         f"{name}={value}": partial(_replace_column, name=name, value=value)
         for name in ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
         for value in (*EDGES, 99)
     }
-    made |= {
+    named_edits |= {
         f"member-{name}={value}": partial(_replace_entry, name=name, value=value)
         for name in ("name", "codec", "offset", "stored_bytes", "raw_bytes")
         for value in EDGES
     }
-    return made | {"members": _many_members}
+    return named_edits | {"members": _many_members}
 
 
 def _bomb(parts: Parts, fields: list[str], num_bytes: int, codec: str = "zstd") -> None:
@@ -220,17 +226,17 @@ def _stored(parts: Parts, stored: bytes, raw_bytes: int) -> None:
 
 
 def _zstd() -> dict[str, Any]:
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"{field}-{size}": partial(_bomb, fields=[field], num_bytes=size << 20)
         for field in (META, GEOMETRY, BOXES, POINTS, CAMERA, "x_user.bin")
         for size in (1, 3, 100, 1024)
     }
-    made["four"] = partial(_bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=1 << 30)
-    made["four-allowed"] = partial(
+    named_edits["four"] = partial(_bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=1 << 30)
+    named_edits["four-allowed"] = partial(
         _bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=120 << 20
     )
-    made["planes"] = partial(_bomb, fields=[POINTS], num_bytes=120 << 20, codec="zstd-p20")
-    made["planes-of-one"] = partial(
+    named_edits["planes"] = partial(_bomb, fields=[POINTS], num_bytes=120 << 20, codec="zstd-p20")
+    named_edits["planes-of-one"] = partial(
         _bomb, fields=["x_p.bin"], num_bytes=120 << 20, codec="zstd-p4096"
     )
     small = zstandard.ZstdCompressor().compress(b"a" * 1000)
@@ -243,8 +249,8 @@ def _zstd() -> dict[str, Any]:
         ("noise", bytes(range(256))),
         ("no-size", zstandard.ZstdCompressor().compressobj().flush()),
     ):
-        made[f"frame-{name}"] = partial(_stored, stored=stored, raw_bytes=1000)
-    return made
+        named_edits[f"frame-{name}"] = partial(_stored, stored=stored, raw_bytes=1000)
+    return named_edits
 
 
 def _meta_value(parts: Parts, name: str, value: object) -> None:
@@ -273,7 +279,7 @@ def _json() -> dict[str, Any]:
         "num_frames",
         "split",
     )
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"{name}={kind}": partial(_meta_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
@@ -287,12 +293,14 @@ def _json() -> dict[str, Any]:
         "nul": b"\0" * 10_000,
         "lists": b"[" + b"[]," * 300_000 + b"[]]",
     }
-    return made | {f"text-{name}": partial(_meta_text, text=text) for name, text in texts.items()}
+    return named_edits | {
+        f"text-{name}": partial(_meta_text, text=text) for name, text in texts.items()
+    }
 
 
-def _image(parts: Parts, at: int, data: bytes) -> None:
+def _image(parts: Parts, position: int, data: bytes) -> None:
     raw = parts.samples[0].members[CAMERA].raw
-    _set(parts, CAMERA, Member(raw[:at] + data + raw[at + len(data) :]))
+    _set(parts, CAMERA, Member(raw[:position] + data + raw[position + len(data) :]))
 
 
 def _other_image(parts: Parts, data: bytes, field: str = CAMERA) -> None:
@@ -301,12 +309,14 @@ def _other_image(parts: Parts, data: bytes, field: str = CAMERA) -> None:
 
 def _images() -> dict[str, Any]:
     rng = np.random.default_rng(1)
-    made: dict[str, Any] = {
-        f"flip{at}": partial(_image, at=at, data=rng.bytes(1)) for at in range(2, 640, 20)
+    named_edits: dict[str, Any] = {
+        f"flip{position}": partial(_image, position=position, data=rng.bytes(1))
+        for position in range(2, 640, 20)
     }
     # The frame header of the pictures of support.datasets: marker, length, precision, height, width.
-    made |= {
-        f"head{n}": partial(_image, at=158 + n, data=b"\xff\xff\xff\xff") for n in range(0, 12, 3)
+    named_edits |= {
+        f"head{n}": partial(_image, position=158 + n, data=b"\xff\xff\xff\xff")
+        for n in range(0, 12, 3)
     }
     png = (
         b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\0\0\xff\xff\0\0\x10\x06\0\0\0"
@@ -320,8 +330,8 @@ def _images() -> dict[str, Any]:
         ("soi", b"\xff\xd8" * 50_000),
     )
     for name, data in images:
-        made[name] = partial(_other_image, data=data)
-    return made
+        named_edits[name] = partial(_other_image, data=data)
+    return named_edits
 
 
 def _npy(parts: Parts, head: str, tail: bytes = b"") -> None:
@@ -355,7 +365,7 @@ def _arrays() -> dict[str, Any]:
         ("'<f4'", "False", "(1, 5, 1)"),
         ("'<f4'", "False", "(4294967296, 4294967296)"),
     ]
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"npy{n}": partial(_npy, head=descr % head, tail=bytes(24)) for n, head in enumerate(heads)
     }
     entry = b'{"boxes3d":{"dtype":"%s","shape":%s,"data_offsets":[%s]}}'
@@ -370,15 +380,15 @@ def _arrays() -> dict[str, Any]:
     )
     for field in (BOXES, GEOMETRY):
         for number, values in enumerate(bad):
-            made[f"{field}{number}"] = partial(
+            named_edits[f"{field}{number}"] = partial(
                 _tensors, header=entry % values, tail=bytes(28), field=field
             )
         for number, length in enumerate((0, 1, 2**63, 2**64 - 1, 1 << 20)):
-            made[f"{field}-length{number}"] = partial(
+            named_edits[f"{field}-length{number}"] = partial(
                 _tensors, header=b"{}", field=field, length=length
             )
-        made[f"{field}-deep"] = partial(_tensors, header=b'{"a":' * 100_000, field=field)
-    return made
+        named_edits[f"{field}-deep"] = partial(_tensors, header=b'{"a":' * 100_000, field=field)
+    return named_edits
 
 
 def _array_value(parts: Parts, field: str, name: str, value: float) -> None:
@@ -387,7 +397,7 @@ def _array_value(parts: Parts, field: str, name: str, value: float) -> None:
     arrays = {spec.name: np.array(getattr(record, spec.name)) for spec in dataclasses.fields(kind)}
     with np.errstate(all="ignore"):
         arrays[name][...] = np.float64(value).astype(arrays[name].dtype)
-    _set(parts, field, Member(write_tensors(arrays), "zstd"), at=1)
+    _set(parts, field, Member(write_tensors(arrays), "zstd"), index=1)
 
 
 def _rig(parts: Parts, num_cameras: int) -> None:
@@ -409,13 +419,13 @@ def _rig(parts: Parts, num_cameras: int) -> None:
 
 
 def _values() -> dict[str, Any]:
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"{spec.name}={value}": partial(_array_value, field=field, name=spec.name, value=value)
         for field, kind in ((GEOMETRY, Geometry), (BOXES, Boxes))
         for spec in dataclasses.fields(kind)
         for value in (float("nan"), float("inf"), -30000.0, 9999.0, 0.0, 1e308)
     }
-    return made | {
+    return named_edits | {
         f"cameras={count}": partial(_rig, num_cameras=count) for count in (0, 1, 3, 2000)
     }
 
@@ -455,7 +465,7 @@ def _manifest() -> dict[str, Any]:
         "fingerprint",
         "seed",
     )
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"{name}={kind}": partial(_manifest_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
@@ -470,7 +480,7 @@ def _manifest() -> dict[str, Any]:
         ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}),
         ("compression", {"codecs": 5}),
     ):
-        made[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
+        named_edits[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
     for name, keys in (
         ("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
         ("files", ("name", "bytes")),
@@ -481,10 +491,10 @@ def _manifest() -> dict[str, Any]:
     ):
         for key in keys:
             for kind in ("minus", "escape", "path", "long"):
-                made[f"{name}.{key}={kind}"] = partial(
+                named_edits[f"{name}.{key}={kind}"] = partial(
                     _manifest_entry, name=name, key=key, value=VALUES[kind]
                 )
-    return made | {"many-cameras": _many_cameras}
+    return named_edits | {"many-cameras": _many_cameras}
 
 
 def _socket(path: Path) -> None:
@@ -535,8 +545,8 @@ def _flip(parts: Parts, name: str, seed: int) -> None:
     def edit(data: bytes) -> bytes:
         rng = np.random.default_rng(seed)
         flipped = bytearray(data)
-        for at in rng.integers(0, len(data), rng.integers(1, 4)):
-            flipped[at] = rng.integers(256)
+        for position in rng.integers(0, len(data), rng.integers(1, 4)):
+            flipped[position] = rng.integers(256)
         return bytes(flipped)
 
     parts.edit_files[name] = edit
@@ -576,9 +586,9 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
         header = index_checks._field(message, table, 2)
         batch = header + struct.unpack_from("<I", message, header)[0]
         buffers, count = index_checks._vector(message, index_checks._field(message, batch, 2))
-        what, _, number = place.partition("-")
+        part, _, number = place.partition("-")
         buffer = start + 8 + buffers + 16 * (int(number or 0) % count)
-        at, kind = {
+        position, kind = {
             "offset": (buffer, "<q"),
             "length": (buffer + 8, "<q"),
             "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
@@ -587,16 +597,16 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
             "metadata": (footer_at + blocks + 8, "<i"),
             "body": (footer_at + blocks + 16, "<q"),
             "footer": (len(data) - 10, "<i"),
-        }[what]
+        }[part]
         limit = 2 ** (8 * struct.calcsize(kind) - 1)
-        struct.pack_into(kind, changed, at, max(min(value, limit - 1), -limit))
+        struct.pack_into(kind, changed, position, max(min(value, limit - 1), -limit))
         return bytes(changed)
 
     parts.edit_files[name] = edit
 
 
 def _arrow() -> dict[str, Any]:
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"flip{seed}": partial(_flip, name="index.arrow", seed=seed) for seed in range(60)
     }
     places = (
@@ -612,19 +622,21 @@ def _arrow() -> dict[str, Any]:
         "body",
         "footer",
     )
-    made |= {
+    named_edits |= {
         f"{place}={value}": partial(_patched, place=place, value=value)
         for place in places
         for value in (-1, 0, 1 << 20, 1 << 40, 2**63 - 1)
     }
     for name in ("shards.arrow", "keys.arrow"):
-        made |= {f"{name}-flip{seed}": partial(_flip, name=name, seed=seed) for seed in range(20)}
-        made |= {
+        named_edits |= {
+            f"{name}-flip{seed}": partial(_flip, name=name, seed=seed) for seed in range(20)
+        }
+        named_edits |= {
             f"{name}-{place}={value}": partial(_patched, place=place, value=value, name=name)
             for place in places
             for value in (-1, 1 << 40)
         }
-    return made | {codec: partial(_compressed, codec=codec) for codec in ("zstd", "lz4")}
+    return named_edits | {codec: partial(_compressed, codec=codec) for codec in ("zstd", "lz4")}
 
 
 def _table(parts: Parts, edit: Callable[[pa.Table], pa.Table]) -> None:
@@ -641,7 +653,7 @@ def _content(parts: Parts, edit: Callable[[bytes], bytes]) -> None:
 
 
 def _parquet() -> dict[str, Any]:
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"flip{seed}": partial(_flip, name="attributes.parquet", seed=seed) for seed in range(30)
     }
     tables: dict[str, Callable[[pa.Table], pa.Table]] = {
@@ -666,9 +678,9 @@ def _parquet() -> dict[str, Any]:
             }
         ),
     }
-    made |= {name: partial(_table, edit=edit) for name, edit in tables.items()}
-    made |= {
+    named_edits |= {name: partial(_table, edit=edit) for name, edit in tables.items()}
+    named_edits |= {
         "empty": partial(_content, edit=lambda _: b""),
         "noise": partial(_content, edit=lambda _: bytes(range(256))),
     }
-    return made | {"cut": partial(_content, edit=lambda data: data[: len(data) // 2])}
+    return named_edits | {"cut": partial(_content, edit=lambda data: data[: len(data) // 2])}

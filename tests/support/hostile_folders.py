@@ -224,7 +224,7 @@ def path_of(command: str, name: str, place: Path) -> Path:
 def plan_of_a_stranger(place: Path, *, has_parts: bool = False) -> bytes:
     """A plan of ``forget`` that deletes what is outside: caches, or parts of another dataset."""
     outside = str(place / "outside")
-    found = {
+    folder_entry = {
         "folder": outside,
         "before": "0" * 64,
         "after": "",
@@ -233,7 +233,7 @@ def plan_of_a_stranger(place: Path, *, has_parts: bool = False) -> bytes:
         "linked": ["/etc/passwd"],
     }
     part = {
-        "found": found,
+        "found": folder_entry,
         "rows": [0],
         "keys": ["x"],
         "files": ["../outside/file.bin", "../../outside/folder"],
@@ -242,7 +242,7 @@ def plan_of_a_stranger(place: Path, *, has_parts: bool = False) -> bytes:
     report = {
         "names": [CLIP],
         "samples": [],
-        "folders": [found],
+        "folders": [folder_entry],
         "caches": [f"{outside}/folder", outside],
         "keeps_dictionary": False,
     }
@@ -273,12 +273,12 @@ def _content(make: bytes | Callable[[Path], bytes]) -> Callable[[Path, Path], ob
 
 def _socket(path: Path, _: Path) -> None:
     handle = socket.socket(socket.AF_UNIX)
-    here = Path.cwd()
+    previous_folder = Path.cwd()
     os.chdir(path.parent)  # the name of a socket is short
     try:
         handle.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(previous_folder)
         handle.close()
 
 

@@ -67,14 +67,16 @@ def _with(parts: Parts, path: tuple[str | int, ...], value: object) -> None:
 
 
 def _manifests() -> dict[str, Any]:
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"{name}={kind}": partial(_with, path=(name,), value=value)
         for name in KEYS
         for kind, value in VALUES.items()
     }
     for name in ("fingerprint", "name", "num_samples", "sensors"):
         for kind in ("null", "minus", "long", "escape", "list"):
-            made[f"base-{name}={kind}"] = partial(_with, path=("base", name), value=VALUES[kind])
+            named_edits[f"base-{name}={kind}"] = partial(
+                _with, path=("base", name), value=VALUES[kind]
+            )
     for name in (
         "name",
         "kind",
@@ -88,7 +90,7 @@ def _manifests() -> dict[str, Any]:
         "frame",
     ):
         for kind in ("null", "minus", "escape", "list"):
-            made[f"fields-{name}={kind}"] = partial(
+            named_edits[f"fields-{name}={kind}"] = partial(
                 _with, path=("channels", 0, name), value=VALUES[kind]
             )
     views = (
@@ -102,13 +104,13 @@ def _manifests() -> dict[str, Any]:
         {"kind": "per_view", "epoch": 10**400, "settings": {}},
         {"other": 1},
     )
-    made |= {
+    named_edits |= {
         f"view-{number}": partial(_with, path=("view",), value=view)
         for number, view in enumerate(views)
     }
     for name in ("boxes", "meta", "geometry", "../../x", "x" * 200, "cam_front"):
-        made[f"channel-named-{name[:9].replace('/', '_')}"] = partial(_named, name=name)
-    made |= {
+        named_edits[f"channel-named-{name[:9].replace('/', '_')}"] = partial(_named, name=name)
+    named_edits |= {
         "parent": partial(_with, path=("lineage", "parents"), value=["../../x"]),
         "split-named": partial(_with, path=("splits",), value={}),
         "other-split": _other_split,
@@ -125,7 +127,7 @@ def _manifests() -> dict[str, Any]:
             _content, name="dataset.json", old=b'"base": {', new=b'"base": {"name": "x",'
         ),
     }
-    return made
+    return named_edits
 
 
 def _named(parts: Parts, name: str) -> None:
@@ -161,8 +163,8 @@ def _rows_file(parts: Parts, edit: Callable[[np.ndarray[Any, Any]], np.ndarray[A
     parts.edit_files["rows.npy"] = rewritten
 
 
-def _set_rows(rows: np.ndarray[Any, Any], at: int, value: int) -> np.ndarray[Any, Any]:
-    rows[np.flatnonzero(rows >= 0)[at]] = value
+def _set_rows(rows: np.ndarray[Any, Any], number: int, value: int) -> np.ndarray[Any, Any]:
+    rows[np.flatnonzero(rows >= 0)[number]] = value
     return rows
 
 
@@ -181,7 +183,7 @@ def _extra_file(parts: Parts) -> None:
 def _rows() -> dict[str, Any]:
     edits: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
         **{
-            f"row={value}": partial(_set_rows, at=1, value=value)
+            f"row={value}": partial(_set_rows, number=1, value=value)
             for value in (-2, 99, 2**62, -(2**63))
         },
         "row-twice": lambda rows: _set_rows(rows, 1, int(rows.max())),
@@ -196,7 +198,7 @@ def _rows() -> dict[str, Any]:
         "objects": lambda rows: rows.astype(object),
         "fortran": lambda rows: np.asfortranarray(np.stack([rows, rows])),
     }
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"rows-{name}": partial(_rows_file, edit=edit) for name, edit in edits.items()
     }
     head = b"\x93NUMPY\x01\x00"
@@ -206,13 +208,13 @@ def _rows() -> dict[str, Any]:
         ("head", head + b"\xff\xff"),
         ("pickle", of_datasets.EVIL_PICKLE),
     ):
-        made[f"rows-{name}"] = partial(_bytes, name="rows.npy", data=data)
-    made["rows-unnamed"] = partial(_unnamed, name="rows.npy")
-    made["attributes-gone"] = partial(_unnamed, name="attributes.parquet")
-    made["extra-file"] = _extra_file
+        named_edits[f"rows-{name}"] = partial(_bytes, name="rows.npy", data=data)
+    named_edits["rows-unnamed"] = partial(_unnamed, name="rows.npy")
+    named_edits["attributes-gone"] = partial(_unnamed, name="attributes.parquet")
+    named_edits["extra-file"] = _extra_file
     for name in ("blocks.sha256", "keys.arrow", "shards.arrow", "index.arrow"):
-        made[f"unnamed-{name}"] = partial(_unnamed, name=name)
-    return made
+        named_edits[f"unnamed-{name}"] = partial(_unnamed, name=name)
+    return named_edits
 
 
 def _member(parts: Parts, field: str, raw: bytes | None) -> None:
@@ -260,8 +262,8 @@ def _members() -> dict[str, Any]:
         for field, raws in values.items()
         for name, raw in raws.items()
     } | {
-        f"key{at}": partial(of_datasets._key, key=key)
-        for at, key in enumerate(("", "../../x", "a.b", "k" * 600))
+        f"key{number}": partial(of_datasets._key, key=key)
+        for number, key in enumerate(("", "../../x", "a.b", "k" * 600))
     }
 
 
@@ -277,18 +279,18 @@ def _tables() -> dict[str, Any]:
         "fewer": lambda table: table.slice(0, 2),
         "twice": lambda table: table.append_column("loss", table["loss"]),
     }
-    made: dict[str, Any] = {
+    named_edits: dict[str, Any] = {
         f"attributes-{name}": partial(of_datasets._table, edit=edit) for name, edit in edits.items()
     }
     for name in ("index.arrow", "shards.arrow", "keys.arrow"):
-        made |= {
+        named_edits |= {
             f"{name}-{place}={value}": partial(
                 of_datasets._patched, place=place, value=value, name=name
             )
             for place in ("offset-1", "length-1", "rows", "body")
             for value in (-1, 1 << 40)
         }
-    return made
+    return named_edits
 
 
 def _kinds() -> dict[str, Any]:

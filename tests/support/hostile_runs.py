@@ -32,21 +32,21 @@ class Outcome(NamedTuple):
 
     def faults(self, memory_bytes: int = MEMORY_BYTES) -> list[str]:
         """What must not be."""
-        found = []
+        problems = []
         if self.status not in (0, 1, 2):
-            found.append(f"ended with {self.status}")
+            problems.append(f"ended with {self.status}")
         if "Traceback" in self.text:
-            found.append("a traceback: " + self.text.strip().rpartition("\n")[2][:200])
+            problems.append("a traceback: " + self.text.strip().rpartition("\n")[2][:200])
         if self.seconds > SECONDS:
-            found.append(f"took {self.seconds:.1f} s")
+            problems.append(f"took {self.seconds:.1f} s")
         if self.memory_bytes > memory_bytes:
-            found.append(f"took {self.memory_bytes >> 20} MiB")
+            problems.append(f"took {self.memory_bytes >> 20} MiB")
         if any(not (char.isprintable() or char == "\n") for char in self.text):
-            found.append(f"printed control characters: {self.text[:200]!r}")
+            problems.append(f"printed control characters: {self.text[:200]!r}")
         longest = max(map(len, self.text.split("\n")))
         if longest > 12_000:
-            found.append(f"printed a line of {longest} characters")
-        return found
+            problems.append(f"printed a line of {longest} characters")
+        return problems
 
 
 def run(command: list[str] | Callable[[], int], place: Path) -> Outcome:
@@ -89,8 +89,10 @@ def run(command: list[str] | Callable[[], int], place: Path) -> Outcome:
         os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
     text = output.read_text(errors="replace") if output.exists() else ""
-    taken = (usage.ru_maxrss << 10) - int.from_bytes(at_first, "little")
-    return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - start_s, taken, text)
+    memory_bytes = (usage.ru_maxrss << 10) - int.from_bytes(at_first, "little")
+    return Outcome(
+        os.waitstatus_to_exitcode(status), time.monotonic() - start_s, memory_bytes, text
+    )
 
 
 def in_fork(work: Callable[[], object]) -> None:
@@ -100,13 +102,13 @@ def in_fork(work: Callable[[], object]) -> None:
 
 def footprint(place: Path) -> dict[str, str]:
     """Every path under ``place`` but OUT, temporary files and our own record, with its kind and content."""
-    found = {}
+    contents = {}
     for path in sorted(place.rglob("*")):
         name = str(path.relative_to(place))
         if name.partition("/")[0] in ("out", "tmp", "output.txt"):
             continue
         regular = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 30
-        found[name] = (
+        contents[name] = (
             hashlib.sha256(path.read_bytes()).hexdigest() if regular else str(path.lstat().st_mode)
         )
-    return found
+    return contents

@@ -71,16 +71,16 @@ class HubServer:
                     self.json({"error": "not found"}, 404, X_Error_Code="EntryNotFound")
                     return
                 data = path.read_bytes()
-                wanted = self.headers.get("Range")
+                byte_range = self.headers.get("Range")
                 facts = {
                     "ETag": f'"{blob(data)}"',
                     "X_Repo_Commit": COMMIT,
                     "Accept_Ranges": "bytes",
                 }
-                if wanted is None:
+                if byte_range is None:
                     self.answer(data, **facts)
                     return
-                first, last = wanted.removeprefix("bytes=").split("-")
+                first, last = byte_range.removeprefix("bytes=").split("-")
                 part = data[int(first) : int(last) + 1 if last else None]
                 bounds = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
                 self.answer(part, 206, Content_Range=bounds, **facts)

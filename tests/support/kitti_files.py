@@ -20,17 +20,17 @@ def as_kitti(world):
         clip.name = f"{FIRST}_drive_{number + 1:04d}_sync"
         origin = ego_at(number, oxts_times(clip)[0])[:3, 3]
         for frame in clip.frames:
-            for at, image in enumerate(frame.images.values()):
+            for camera_number, image in enumerate(frame.images.values()):
                 image.jpeg = cv2.imencode(
                     ".png", cv2.imdecode(np.frombuffer(image.jpeg, np.uint8), 1)
                 )[1].tobytes()
                 image.cam2ego = np.eye(4)
                 image.cam2ego[:3, :3], image.cam2ego[:3, 3] = (
                     turn(0.01, "y") @ OPTICAL,
-                    (1.1, 0.3 - at * 0.54, 0.8),
+                    (1.1, 0.3 - camera_number * 0.54, 0.8),
                 )
-            for one in (frame, *frame.images.values(), *frame.sweeps.values()):
-                one.ego2global = shifted(one.ego2global, origin)
+            for record in (frame, *frame.images.values(), *frame.sweeps.values()):
+                record.ego2global = shifted(record.ego2global, origin)
             for sweep in frame.sweeps.values():
                 sweep.points = sweep.points[:, :4]
             for box in frame.boxes:
@@ -40,15 +40,15 @@ def as_kitti(world):
 
 
 def shifted(pose, origin) -> np.ndarray:
-    found = pose.copy()
-    found[:3, 3] -= origin
-    return found
+    moved = pose.copy()
+    moved[:3, 3] -= origin
+    return moved
 
 
 def oxts_times(clip) -> list[int]:
     """A row of oxts for each time at which a sensor measures, so that none is interpolated."""
     return sorted(
-        {one.timestamp_ns for frame in clip.frames for one in (frame, *frame.images.values())}
+        {record.timestamp_ns for frame in clip.frames for record in (frame, *frame.images.values())}
     )
 
 
@@ -73,16 +73,16 @@ def chain(frame) -> dict[str, np.ndarray]:
     first2ego = next(iter(frame.images.values())).cam2ego @ np.array(
         [[1, 0, 0, -0.06], [0, 1, 0, 0], [0, 0, 1, -0.003], [0, 0, 0, 1]]
     )
-    found = {
+    transforms = {
         "imu2velo": np.linalg.inv(sweep.lidar2ego),
         "velo2cam": np.linalg.inv(rect) @ np.linalg.inv(first2ego) @ sweep.lidar2ego,
     }
     for name, image in frame.images.items():
         cam0_to_cam = np.linalg.inv(image.cam2ego) @ first2ego
-        found[name] = np.concatenate(
+        transforms[name] = np.concatenate(
             [image.intrinsics, image.intrinsics @ cam0_to_cam[:3, 3:]], 1
         )  # side by side
-    return found
+    return transforms
 
 
 def write_drive(root, number, clip) -> None:
@@ -111,10 +111,15 @@ def write_drive(root, number, clip) -> None:
         drive / "velodyne_points" / "timestamps.txt",
         stamps(frame.timestamp_ns for frame in clip.frames),
     )
-    for at, frame in enumerate(clip.frames):
-        files = {f"{name}/data/{at:010d}.png": image.jpeg for name, image in frame.images.items()}
+    for frame_index, frame in enumerate(clip.frames):
+        files = {
+            f"{name}/data/{frame_index:010d}.png": image.jpeg
+            for name, image in frame.images.items()
+        }
         for sweep in frame.sweeps.values():
-            files[f"velodyne_points/data/{at:010d}.bin"] = sweep.points.astype("<f4").tobytes()
+            files[f"velodyne_points/data/{frame_index:010d}.bin"] = sweep.points.astype(
+                "<f4"
+            ).tobytes()
         for name, data in files.items():
             (drive / name).parent.mkdir(parents=True, exist_ok=True)
             (drive / name).write_bytes(data)
@@ -183,7 +188,7 @@ def tracklets(clip) -> str:
         items.append(
             f"<item><objectType>{box.category}</objectType><h>{height}</h><w>{width}</w><l>{length}</l>"
             f"<first_frame>0</first_frame><poses><count>{len(poses)}</count>"
-            + "".join(f"<item>{one}</item>" for one in poses)
+            + "".join(f"<item>{pose}</item>" for pose in poses)
             + "</poses></item>"
         )
     return f"<boost_serialization><tracklets><count>{len(items)}</count>{''.join(items)}</tracklets></boost_serialization>"  # noqa: E501
@@ -195,22 +200,22 @@ def write_object(root, number, frame) -> None:
     first2ego = np.linalg.inv(
         np.block([[RECT, np.zeros((3, 1))], [0, 0, 0, 1]]) @ parts["velo2cam"] @ parts["imu2velo"]
     )
-    rows = [f"P{at}: {numbers(parts[name])}" for at, name in enumerate(frame.images, 2)]
+    rows = [f"P{index}: {numbers(parts[name])}" for index, name in enumerate(frame.images, 2)]
     rows += [f"R0_rect: {numbers(RECT)}", f"Tr_velo_to_cam: {numbers(parts['velo2cam'][:3])}"]
     rows += [f"Tr_imu_to_velo: {numbers(parts['imu2velo'][:3])}"]
     write_lines(root / "calib" / f"{number:06d}.txt", rows)
-    for at, image in enumerate(frame.images.values(), 2):
-        (root / f"image_{at}").mkdir(parents=True, exist_ok=True)
-        (root / f"image_{at}" / f"{number:06d}.png").write_bytes(image.jpeg)
+    for index, image in enumerate(frame.images.values(), 2):
+        (root / f"image_{index}").mkdir(parents=True, exist_ok=True)
+        (root / f"image_{index}" / f"{number:06d}.png").write_bytes(image.jpeg)
     (root / "velodyne").mkdir(parents=True, exist_ok=True)
     for sweep in frame.sweeps.values():
         (root / "velodyne" / f"{number:06d}.bin").write_bytes(sweep.points.astype("<f4").tobytes())
     labels = ["DontCare -1 -1 -10 503 169 590 190 -1 -1 -1 -1000 -1000 -1000 -10"]
     to_rect = np.linalg.inv(frame.ego2global @ first2ego)
-    for at, box in enumerate(frame.boxes):
+    for index, box in enumerate(frame.boxes):
         x, y, z = to_rect[:3, :3] @ box.centre + to_rect[:3, 3]
         nose = to_rect[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
         length, width, height = box.size_lwh
         values = height, width, length, x, y + height / 2, z, np.arctan2(-nose[2], nose[0])
-        labels.append(f"{box.category} 0 0 0 {at} 2.5 {at + 3} 4.25 {numbers(values)}")
+        labels.append(f"{box.category} 0 0 0 {index} 2.5 {index + 3} 4.25 {numbers(values)}")
     write_lines(root / "label_2" / f"{number:06d}.txt", labels)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 def way(name, points, kind="", first=0) -> str:
     """A way of nodes of its own, whose ids begin at ``first``."""
     nodes = "".join(
-        f"<node id='{first + at}' lat='35.6' lon='139.7'>"
+        f"<node id='{first + index}' lat='35.6' lon='139.7'>"
         f"<tag k='local_x' v='{float(x)}'/><tag k='local_y' v='{float(y)}'/><tag k='ele' v='3.0'/></node>"
-        for at, (x, y, *_) in enumerate(points)
+        for index, (x, y, *_) in enumerate(points)
     )
-    refs = "".join(f"<nd ref='{first + at}'/>" for at in range(len(points)))
+    refs = "".join(f"<nd ref='{first + index}'/>" for index in range(len(points)))
     tag = f"<tag k='type' v='{kind}'/>" if kind else ""
     return f"{nodes}<way id='{name}'>{refs}{tag}</way>"
 

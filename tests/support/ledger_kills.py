@@ -51,12 +51,12 @@ def train(folder: Path, global_batch: int) -> None:
 
 def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
     """Return the rows that the weights of a checkpoint have seen, as the ledger says."""
-    kept, _ = seen_by_weights(read_ledger(folder / "run.ledger", open_end=True).records)
+    stretches, _ = seen_by_weights(read_ledger(folder / "run.ledger", open_end=True).records)
     end = (state["epoch"], state["samples_consumed"])
     rows: list[int] = []
-    for at, stretch in enumerate(kept):
+    for index, stretch in enumerate(stretches):
         assert not stretch.skipped, "a gap"
-        assert at == 0 or kept[at - 1].end == stretch.start.restored, "an overlap"
+        assert index == 0 or stretches[index - 1].end == stretch.start.restored, "an overlap"
         sampler = BatchSampler(
             NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
         )

@@ -22,8 +22,8 @@ from support.own_model import load
 
 WIDTH = 2048
 DEPTH = 20
-WHOLE = 16 * DEPTH * WIDTH**2
-LIMIT = WHOLE // 2
+STATE_BYTES = 16 * DEPTH * WIDTH**2
+LIMIT = STATE_BYTES // 2
 M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
@@ -35,16 +35,16 @@ class Tall(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
 
     def forward(self, batch):
-        found = batch["img"].flatten(1)[:, :WIDTH].float() / 255
+        activations = batch["img"].flatten(1)[:, :WIDTH].float() / 255
         for layer in self.layers:
-            found = torch.tanh(2 * layer(found))
-        return (found - 0.5).square().mean()
+            activations = torch.tanh(2 * layer(activations))
+        return (activations - 0.5).square().mean()
 
 
 def status(name: str) -> int:
     """A line of this process's status, in bytes."""
-    found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(match[1]) * 1024
 
 
 def train(dataset: str, strategy: str, folder: str, steps: int) -> list[float]:
@@ -60,7 +60,7 @@ def train(dataset: str, strategy: str, folder: str, steps: int) -> list[float]:
             loader,
             steps=steps,
             checkpoints=checkpoints,
-            on_step=lambda record, found: losses.append(found["loss"]),
+            on_step=lambda record, step_losses: losses.append(step_losses["loss"]),
         )
     return losses
 

@@ -36,8 +36,8 @@ def listing_server(num_objects: int) -> Iterator[str]:
             """Nothing."""
 
         def do_GET(self) -> None:
-            asked = parse_qs(urlsplit(self.path).query)
-            data = _page(int(asked.get("continuation-token", ["0"])[0]), num_objects)
+            query = parse_qs(urlsplit(self.path).query)
+            data = _page(int(query.get("continuation-token", ["0"])[0]), num_objects)
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -38,7 +38,7 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         )
         for rate in STAGES
     ]
-    made = {
+    values = {
         "first_batch_s": 0.3,
         "num_warm_up_batches": 2,
         "batch_s": [0.3, 2 * batch_s] + [batch_s] * 20,
@@ -49,7 +49,7 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         "stages": stages,
         "num_storage_faults": 0,
     }
-    return LoaderRun(**(made | changes))
+    return LoaderRun(**(values | changes))
 
 
 def loader_report_of(runs, *, limits=LIMITS, dataset=DATASET) -> LoaderReport:

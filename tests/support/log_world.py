@@ -38,13 +38,13 @@ def store():
     """The types of ROS 2, foxglove's and those of boxes in images."""
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
-    found = get_typestore(Stores.ROS2_HUMBLE)
-    for name, text in {**OTHERS, **VISION}.items():
-        found.register(get_types_from_msg(text, name.replace("/", "/msg/")))
-    return found
+    type_store = get_typestore(Stores.ROS2_HUMBLE)
+    for name, text in {**OTHER_TYPES, **VISION}.items():
+        type_store.register(get_types_from_msg(text, name.replace("/", "/msg/")))
+    return type_store
 
 
-OTHERS = {
+OTHER_TYPES = {
     "foxglove_msgs/CompressedVideo": (
         "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
     ),
@@ -85,7 +85,7 @@ class Ros:
         return self.of("std_msgs/Header", self.time(stamp_ns), frame)
 
     def tf(self, edges: Iterable[tuple[str, str, int, np.ndarray]]):
-        found = []
+        transforms = []
         for parent, child, stamp_ns, matrix in edges:
             q = Rotation.from_matrix(matrix[:3, :3]).as_quat()
             moved = self.of(
@@ -93,12 +93,12 @@ class Ros:
                 self.of("geometry_msgs/Vector3", *matrix[:3, 3].tolist()),
                 self.of("geometry_msgs/Quaternion", *q.tolist()),
             )
-            found.append(
+            transforms.append(
                 self.of(
                     "geometry_msgs/TransformStamped", self.header(stamp_ns, parent), child, moved
                 )
             )
-        return self.of("tf2_msgs/TFMessage", found)
+        return self.of("tf2_msgs/TFMessage", transforms)
 
     def info(
         self,
@@ -118,7 +118,8 @@ class Ros:
         region = self.of("sensor_msgs/RegionOfInterest", x, y, height, width, False)
         p = np.hstack([k, np.zeros((3, 1))]) if p is None else p
         flat = [
-            np.asarray(one, np.float64).ravel() for one in (d, k, np.eye(3) if r is None else r, p)
+            np.asarray(values, np.float64).ravel()
+            for values in (d, k, np.eye(3) if r is None else r, p)
         ]
         return self.of(
             "sensor_msgs/CameraInfo",
@@ -144,8 +145,8 @@ class Ros:
             ]
         )
         rows = np.zeros(len(points), dtype)
-        for at, name in enumerate(("x", "y", "z", "intensity", "ring")):
-            rows[name] = points[:, at]
+        for column, name in enumerate(("x", "y", "z", "intensity", "ring")):
+            rows[name] = points[:, column]
         fields = [
             self.of(
                 "sensor_msgs/PointField", name, dtype.fields[name][1], 7 if name != "ring" else 4, 1
@@ -208,7 +209,7 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
         Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, pose)]))
         for stamp_ns, pose in poses.items()
     ]
-    return sorted(sent, key=lambda one: one.stamp_ns)
+    return sorted(sent, key=lambda entry: entry.stamp_ns)
 
 
 def video_messages(world: World, clip: WorldClip) -> list[Sent]:
@@ -220,15 +221,15 @@ def video_messages(world: World, clip: WorldClip) -> list[Sent]:
             packets[f"/{name}/image_raw/compressed", image.timestamp_ns] = packet
     sent = []
     ros = Ros()
-    for one in ros_messages(world, clip):
-        packet = packets.get((one.topic, one.stamp_ns))
+    for entry in ros_messages(world, clip):
+        packet = packets.get((entry.topic, entry.stamp_ns))
         if packet is not None:
-            head = one.message.header
+            head = entry.message.header
             data = np.frombuffer(packet, np.uint8)
             video = ros.of("foxglove_msgs/CompressedVideo", head.stamp, head.frame_id, data, "h264")
-            topic = one.topic.replace("image_raw/compressed", "video")
-            one = Sent(topic, "foxglove_msgs/CompressedVideo", one.stamp_ns, video)
-        sent.append(one)
+            topic = entry.topic.replace("image_raw/compressed", "video")
+            entry = Sent(topic, "foxglove_msgs/CompressedVideo", entry.stamp_ns, video)
+        sent.append(entry)
     return sent
 
 
@@ -243,11 +244,11 @@ def with_raw_pictures(
 ) -> list[Sent]:
     """The messages, the pictures of a camera replaced by uncompressed ones; ``rows`` (H, row bytes) uint8."""
     ros = Ros()
-    found = []
-    for one in sent:
-        if one.topic == f"/{name}/image_raw/compressed":
-            given = (
-                one.message.header,
+    entries = []
+    for entry in sent:
+        if entry.topic == f"/{name}/image_raw/compressed":
+            values = (
+                entry.message.header,
                 size[1],
                 size[0],
                 encoding,
@@ -255,11 +256,11 @@ def with_raw_pictures(
                 rows.shape[1],
                 rows.ravel(),
             )
-            one = one._replace(
-                message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image"
+            entry = entry._replace(
+                message=ros.of("sensor_msgs/Image", *values), type="sensor_msgs/Image"
             )
-        found.append(one)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def encoded(jpegs: list[bytes]) -> list[bytes]:
@@ -302,20 +303,20 @@ def write_mcap(
             file, chunk_size=chunk_size, compression=CompressionType[compression], **options
         )
         writer.start("ros2")
-        for one in sent:
-            if one.topic not in channels:
-                if isinstance(one.message, bytes):
-                    schema = writer.register_schema(one.type, "protobuf", DESCRIPTOR)
-                    channels[one.topic] = writer.register_channel(one.topic, "protobuf", schema)
+        for entry in sent:
+            if entry.topic not in channels:
+                if isinstance(entry.message, bytes):
+                    schema = writer.register_schema(entry.type, "protobuf", DESCRIPTOR)
+                    channels[entry.topic] = writer.register_channel(entry.topic, "protobuf", schema)
                 else:
                     schema = writer.register_schema(
-                        one.message.__msgtype__, "ros2msg", definition(types, one.message)
+                        entry.message.__msgtype__, "ros2msg", definition(types, entry.message)
                     )
-                    channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
-            data = one.message
+                    channels[entry.topic] = writer.register_channel(entry.topic, "cdr", schema)
+            data = entry.message
             if not isinstance(data, bytes):
                 data = bytes(types.serialize_cdr(data, data.__msgtype__))
-            writer.add_message(channels[one.topic], one.stamp_ns + LAG_NS, data, one.stamp_ns)
+            writer.add_message(channels[entry.topic], entry.stamp_ns + LAG_NS, data, entry.stamp_ns)
         writer.finish()
 
 
@@ -339,18 +340,18 @@ def write_rosbag2(
 
     types = store()
     connections = {}
-    made = Writer(folder, version=9, storage_plugin=StoragePlugin[storage])
+    bag = Writer(folder, version=9, storage_plugin=StoragePlugin[storage])
     if packed:
-        made.set_compression(CompressionMode.MESSAGE, CompressionFormat.ZSTD)
-    with made as writer:
-        for one in sent:
-            kind = one.message.__msgtype__
-            if one.topic not in connections:
-                connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
+        bag.set_compression(CompressionMode.MESSAGE, CompressionFormat.ZSTD)
+    with bag as writer:
+        for entry in sent:
+            kind = entry.message.__msgtype__
+            if entry.topic not in connections:
+                connections[entry.topic] = writer.add_connection(entry.topic, kind, typestore=types)
             writer.write(
-                connections[one.topic],
-                one.stamp_ns + LAG_NS,
-                types.serialize_cdr(one.message, kind),
+                connections[entry.topic],
+                entry.stamp_ns + LAG_NS,
+                types.serialize_cdr(entry.message, kind),
             )
 
 
@@ -366,13 +367,13 @@ def write_bag(
     transforms = dict.fromkeys(
         ("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n"
     )
-    for name, text in {**transforms, **OTHERS}.items():
+    for name, text in {**transforms, **OTHER_TYPES}.items():
         types.register(get_types_from_msg(text, name.replace("/", "/msg/")))
 
     def as_ros1(value):
         """The message with the fields of ROS 1: headers have a number, CameraInfo's matrices have capitals."""
         if isinstance(value, list):
-            return [as_ros1(one) for one in value]
+            return [as_ros1(item) for item in value]
         kind = getattr(value, "__msgtype__", None)
         if kind is None:
             return value
@@ -380,17 +381,17 @@ def write_bag(
         fields = {name: 77 if name == "seq" else as_ros1(_field(value, name)) for name in names}
         return types.types[kind](**fields)
 
-    made = Writer(path)
+    bag = Writer(path)
     if compression != "NONE":
-        made.set_compression(Writer.CompressionFormat[compression])
-    with made as writer:
-        for one in sent:
-            kind = one.message.__msgtype__
-            kind = "tf/msg/tfMessage" if old and one.type == "tf2_msgs/TFMessage" else kind
-            if one.topic not in connections:
-                connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
-            data = types.serialize_ros1(as_ros1(one.message), kind)
-            writer.write(connections[one.topic], one.stamp_ns + LAG_NS, data)
+        bag.set_compression(Writer.CompressionFormat[compression])
+    with bag as writer:
+        for entry in sent:
+            kind = entry.message.__msgtype__
+            kind = "tf/msg/tfMessage" if old and entry.type == "tf2_msgs/TFMessage" else kind
+            if entry.topic not in connections:
+                connections[entry.topic] = writer.add_connection(entry.topic, kind, typestore=types)
+            data = types.serialize_ros1(as_ros1(entry.message), kind)
+            writer.write(connections[entry.topic], entry.stamp_ns + LAG_NS, data)
 
 
 def _field(message, name):
@@ -405,11 +406,11 @@ def _key(number: int, wire: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = b""
+    encoded = b""
     while value > 0x7F:
-        found = found + bytes([value & 0x7F | 0x80])
+        encoded = encoded + bytes([value & 0x7F | 0x80])
         value = value >> 7
-    return found + bytes([value])
+    return encoded + bytes([value])
 
 
 def part(number: int, data: bytes | str) -> bytes:
@@ -423,7 +424,9 @@ def _doubles(number: int, values) -> bytes:
 
 
 def _xyz(*values: float) -> bytes:
-    return b"".join(_key(at, 1) + struct.pack("<d", value) for at, value in enumerate(values, 1))
+    return b"".join(
+        _key(number, 1) + struct.pack("<d", value) for number, value in enumerate(values, 1)
+    )
 
 
 def _stamp(stamp_ns: int) -> bytes:
@@ -503,10 +506,10 @@ def _descriptor() -> bytes:
     files = b""
     for package in ("google.protobuf", "foxglove"):
         file = part(2, package)
-        for name, own in _TYPES.items():
+        for name, fields in _TYPES.items():
             if name.rpartition(".")[0] == package:
                 message = part(1, name.rpartition(".")[2])
-                for number, field in enumerate(own, 1):
+                for number, field in enumerate(fields, 1):
                     label, kind = (field, "") if isinstance(field, str) else field
                     typed = part(6, f".{kind}") if kind else b""
                     message += part(2, part(1, label) + _key(3, 0) + _varint(number) + typed)
@@ -567,8 +570,8 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
         for name, sweep in frame.sweeps.items():  # a cloud in base_link, with the lidar's pose
             points = sweep.points[:, :4]
             fields = b"".join(
-                part(5, part(1, column) + _fixed(2, 4 * at) + _key(3, 0) + _varint(7))
-                for at, column in enumerate(("x", "y", "z", "intensity"))
+                part(5, part(1, column) + _fixed(2, 4 * column_index) + _key(3, 0) + _varint(7))
+                for column_index, column in enumerate(("x", "y", "z", "intensity"))
             )
             data = (
                 _stamp(sweep.timestamp_ns)
@@ -579,7 +582,7 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
             )
             sent.append(Sent(f"/{name}/points", "foxglove.PointCloud", sweep.timestamp_ns, data))
     sent += [transform("map", "base_link", stamp_ns, pose) for stamp_ns, pose in poses.items()]
-    return sorted(sent, key=lambda one: one.stamp_ns)
+    return sorted(sent, key=lambda entry: entry.stamp_ns)
 
 
 Box = tuple[float, float, float, float, str, str]
@@ -589,7 +592,7 @@ Box = tuple[float, float, float, float, str, str]
 def detections(stamp_ns: int, boxes: Iterable[Box]):
     """A Detection2DArray of version 4; of each box's hypotheses, the second has the better score."""
     ros = Ros()
-    found = []
+    detected = []
     point = ros.of("geometry_msgs/Point", 0, 0, 0)
     turned = ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1)
     pose = ros.of(
@@ -614,10 +617,10 @@ def detections(stamp_ns: int, boxes: Iterable[Box]):
             right - left,
             bottom - top,
         )
-        found.append(
+        detected.append(
             ros.of("vision_msgs/Detection2D", ros.header(stamp_ns, "camera"), results, box, track)
         )
-    return ros.of("vision_msgs/Detection2DArray", ros.header(stamp_ns, "camera"), found)
+    return ros.of("vision_msgs/Detection2DArray", ros.header(stamp_ns, "camera"), detected)
 
 
 def annotations(stamp_ns: int, boxes: Iterable[Box]):
@@ -639,7 +642,7 @@ def annotations(stamp_ns: int, boxes: Iterable[Box]):
         else []
     )
     for *sides, category, _ in boxes:
-        points = [ros.of("foxglove_msgs/Point2", *one) for one in corners(sides)]
+        points = [ros.of("foxglove_msgs/Point2", *corner) for corner in corners(sides)]
         loops.append(ros.of("foxglove_msgs/PointsAnnotation", stamp, 2, points))
         texts.append(ros.of("foxglove_msgs/TextAnnotation", stamp, points[0], category))
     return ros.of("foxglove_msgs/ImageAnnotations", loops, texts)
@@ -647,13 +650,13 @@ def annotations(stamp_ns: int, boxes: Iterable[Box]):
 
 def proto_annotations(stamp_ns: int, boxes: Iterable[Box]) -> bytes:
     """The same as protobuf, with categories and tracks in metadata."""
-    found = b""
+    encoded = b""
     for *sides, category, track in boxes:
-        points = b"".join(part(3, _xyz(*one)) for one in corners(sides))
-        about = {"category": category, "track": track}.items()
-        pairs = b"".join(part(8, part(1, key) + part(2, value)) for key, value in about if value)
-        found += part(2, _stamp(stamp_ns) + _key(2, 0) + _varint(2) + points + pairs)
-    return found
+        points = b"".join(part(3, _xyz(*corner)) for corner in corners(sides))
+        metadata = {"category": category, "track": track}.items()
+        pairs = b"".join(part(8, part(1, key) + part(2, value)) for key, value in metadata if value)
+        encoded += part(2, _stamp(stamp_ns) + _key(2, 0) + _varint(2) + points + pairs)
+    return encoded
 
 
 def corners(sides) -> list[tuple[float, float]]:

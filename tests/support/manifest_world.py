@@ -52,11 +52,12 @@ def pose_columns(prefix: str, matrix: np.ndarray, form: str, order: str = "wxyz"
 
 def camera_columns(prefix: str, image: Any, form: str, pose: str) -> dict[str, Any]:
     k = image.intrinsics
-    found = {
-        name: k[at] for name, at in (("fx", (0, 0)), ("fy", (1, 1)), ("cx", (0, 2)), ("cy", (1, 2)))
+    pinhole = {
+        name: k[place]
+        for name, place in (("fx", (0, 0)), ("fy", (1, 1)), ("cx", (0, 2)), ("cy", (1, 2)))
     }
     columns = {"intrinsics": k.tolist()} if form == "jsonl" else {"intrinsics": k.ravel().tolist()}
-    columns = found if form == "csv" else columns
+    columns = pinhole if form == "csv" else columns
     return {
         **{f"{prefix}{name}": value for name, value in columns.items()},
         **pose_columns(prefix + pose, image.cam2ego, form),
@@ -65,7 +66,7 @@ def camera_columns(prefix: str, image: Any, form: str, pose: str) -> dict[str, A
 
 def write_files(world: World, root: Path, paths: str) -> dict[tuple[str, int, str], str]:
     """Write images and sweeps as files, ranges of one file, or members of a tar; return the path of each."""
-    found: dict[tuple[str, int, str], str] = {}
+    file_paths: dict[tuple[str, int, str], str] = {}
     tar = tarfile.open(root / "data.tar", "w") if paths == "tar" else None  # noqa: SIM115
     blobs = {"jpg": io.BytesIO(), "npy": io.BytesIO()}
     for clip, number, frame in world.frames():
@@ -89,13 +90,13 @@ def write_files(world: World, root: Path, paths: str) -> dict[tuple[str, int, st
             else:
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 (root / file).write_bytes(content)
-            found[clip.name, number, name] = path
+            file_paths[clip.name, number, name] = path
     if tar is not None:
         tar.close()
     for extension, blob in blobs.items():
         if blob.tell():
             (root / f"blob.{extension}").write_bytes(blob.getvalue())
-    return found
+    return file_paths
 
 
 def box_rows(frame: Any) -> list[dict[str, Any]]:
@@ -157,21 +158,23 @@ def write_long(world: World, root: Path, form: str) -> str:
     boxes = []
     for clip, number, frame in world.frames():
         poses[clip.name, frame.timestamp_ns] = frame.ego2global
-        for name, one in {**frame.images, **frame.sweeps}.items():
-            file = {"path": named[clip.name, number, name], "timestamp_ns": one.timestamp_ns}
+        for name, sensor in {**frame.images, **frame.sweeps}.items():
+            file = {"path": named[clip.name, number, name], "timestamp_ns": sensor.timestamp_ns}
             data.append({"clip_id": clip.name, "sensor": name, **file})
-            poses[clip.name, one.timestamp_ns] = one.ego2global
+            poses[clip.name, sensor.timestamp_ns] = sensor.ego2global
             if name in frame.images:
-                columns = camera_columns("", one, form, "sensor2ego")
+                columns = camera_columns("", sensor, form, "sensor2ego")
             else:
-                columns = pose_columns("sensor2ego", one.lidar2ego, form)
+                columns = pose_columns("sensor2ego", sensor.lidar2ego, form)
             calibration[name] = {"sensor": name, **columns}
         boxes += [
             {"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box}
             for box in box_rows(frame)
         ]
-    by_clip = sorted(range(len(data)), key=lambda at: (data[at]["clip_id"], data[at]["path"][::-1]))
-    write_table(root, "sensor_data", [data[at] for at in by_clip], form)
+    by_clip = sorted(
+        range(len(data)), key=lambda index: (data[index]["clip_id"], data[index]["path"][::-1])
+    )
+    write_table(root, "sensor_data", [data[index] for index in by_clip], form)
     write_table(root, "calibration", list(calibration.values()), form)
     write_table(root, "boxes", boxes, form)
     write_table(

@@ -48,39 +48,41 @@ def main(root: str, out: str) -> None:
     early = make(root, world=None)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: dict[str, object] = {"early": [early.world.rank, early.world.size]}
+    outcomes: dict[str, object] = {"early": [early.world.rank, early.world.size]}
     for name, (shape, names) in MESHES.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         loader = make(root, world=mesh, check_ranks=True)
-        found[name] = {"world": [loader.world.rank, loader.world.size], "keys": outcome(loader)}
+        outcomes[name] = {"world": [loader.world.rank, loader.world.size], "keys": outcome(loader)}
     detected = make(root)
-    found["detected"] = [detected.world.rank, detected.world.size]
+    outcomes["detected"] = [detected.world.rank, detected.world.size]
     expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     try:
         mesh_world(expert)
     except WorldError as error:
-        found["unclear"] = str(error)
+        outcomes["unclear"] = str(error)
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     worlds = {"stated": mesh_world(expert, ("ep",)), "submesh": mesh_world(pair["dp"])}
     worlds["unnamed"] = mesh_world(init_device_mesh("cpu", (4,)))
-    found |= {name: [world.rank, world.size] for name, world in worlds.items()}
+    outcomes |= {name: [world.rank, world.size] for name, world in worlds.items()}
 
     # What goes wrong in real runs, each seen by every rank alike.
-    found["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
-    found["other world"] = outcome(
+    outcomes["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
+    outcomes["other world"] = outcome(
         make(root, world=World(0, 1) if rank == 3 else World(rank, 4), check_ranks=True)
     )
-    found["same rank"] = outcome(make(root, world=World(rank // 2, 4), check_ranks=True))
+    outcomes["same rank"] = outcome(make(root, world=World(rank // 2, 4), check_ranks=True))
     resumed = make(root, check_ranks=True)
     if rank == 1:
         resumed.load_state_dict(resumed.state_dict() | {"samples_consumed": 8})
-    found["other position"] = outcome(resumed)
+    outcomes["other position"] = outcome(resumed)
 
     def per_process(sample: dict[str, object]) -> dict[str, object]:
         return sample | {"noise": rank}
 
-    found["other batch"] = outcome(make(root, world=pair, transform=per_process, check_ranks=True))
-    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    outcomes["other batch"] = outcome(
+        make(root, world=pair, transform=per_process, check_ranks=True)
+    )
+    Path(out, f"{rank}.json").write_text(json.dumps(outcomes))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -33,7 +33,7 @@ def install_plugin(folder: Path, name: str, place: str, group: str = "fuelrail.s
 def write_neutral(world, root: Path) -> str:
     """Write the world; images both as files and one after the other in ``blob.bin``."""
     blob = (root / "blob.bin").open("wb")
-    at = 0
+    offset = 0
     clips = []
     for clip in world.clips:
         rows = []
@@ -46,7 +46,7 @@ def write_neutral(world, root: Path) -> str:
                 blob.write(image.jpeg)
                 images[name] = {
                     "file": file,
-                    "range": f"blob.bin#{at}+{len(image.jpeg)}",
+                    "range": f"blob.bin#{offset}+{len(image.jpeg)}",
                     "t": image.timestamp_ns,
                     "k": image.intrinsics.tolist(),
                     "cam2ego": image.cam2ego.tolist(),
@@ -54,7 +54,7 @@ def write_neutral(world, root: Path) -> str:
                     "size": image.size,
                     "bytes": len(image.jpeg),
                 }
-                at += len(image.jpeg)
+                offset += len(image.jpeg)
             sweeps = {}
             for name, sweep in frame.sweeps.items():
                 file = f"{clip.name}/{name}-{number}.npy"
@@ -121,17 +121,21 @@ class Neutral(FrameSource[NeutralSettings]):
 
     def poses(self, clip):
         rows = self._rows(clip)
-        found = {row["t"]: row["pose"] for row in rows}
+        pose_by_time = {row["t"]: row["pose"] for row in rows}
         for row in rows:
-            found.update((image["t"], image["pose"]) for image in row["images"].values() if image)
+            pose_by_time.update(
+                (image["t"], image["pose"]) for image in row["images"].values() if image
+            )
         return Trajectory(
-            sorted(found),
-            np.array([found[time] for time in sorted(found)]),
+            sorted(pose_by_time),
+            np.array([pose_by_time[time] for time in sorted(pose_by_time)]),
             f"poses of {clip.name}",
         )
 
     def _rows(self, clip):
-        return next(one["frames"] for one in self._world()["clips"] if one["name"] == clip.name)
+        return next(
+            entry["frames"] for entry in self._world()["clips"] if entry["name"] == clip.name
+        )
 
     def frames(self, clip):
         for row in self._rows(clip):
@@ -140,18 +144,18 @@ class Neutral(FrameSource[NeutralSettings]):
                 if not image:
                     images[name] = Absent("no message")
                     continue
-                made = self.given.images == "made"
-                size = image["size"] if self.given.sizes or made else (0, 0)
+                is_made = self.given.images == "made"
+                size = image["size"] if self.given.sizes or is_made else (0, 0)
                 images[name] = Image(
-                    ref=image["file" if made else self.given.images],
+                    ref=image["file" if is_made else self.given.images],
                     timestamp_ns=image["t"],
                     intrinsics=np.array(image["k"]),
                     cam2ego=np.array(image["cam2ego"]),
                     extension="jpg",
                     width=size[0],
                     height=size[1],
-                    made=made,
-                    num_bytes=1000 if made else None,
+                    made=is_made,
+                    num_bytes=1000 if is_made else None,
                 )
             boxes = None
             if row["boxes"] is not None:
@@ -167,9 +171,11 @@ class Neutral(FrameSource[NeutralSettings]):
                 )
             sweeps = {
                 name: Sweep(
-                    ref=one["file"], timestamp_ns=one["t"], lidar2ego=np.array(one["lidar2ego"])
+                    ref=sweep["file"],
+                    timestamp_ns=sweep["t"],
+                    lidar2ego=np.array(sweep["lidar2ego"]),
                 )
-                for name, one in row["sweeps"].items()
+                for name, sweep in row["sweeps"].items()
             }
             yield Frame(timestamp_ns=row["t"], images=images, sweeps=sweeps, boxes=boxes)
 

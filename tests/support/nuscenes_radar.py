@@ -64,21 +64,21 @@ def radar_rows(rng: np.random.Generator, number: int) -> np.ndarray:
     return rows
 
 
-def add_radar_files(made: Dataroot, seed: int = 0) -> dict[str, np.ndarray]:
+def add_radar_files(dataroot: Dataroot, seed: int = 0) -> dict[str, np.ndarray]:
     """Write every file of the table's radars, and link their rows in time; returns the rows by file name."""
     rng = np.random.default_rng(seed)
-    rows = [row for row in made.tables["sample_data"] if "/RADAR" in row["filename"]]
+    rows = [row for row in dataroot.tables["sample_data"] if "/RADAR" in row["filename"]]
     written = {}
     last: dict[tuple[str, str], dict] = {}
-    scene = {row["token"]: row["scene_token"] for row in made.tables["sample"]}
+    scene = {row["token"]: row["scene_token"] for row in dataroot.tables["sample"]}
     for row in sorted(rows, key=lambda row: row["timestamp"]):
-        of = (row["calibrated_sensor_token"], scene[row["sample_token"]])
-        if of in last:
-            row["prev"], last[of]["next"] = last[of]["token"], row["token"]
-        last[of] = row
+        series = (row["calibrated_sensor_token"], scene[row["sample_token"]])
+        if series in last:
+            row["prev"], last[series]["next"] = last[series]["token"], row["token"]
+        last[series] = row
         written[row["filename"]] = radar_rows(rng, int(rng.integers(3, 20)))
-        path = made.root / row["filename"]
+        path = dataroot.root / row["filename"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pcd(written[row["filename"]]))
-    made.write("sample_data")
+    dataroot.write("sample_data")
     return written

@@ -16,14 +16,14 @@ WALL = np.array([(25.0, y, z) for y in np.linspace(-8, 8, 9) for z in np.linspac
 """Points that stand still in the world, metres from the clip's first pose; every sweep sees them."""
 
 
-def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: int = 0) -> None:
+def add_sweeps(dataroot: Dataroot, per_keyframe: int, num_points: int = 40, seed: int = 0) -> None:
     """Give every keyframe but the clips' first ``per_keyframe`` earlier sweeps, 50 ms apart, and link all of them.
 
     The vehicle drives and turns. A sweep holds what stands still (`WALL`), then ``num_points`` random points, some of
     them closer than a metre.
     """
     rng = np.random.default_rng(seed)
-    tables = made.tables
+    tables = dataroot.tables
     lidar = token("calibrated", "LIDAR_TOP")
     (calibration,) = [record for record in tables["calibrated_sensor"] if record["token"] == lidar]
     lidar2ego = _matrix(calibration)
@@ -44,17 +44,17 @@ def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: in
         for number, key in enumerate(keys):
             for back in range(per_keyframe if number else 0, 0, -1):
                 at_us = key["timestamp"] - 50_000 * back + int(rng.integers(-900, 900))
-                own = token("sweep", key["token"], back)
+                sweep_token = token("sweep", key["token"], back)
                 sweep = {
                     **key,
-                    "token": own,
-                    "ego_pose_token": own,
+                    "token": sweep_token,
+                    "ego_pose_token": sweep_token,
                     "timestamp": at_us,
                     "is_key_frame": False,
                 }
-                sweep["filename"] = f"sweeps/LIDAR_TOP/{own}.pcd.bin"
-                tables["ego_pose"].append({"token": own})
-                poses[own] = tables["ego_pose"][-1]
+                sweep["filename"] = f"sweeps/LIDAR_TOP/{sweep_token}.pcd.bin"
+                tables["ego_pose"].append({"token": sweep_token})
+                poses[sweep_token] = tables["ego_pose"][-1]
                 chain.append(sweep)
             chain.append(key)
         start_us = chain[0]["timestamp"]
@@ -77,11 +77,11 @@ def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: in
             points = np.c_[
                 points, rng.uniform(0, 255, len(points)), rng.integers(0, 32, len(points))
             ]
-            path = made.root / row["filename"]
+            path = dataroot.root / row["filename"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(points.astype("<f4").tobytes())
         tables["sample_data"] += [row for row in chain if not row["is_key_frame"]]
-    made.write()
+    dataroot.write()
 
 
 def _matrix(record: dict) -> np.ndarray:

@@ -100,8 +100,8 @@ def build_nuscenes(
     ``num_points`` 0 leaves the lidar out, ``num_tracks`` 0 the annotations.
     """
     rng = np.random.default_rng(seed)
-    made = Dataroot(root, version, {name: [] for name in _TABLES})
-    tables = made.tables
+    dataroot = Dataroot(root, version, {name: [] for name in _TABLES})
+    tables = dataroot.tables
     lidars = ("LIDAR_TOP",) if num_points else ()
     for number, channel in enumerate((*cameras, *lidars, "RADAR_FRONT")):
         modality = channel.split("_")[0].lower().replace("cam", "camera")
@@ -142,7 +142,7 @@ def build_nuscenes(
     (root / "maps" / "none.png").touch()  # the devkit asks only whether it is there
     for clip, (name, num_frames) in enumerate(clips.items()):
         _add_clip(
-            made,
+            dataroot,
             rng=rng,
             clip=clip,
             name=name,
@@ -154,8 +154,8 @@ def build_nuscenes(
             num_tracks=num_tracks,
             images=images,
         )
-    made.write()
-    return made
+    dataroot.write()
+    return dataroot
 
 
 _TABLES = (
@@ -176,10 +176,10 @@ _TABLES = (
 
 
 def _add_clip(
-    made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
+    dataroot, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
 ):
-    tables = made.tables
-    root = made.root
+    tables = dataroot.tables
+    root = dataroot.root
     log = token("log", name)
     tables["log"].append(
         {
@@ -222,10 +222,10 @@ def _add_clip(
                 extension = {"C": "jpg", "L": "pcd.bin", "R": "pcd"}[channel[0]]
                 folder = "samples" if is_key else "sweeps"
                 filename = f"{folder}/{channel}/{name}__{channel}__{at_us}.{extension}"
-                own = token("data", name, frame, channel, is_key)
+                data_token = token("data", name, frame, channel, is_key)
                 tables["ego_pose"].append(
                     {
-                        "token": own,
+                        "token": data_token,
                         "timestamp": at_us,
                         "translation": _ego(clip, heading, at_us - start_us),
                         "rotation": yaw_quaternion(heading + (at_us - start_us) * 1e-8),
@@ -234,9 +234,9 @@ def _add_clip(
                 is_camera = channel.startswith("CAM")
                 tables["sample_data"].append(
                     {
-                        "token": own,
+                        "token": data_token,
                         "sample_token": sample,
-                        "ego_pose_token": own,
+                        "ego_pose_token": data_token,
                         "calibrated_sensor_token": token("calibrated", channel),
                         "timestamp": at_us,
                         "fileformat": extension.split(".")[0],
@@ -274,25 +274,25 @@ def _add_clip(
 def _add_track(tables, clip, name, track, samples, start_us, heading):
     instance = token("instance", name, track)
     category = CATEGORIES[track % len(CATEGORIES)]
-    own = [token("annotation", name, track, frame) for frame in range(len(samples))]
+    annotation_tokens = [token("annotation", name, track, frame) for frame in range(len(samples))]
     tables["instance"].append(
         {
             "token": instance,
             "category_token": token("category", category),
-            "nbr_annotations": len(own),
-            "first_annotation_token": own[0] if own else "",
-            "last_annotation_token": own[-1] if own else "",
+            "nbr_annotations": len(annotation_tokens),
+            "first_annotation_token": annotation_tokens[0] if annotation_tokens else "",
+            "last_annotation_token": annotation_tokens[-1] if annotation_tokens else "",
         }
     )
     rows = tables["sample"][len(tables["sample"]) - len(samples) :]
     for frame, sample in enumerate(rows):
         seconds = (sample["timestamp"] - start_us) * 1e-6
-        here = _ego(clip, heading, 0)
-        x = here[0] + 8 + 5 * track + seconds * (1 + track)
-        y = here[1] + 3 - track * 4 + 0.5 * seconds
+        ego_position = _ego(clip, heading, 0)
+        x = ego_position[0] + 8 + 5 * track + seconds * (1 + track)
+        y = ego_position[1] + 3 - track * 4 + 0.5 * seconds
         tables["sample_annotation"].append(
             {
-                "token": own[frame],
+                "token": annotation_tokens[frame],
                 "sample_token": sample["token"],
                 "instance_token": instance,
                 "visibility_token": str(track % 4 + 1) if track else "",
@@ -302,17 +302,17 @@ def _add_track(tables, clip, name, track, samples, start_us, heading):
                 "translation": [x, y, 0.9],
                 "size": [1.8 + track / 4, 4.2, 1.5],
                 "rotation": yaw_quaternion(heading + 0.3 * track + 0.02 * frame),
-                **_neighbours(own, frame),
+                **_neighbours(annotation_tokens, frame),
                 "num_lidar_pts": 7 * track,
                 "num_radar_pts": 0,
             }
         )
 
 
-def _neighbours(tokens: list[str], at: int) -> dict[str, str]:
+def _neighbours(tokens: list[str], index: int) -> dict[str, str]:
     return {
-        "prev": tokens[at - 1] if at else "",
-        "next": tokens[at + 1] if at + 1 < len(tokens) else "",
+        "prev": tokens[index - 1] if index else "",
+        "next": tokens[index + 1] if index + 1 < len(tokens) else "",
     }
 
 

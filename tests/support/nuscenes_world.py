@@ -70,14 +70,14 @@ def _add_clip(tables, clip, root):
             "last_sample_token": keys[-1],
         }
     )
-    for at, (key, frame) in enumerate(zip(keys, clip.frames, strict=True)):
+    for index, (key, frame) in enumerate(zip(keys, clip.frames, strict=True)):
         tables["sample"].append(
             {
                 "token": key,
                 "timestamp": frame.timestamp_ns // 1000,
                 "scene_token": clip.name,
-                "prev": keys[at - 1] if at else "",
-                "next": keys[at + 1] if at + 1 < len(keys) else "",
+                "prev": keys[index - 1] if index else "",
+                "next": keys[index + 1] if index + 1 < len(keys) else "",
             }
         )
         for name, image in frame.images.items():
@@ -88,7 +88,7 @@ def _add_clip(tables, clip, root):
                 key=key,
                 name=name,
                 file=file,
-                one=image,
+                record=image,
                 data=image.jpeg,
                 sensor2ego=image.cam2ego,
                 intrinsics=image.intrinsics,
@@ -101,14 +101,14 @@ def _add_clip(tables, clip, root):
                 key=key,
                 name=name,
                 file=file,
-                one=sweep,
+                record=sweep,
                 data=sweep.points.tobytes(),
                 sensor2ego=sweep.lidar2ego,
                 intrinsics=None,
             )
         for box in frame.boxes:
             track = f"{clip.name}-{box.track}"
-            if not at:
+            if not index:
                 tables["instance"].append(
                     {
                         "token": track,
@@ -130,13 +130,13 @@ def _add_clip(tables, clip, root):
                     "attribute_tokens": [],
                     "num_lidar_pts": box.num_points,
                     "num_radar_pts": 0,
-                    "prev": f"{keys[at - 1]}-{box.track}" if at else "",
-                    "next": f"{keys[at + 1]}-{box.track}" if at + 1 < len(keys) else "",
+                    "prev": f"{keys[index - 1]}-{box.track}" if index else "",
+                    "next": f"{keys[index + 1]}-{box.track}" if index + 1 < len(keys) else "",
                 }
             )
 
 
-def _add_data(tables, root, key, name, file, one, data, sensor2ego, intrinsics):
+def _add_data(tables, root, key, name, file, record, data, sensor2ego, intrinsics):
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_bytes(data)
     token = f"{key}-{name}"
@@ -151,9 +151,9 @@ def _add_data(tables, root, key, name, file, one, data, sensor2ego, intrinsics):
             }
         )
     tables["ego_pose"].append(
-        {"token": token, "timestamp": one.timestamp_ns // 1000, **transform(one.ego2global)}
+        {"token": token, "timestamp": record.timestamp_ns // 1000, **transform(record.ego2global)}
     )
-    width, height = (0, 0) if intrinsics is None else one.size
+    width, height = (0, 0) if intrinsics is None else record.size
     tables["sample_data"].append(
         {
             "token": token,
@@ -165,7 +165,7 @@ def _add_data(tables, root, key, name, file, one, data, sensor2ego, intrinsics):
             "width": width,
             "height": height,
             "is_key_frame": True,
-            "timestamp": one.timestamp_ns // 1000,
+            "timestamp": record.timestamp_ns // 1000,
             "prev": "",
             "next": "",
         }

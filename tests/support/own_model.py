@@ -72,18 +72,18 @@ class Detector(nn.Module):
 def losses(outputs, batch):
     """Two losses of ragged boxes."""
     centre = outputs["centre"]
-    there = outputs["there"]
-    wanted = torch.zeros_like(there)
+    presence = outputs["there"]
+    expected = torch.zeros_like(presence)
     distance = centre.new_zeros(())
     for row, boxes in enumerate(batch["gt_boxes_3d"]):
-        count = min(len(boxes), there.shape[1])
-        wanted[row, :count] = 1
+        count = min(len(boxes), presence.shape[1])
+        expected[row, :count] = 1
         distance = distance + (centre[row, :count] - boxes[:count, :2] / 50).square().sum() / len(
-            there
+            presence
         )
     return {
         "centre": distance,
-        "there": nn.functional.binary_cross_entropy_with_logits(there, wanted),
+        "there": nn.functional.binary_cross_entropy_with_logits(presence, expected),
     }
 
 
@@ -109,21 +109,23 @@ def divided(**options):
 
 def example(name: str, **options):
     """An example of configs/trainers, small and without dropout, divided with its own optimiser."""
-    made = importlib.import_module(name)
+    module = importlib.import_module(name)
     small = {"classes": 2, "width": 8, "blocks": (1, 1, 1, 1), "grid": 16, "channels": 16}
     build = (
-        partial(made.Detector, **small) if name == "detector" else partial(made.Vla, dropout=0.0)
+        partial(module.Detector, **small)
+        if name == "detector"
+        else partial(module.Vla, dropout=0.0)
     )
-    return made.divided(build, **options)
+    return module.divided(build, **options)
 
 
 def load(dataset: str, **options):
     return fr.DataLoader(dataset, **{"transforms": TRANSFORMS, "num_workers": 1, **options})
 
 
-def train_alone(made, read, steps: int, parts: int) -> list[float]:
+def train_alone(divide, read, steps: int, parts: int) -> list[float]:
     """Losses of one process that takes the batches of the ranks one after another."""
-    alone = made(alone=True)
+    alone = divide(alone=True)
     options = {"shuffle": True, "drop_last": True, "seed": 3, "world": fr.World(0, 1)}
     with read(batch_size=GLOBAL_BATCH // parts, **options) as loader:
         batches = forever(loader)
@@ -135,15 +137,15 @@ def forever(loader):
         yield from loader
 
 
-def alike(scores, once) -> bool:
+def alike(scores, expected) -> bool:
     """Whether scores are of the same samples in the same order, and numbers equal but for rounding errors."""
     numbers = [
         name
-        for name, values in once.items()
+        for name, values in expected.items()
         if isinstance(values, torch.Tensor) and values.is_floating_point()
     ]
-    close = [torch.allclose(scores[name], once[name], rtol=1e-6, atol=1e-5) for name in numbers]
-    return scores["sample_key"] == once["sample_key"] and all(close)
+    close = [torch.allclose(scores[name], expected[name], rtol=1e-6, atol=1e-5) for name in numbers]
+    return scores["sample_key"] == expected["sample_key"] and all(close)
 
 
 def main(
@@ -161,54 +163,56 @@ def main(
             torch.Tensor.double
         )  # what the examples want in at least single precision
     dist.init_process_group("gloo")
-    made = divided
+    divide = divided
     read = partial(load, dataset)
     scored = score
     if name:
         module = importlib.import_module(name)
-        made = partial(example, name, batch_norm=batch_norm)
+        divide = partial(example, name, batch_norm=batch_norm)
         if batch_norm == "frozen":
-            made = partial(made, optimiser=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+            divide = partial(divide, optimiser=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
         read = partial(read, **module.SAMPLES)
         scored = module.score
     world = dist.get_world_size()
     differences = {}
-    expected = train_alone(made, read, int(steps), world) if dist.get_rank() == 0 else []
+    expected = train_alone(divide, read, int(steps), world) if dist.get_rank() == 0 else []
     with read(split="val", batch_size=3, world=fr.World(0, 1)) as loader:
-        once = fr.evaluate(made(alone=True), loader, scored) if dist.get_rank() == 0 else {}
+        expected_scores = (
+            fr.evaluate(divide(alone=True), loader, scored) if dist.get_rank() == 0 else {}
+        )
     for strategy in STRATEGIES:
-        parallel = made(strategy=strategy)
-        found = []
+        parallel = divide(strategy=strategy)
+        actual_losses = []
         with read(split="val", batch_size=2, world=parallel.mesh) as loader:
             scores = fr.evaluate(parallel, loader, scored)
         file = Path(f"{out}.safetensors")
         fr.save_weights(parallel, file)
-        other = made(strategy=strategy, seed=9)
-        fr.load_weights(other, file)
+        restored = divide(strategy=strategy, seed=9)
+        fr.load_weights(restored, file)
         equal = all(
             map(
                 torch.equal,
                 *(
-                    [local(one) for one in made.models[0].parameters()]
-                    for made in (parallel, other)
+                    [local(parameter) for parameter in parts.models[0].parameters()]
+                    for parts in (parallel, restored)
                 ),
             )
         )
         assert equal, f"{strategy}: weights are not those that were saved"
         if dist.get_rank() == 0:
-            differences[f"{strategy} evaluated"] = alike(scores, once)
+            differences[f"{strategy} evaluated"] = alike(scores, expected_scores)
         rows = GLOBAL_BATCH // world
         with read(
             batch_size=rows, shuffle=True, drop_last=True, seed=3, world=parallel.mesh
         ) as loader:
             for batch in islice(forever(loader), int(steps)):
                 loss = float(parallel.step([batch]))
-                found.append(parallel.over_ranks({"loss": loss})["loss"])
-        pairs = zip(expected, found, strict=False)
+                actual_losses.append(parallel.over_ranks({"loss": loss})["loss"])
+        pairs = zip(expected, actual_losses, strict=False)
         differences[strategy] = max(
-            (abs(one - other) / max(1, abs(one)) for one, other in pairs), default=0.0
+            (abs(loss - actual) / max(1, abs(loss)) for loss, actual in pairs), default=0.0
         )
-        differences[f"{strategy} moved"] = found[0] - found[-1]
+        differences[f"{strategy} moved"] = actual_losses[0] - actual_losses[-1]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(differences))
     dist.barrier()

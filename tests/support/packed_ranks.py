@@ -62,9 +62,9 @@ STEPS = 3
 def largest(root: Path, out: Path, cases: Sequence[str]) -> dict[str, list[float]]:
     """Run cases on two ranks; return for each the largest difference of a loss and of a gradient."""
     run_ranks(2, __file__, root, out, *cases)
-    found: dict[str, list[float]] = json.loads(out.read_text())
-    assert found.keys() == set(cases)
-    return found
+    case_differences: dict[str, list[float]] = json.loads(out.read_text())
+    assert case_differences.keys() == set(cases)
+    return case_differences
 
 
 def words(row: int) -> np.ndarray:
@@ -90,10 +90,12 @@ def reference(
         )
         count += len(document) - 1
     (total / count).backward()
-    return float(total.detach()) / count, {name: one.grad for name, one in model.named_parameters()}
+    return float(total.detach()) / count, {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor; every rank must call this."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -108,10 +110,12 @@ def differences(
     settings = ParallelSettings(**{"optimiser": "sgd", "learning_rate": 0.1, **options})
     mesh = make_mesh(degrees_of(settings, dist.get_world_size()), "cpu")
     parallel = parallelise(partial(build_model, GPT), settings, mesh=mesh)
-    found: dict[str, torch.Tensor] = {}
+    rank_gradients: dict[str, torch.Tensor] = {}
 
     def note(*_: object) -> None:
-        found.update({name: whole(one.grad) for name, one in named_parameters(parallel.models)})
+        rank_gradients.update(
+            {name: gather_tensor(tensor.grad) for name, tensor in named_parameters(parallel.models)}
+        )
 
     parallel.optimiser.register_step_pre_hook(note)
     transforms = {"image": {"height": 16, "width": 16}, "select": ["tokens"]}
@@ -124,21 +128,28 @@ def differences(
         for _ in range(STEPS):
             parts = list(islice(batches, accumulation))
             states = [None] * dist.get_world_size()
-            own = {name: whole(one) for name, one in named_parameters(parallel.models)}
+            rank_state = {
+                name: gather_tensor(tensor) for name, tensor in named_parameters(parallel.models)
+            }
             rows = (
                 [row for part in parts for row in part["global_index"].tolist()]
                 if parallel.counts
                 else []
             )
-            dist.all_gather_object(states, (own, rows))
+            dist.all_gather_object(states, (rank_state, rows))
             loss = parallel.over_ranks({"loss": float(parallel.step(parts))})["loss"]
-            joined = {name: one for state, _ in states for name, one in state.items()}
-            expected, gradients = reference([row for _, some in states for row in some], joined)
+            joined = {name: tensor for state, _ in states for name, tensor in state.items()}
+            expected, gradients = reference(
+                [row for _, rank_rows in states for row in rank_rows], joined
+            )
             worst_loss = max(worst_loss, abs(loss - expected))
-            assert found.keys() <= gradients.keys() and found
+            assert rank_gradients.keys() <= gradients.keys() and rank_gradients
             worst_gradient = max(
                 worst_gradient,
-                *(float((one - gradients[name]).abs().max()) for name, one in found.items()),
+                *(
+                    float((tensor - gradients[name]).abs().max())
+                    for name, tensor in rank_gradients.items()
+                ),
             )
     return [worst_loss, worst_gradient]
 
@@ -146,11 +157,14 @@ def differences(
 def main(dataset: str, out: str, *cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = {name: differences(dataset, *CASES[name]) for name in cases}
+    case_differences = {name: differences(dataset, *CASES[name]) for name in cases}
     of_ranks: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, made)
+    dist.all_gather_object(of_ranks, case_differences)
     if dist.get_rank() == 0:
-        worst = {name: np.max([one[name] for one in of_ranks], axis=0).tolist() for name in made}
+        worst = {
+            name: np.max([rank_differences[name] for rank_differences in of_ranks], axis=0).tolist()
+            for name in case_differences
+        }
         Path(out).write_text(json.dumps(worst))
     dist.barrier()
     dist.destroy_process_group()

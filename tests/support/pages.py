@@ -50,7 +50,7 @@ class Block(NamedTuple):
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page, top to bottom."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    blocks = []
     for match in FENCE.finditer(text):
         outside = re.sub(
             r"^ *```.*?^ *```", "", text[: match.start()], flags=re.MULTILINE | re.DOTALL
@@ -62,7 +62,7 @@ def blocks_of(page: Path) -> list[Block]:
             for line in match["code"].splitlines(keepends=True)
         )
         line = text[: match.start("code")].count("\n") + 1
-        found.append(
+        blocks.append(
             Block(
                 language=match["language"],
                 title=match["title"],
@@ -71,20 +71,20 @@ def blocks_of(page: Path) -> list[Block]:
                 line=line,
             )
         )
-    return found
+    return blocks
 
 
-def follow(page: Path, *headings: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
+def follow(page: Path, *headings: str, own_names: dict[str, Any] | None = None) -> dict[str, Any]:
     """Run the blocks of a page in the current folder, all or those below some headings; return the namespace.
 
-    ``given`` are names that the page leaves to its reader, such as a model.
+    ``own_names`` are names that the page leaves to its reader, such as a model.
     """
     blocks = blocks_of(page)
-    known = {block.heading for block in blocks}
-    assert set(headings) <= known, (
-        f"{page.name} has no code below {set(headings) - known}; it has {known}"
+    page_headings = {block.heading for block in blocks}
+    assert set(headings) <= page_headings, (
+        f"{page.name} has no code below {set(headings) - page_headings}; it has {page_headings}"
     )
-    namespace: dict[str, Any] = {"__name__": "page", **(given or {})}
+    namespace: dict[str, Any] = {"__name__": "page", **(own_names or {})}
     for block in blocks:
         if not headings or block.heading in headings:
             run(block, namespace, page.name)
@@ -97,8 +97,8 @@ def run(block: Block, namespace: dict[str, Any], page: str) -> None:
         Path(block.title).write_text(block.code, encoding="utf-8")
     elif block.language == "python":
         code = "\n" * (block.line - 1) + block.code
-        for text, here in SUBSTITUTES.items():
-            code = code.replace(text, here)
+        for text, replacement in SUBSTITUTES.items():
+            code = code.replace(text, replacement)
         exec(compile(code, page, "exec"), namespace)
     elif block.language == "sh":
         for line in block.code.replace("\\\n", " ").splitlines():
@@ -111,8 +111,8 @@ def run_command(line: str) -> None:
     if not words or words[0] in CHECKED_ONLY:
         return
     if words[:2] == ["pip", "install"]:
-        asked = re.findall(r"\[([\w,-]+)\]", line)
-        assert set(",".join(asked).split(",")) - {""} <= EXTRAS.keys(), line
+        extras = re.findall(r"\[([\w,-]+)\]", line)
+        assert set(",".join(extras).split(",")) - {""} <= EXTRAS.keys(), line
     elif words[0] == "fuelrail":
         assert main(words[1:]) == 0, line
     elif words[0] == "python":

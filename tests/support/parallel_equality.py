@@ -213,11 +213,11 @@ class Comparison:
             expected = self._train_alone(case, degrees.data * micro)
             difference = _difference(losses, expected, case)
             ranks = dict(keys)
-            found = [
+            keys_by_step = [
                 [key for rank in sorted(ranks) for key in ranks[rank][step]]
                 for step in range(self._num_batches)
             ]
-            same = found == [batch["sample_key"] for batch in self._load(0, 1)]
+            same = keys_by_step == [batch["sample_key"] for batch in self._load(0, 1)]
         return Compared(
             world=self._world,
             degrees=str(degrees),
@@ -234,7 +234,7 @@ class Comparison:
         from fuelrail.pipeline.order.batching import World
 
         if (rank, size) not in self._batches:
-            own = ImageAugment(
+            image_augment = ImageAugment(
                 height=_IMAGE[0],
                 width=_IMAGE[1],
                 train=True,
@@ -243,7 +243,7 @@ class Comparison:
                 flip_prob=0.5,
                 rotate_deg=(-45.0, 45.0),
             )
-            transforms = Transforms(image=own)
+            transforms = Transforms(image=image_augment)
             with DataLoader(
                 self._dataset,
                 GLOBAL_BATCH // size,
@@ -263,14 +263,14 @@ class Comparison:
         from fuelrail.bench.trainer.models.build import build_model
         from fuelrail.bench.trainer.strategies.parallel import parallelise
 
-        kept = {
+        options = {
             name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")
         }
-        key = msgspec.json.encode([case.model, case.rate, case.steps, kept, num_parts])
+        key = msgspec.json.encode([case.model, case.rate, case.steps, options, num_parts])
         if key not in self._alone:
             model = partial(build_model, MODELS[case.model])
             alone = parallelise(
-                model, ParallelSettings(**kept, alone=True, learning_rate=case.rate)
+                model, ParallelSettings(**options, alone=True, learning_rate=case.rate)
             )
             losses = []
             for batch in itertools.islice(itertools.cycle(self._load(0, 1)), case.steps):
@@ -303,10 +303,13 @@ def train_step(parallel: Parallel, batch: Mapping[str, Any]) -> float:
 
 def _difference(losses: Sequence[float], expected: Sequence[float], case: Case) -> float:
     if case.precision == "fp32":
-        return max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+        return max(abs(loss - reference) for loss, reference in zip(losses, expected, strict=True))
     windows = range(0, case.steps, _WINDOW)
-    sums = [(sum(losses[at : at + _WINDOW]), sum(expected[at : at + _WINDOW])) for at in windows]
-    return max(abs(one / other - 1) for one, other in sums)
+    sums = [
+        (sum(losses[start : start + _WINDOW]), sum(expected[start : start + _WINDOW]))
+        for start in windows
+    ]
+    return max(abs(loss / reference - 1) for loss, reference in sums)
 
 
 def _num_batches(cases: Sequence[Case]) -> int:

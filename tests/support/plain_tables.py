@@ -22,7 +22,7 @@ def read_shards(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of ``shards.arrow`` with the name, split and number of samples that follow from them."""
     rows = rows_of(root / "shards.arrow")
     ends = [*(row["first_sample"] for row in rows[1:]), manifest["num_samples"]]
-    found = []
+    shards = []
     for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
         split, entry = next(
             (name, entry)
@@ -30,7 +30,7 @@ def read_shards(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
             if 0 <= number - entry["first_shard"] < entry["num_shards"]
         )
         stem = f"{split}-{number - entry['first_shard']:06d}"
-        found.append(
+        shards.append(
             {
                 **row,
                 "name": stem + (".tar.zst" if row["framed"] else ".tar"),
@@ -39,7 +39,7 @@ def read_shards(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
                 "num_samples": end - row["first_sample"],
             }
         )
-    return found
+    return shards
 
 
 def check_files(root: Path, manifest: dict[str, Any]) -> None:
@@ -62,7 +62,8 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
     for name in ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet"):
         data = (root / name).read_bytes() if name in named else b""
         blocks += b"".join(
-            hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20)
+            hashlib.sha256(data[offset : offset + 2**20]).digest()
+            for offset in range(0, len(data), 2**20)
         )
     assert (root / "blocks.sha256").read_bytes() == blocks
     entries = sorted(
@@ -76,5 +77,5 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
         for number, row in enumerate(rows_of(root / "index.arrow"))
     )
     assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [
-        struct.pack("<QQQII", *one) for one in entries
+        struct.pack("<QQQII", *key_entry) for key_entry in entries
     ]

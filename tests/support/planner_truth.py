@@ -140,7 +140,7 @@ def real(pair: Pair, rank: int) -> Real:
         parallel.forward_backward(inputs)
         parallel.update()
     peaks = []
-    whole = []
+    allocator_peaks = []
     sent = []
     for _ in range(_REPEATS):
         counter = Counter(parallel.mesh)
@@ -150,13 +150,15 @@ def real(pair: Pair, rank: int) -> Real:
         parallel.update()
         tree = profiled.profiler.kineto_results.experimental_event_tree()
         peaks.append(_peak(tree, scratch=False))
-        whole.append(_peak(tree, scratch=True))
+        allocator_peaks.append(_peak(tree, scratch=True))
         sent.append(counter.collectives())
-    assert all(one == sent[0] for one in sent), "every step sends the same"
+    assert all(collectives == sent[0] for collectives in sent), "every step sends the same"
     tensors = [
         tensor for part in parallel.models for tensor in (*part.parameters(), *part.buffers())
     ]
-    held = sum(_local(tensor).nbytes for tensor in tensors) + sum(one.nbytes for one in inputs)
+    held = sum(_local(tensor).nbytes for tensor in tensors) + sum(
+        tensor.nbytes for tensor in inputs
+    )
     if parallel.mesh is None and pair.world > 1:
         held += sum(parameter.nbytes for part in parallel.models for parameter in part.parameters())
     assert torch.get_num_threads() == 1, "one thread, so that scratch memory is of one"
@@ -164,7 +166,7 @@ def real(pair: Pair, rank: int) -> Real:
         pair=pair,
         rank=rank,
         peak_bytes=min(peaks) + held,
-        allocator_bytes=min(whole) + held,
+        allocator_bytes=min(allocator_peaks) + held,
         collectives=sent[0],
     )
 
@@ -176,7 +178,7 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
     that was there before and is freed meanwhile counts as negative. The profiler does not see what a thread of gloo
     frees: such a block ends where its address is allocated again.
     """
-    found: list[
+    allocations: list[
         tuple[int, int, int, bool, int]
     ] = []  # time, address, size, ours, number of the convolution within
     waiting = [(event, 0, event.start_tid == 1) for event in tree]
@@ -188,24 +190,24 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
         waiting += [(child, within, mine) for child in event.children]
         if event.name == "[memory]":
             fields = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, mine, within))
-    found.sort()
+            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size, mine, within))
+    allocations.sort()
     left_out: set[int] = set()  # events of blocks that are not counted
     unseen: dict[int, int] = {}  # bytes that were freed without an event before one
     live: dict[int, int] = {}  # address to the event that allocated it
-    for number, (_, address, size, mine, within) in enumerate(found):
+    for number, (_, address, size, mine, within) in enumerate(allocations):
         if size > 0:
             if (start := live.get(address)) is not None and start not in left_out:
-                unseen[number] = found[start][2]
+                unseen[number] = allocations[start][2]
             live[address] = number
             if not mine:
                 left_out.add(number)
         elif (start := live.pop(address, None)) is not None and (
-            start in left_out or (not scratch and within and found[start][4] == within)
+            start in left_out or (not scratch and within and allocations[start][4] == within)
         ):
             left_out |= {start, number}
     now = peak = 0
-    for number, (_, _, size, _, _) in enumerate(found):
+    for number, (_, _, size, _, _) in enumerate(allocations):
         now += (0 if number in left_out else size) - unseen.get(number, 0)
         peak = max(peak, now)
     return peak
@@ -223,32 +225,32 @@ def run_rank(cases: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment] # its copies in a layout of its own are no part of a model
     dist.init_process_group("gloo")
-    found = []
+    measured = []
     for pair in msgspec.json.decode(cases.read_bytes(), type=list[Pair]):
-        found.append(real(pair, dist.get_rank()))
+        measured.append(real(pair, dist.get_rank()))
         for forget in (
             private_parts().forget
         ):  # or the next mesh of these ranks would send over this one's groups
             forget()
-    (out / f"rank-{dist.get_rank()}.json").write_bytes(msgspec.json.encode(found))
+    (out / f"rank-{dist.get_rank()}.json").write_bytes(msgspec.json.encode(measured))
     dist.barrier()  # or ZeRO's end aborts the process
     dist.destroy_process_group()
 
 
-def measure(world: int, asked: Sequence[Pair], folder: Path) -> list[Real]:
+def measure(world: int, pairs: Sequence[Pair], folder: Path) -> list[Real]:
     """Run the pairs on this number of ranks."""
     cases = folder / "pairs.json"
-    cases.write_bytes(msgspec.json.encode(list(asked)))
+    cases.write_bytes(msgspec.json.encode(list(pairs)))
     run_ranks(world, "-m", "support.planner_truth", cases, folder, timeout_s=_PATIENCE_S)
     written = [folder / f"rank-{rank}.json" for rank in range(world)]
     return [
-        real for one in written for real in msgspec.json.decode(one.read_bytes(), type=list[Real])
+        real for path in written for real in msgspec.json.decode(path.read_bytes(), type=list[Real])
     ]
 
 
-def compare(one: Real) -> Compared:
+def compare(measured: Real) -> Compared:
     """Shape the same rank and put it beside the real one."""
-    pair = one.pair
+    pair = measured.pair
     degrees = degrees_of(pair.parallel, pair.world)
     parts = pair.parallel.micro_batches or 1
     inputs = Inputs(
@@ -258,12 +260,18 @@ def compare(one: Real) -> Compared:
         height=_HEIGHT,
         width=_WIDTH,
     )
-    shape = shape_of(SIZES[pair.model], pair.parallel, degrees, inputs, rank=one.rank)
+    shape = shape_of(SIZES[pair.model], pair.parallel, degrees, inputs, rank=measured.rank)
     predicted = shape.peak_bytes - shape.memory["moments"]
     expected = {
-        (each.kind, each.axis): each for each in shape.collectives if each.kind in _COMPARED
+        (collective.kind, collective.axis): collective
+        for collective in shape.collectives
+        if collective.kind in _COMPARED
     }
-    counted = {(each.kind, each.axis): each for each in one.collectives if each.kind in _COMPARED}
+    counted = {
+        (collective.kind, collective.axis): collective
+        for collective in measured.collectives
+        if collective.kind in _COMPARED
+    }
     if set(counted) == {("all_reduce", "world")}:  # DDP's, which has no mesh
         counted = {("all_reduce", "dp_replicate"): counted["all_reduce", "world"]}
     differences = [
@@ -271,13 +279,13 @@ def compare(one: Real) -> Compared:
         for kind, axis in sorted(expected.keys() | counted.keys())
         if _bytes(expected.get((kind, axis))) != _bytes(counted.get((kind, axis)))
     ]
-    error = predicted / one.peak_bytes - 1
+    error = predicted / measured.peak_bytes - 1
     limit = ALONE if pair.world == 1 else SHARDED
     return Compared(
         pair=pair,
-        rank=one.rank,
-        real_bytes=one.peak_bytes,
-        allocator_bytes=one.allocator_bytes,
+        rank=measured.rank,
+        real_bytes=measured.peak_bytes,
+        allocator_bytes=measured.allocator_bytes,
         predicted_bytes=predicted,
         error=error,
         within=abs(error) <= limit,
@@ -289,12 +297,12 @@ def compare(one: Real) -> Compared:
 _COMPARED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def _bytes(one: Collective | None) -> int:
-    return 0 if one is None else one.bytes
+def _bytes(collective: Collective | None) -> int:
+    return 0 if collective is None else collective.bytes
 
 
-def _said(one: Collective | None) -> str:
-    return "none" if one is None else f"{one.bytes} bytes in {one.count}"
+def _said(collective: Collective | None) -> str:
+    return "none" if collective is None else f"{collective.bytes} bytes in {collective.count}"
 
 
 if __name__ == "__main__":

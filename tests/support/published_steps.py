@@ -66,21 +66,23 @@ _MPT = {
 
 
 def _nvidia(
-    name: str, source: str, model: dict[str, Any], rate: float, **given: Any
+    name: str, source: str, model: dict[str, Any], rate: float, **settings: Any
 ) -> PublishedStep:
     """NVIDIA's trainers keep and reduce gradients in bf16, and divide the optimiser's state."""
     common = {"precision": "fp8", "gpu": _H100}
-    return PublishedStep(name, source, {**model, **common, **given}, rate)
+    return PublishedStep(name, source, {**model, **common, **settings}, rate)
 
 
-def _titan(name: str, model: str, rate: float, **given: Any) -> PublishedStep:
+def _titan(name: str, model: str, rate: float, **settings: Any) -> PublishedStep:
     common = {"precision": "float8", "gpu": _TITAN_H100, "seq": 8192}
-    return PublishedStep(name, TITAN, {**_LLAMA3[model], **common, **given}, rate)
+    return PublishedStep(name, TITAN, {**_LLAMA3[model], **common, **settings}, rate)
 
 
-def _trainy(name: str, rate: float, **given: Any) -> PublishedStep:
+def _trainy(name: str, rate: float, **settings: Any) -> PublishedStep:
     common = {"precision": "float8", "gpu": "H200", "seq": 8192, "recompute": "selective"}
-    return PublishedStep(name, TRAINY, {**_LLAMA3["8B"], **common, "local_batch": 2, **given}, rate)
+    return PublishedStep(
+        name, TRAINY, {**_LLAMA3["8B"], **common, "local_batch": 2, **settings}, rate
+    )
 
 
 def _mpt(
@@ -88,7 +90,7 @@ def _mpt(
 ) -> PublishedStep:
     """``full`` recomputation; the precision is bf16, with fp32 weights in the optimiser."""
     layers, hidden, heads = _MPT[model]
-    given = {
+    settings = {
         **_sizes(layers, hidden, heads, vocab=50368, tied=True),
         "seq": seq,
         "gpus": gpus,
@@ -99,7 +101,7 @@ def _mpt(
         "precision": "bf16",
         "gpu": gpu,
     }
-    return PublishedStep(f"mpt-{model}-{seq}-{gpu}-{gpus}", FOUNDRY, given, rate)
+    return PublishedStep(f"mpt-{model}-{seq}-{gpu}-{gpus}", FOUNDRY, settings, rate)
 
 
 # Model, tokens, devices, micro-batch, micro-batches, full recomputation, and tokens/s of an H100 and an A100 of 80 GB.

@@ -33,9 +33,9 @@ def warm() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
     before = dict(os.environ)
-    own = environment()
+    rank_environment = environment()
     os.environ.update(
-        own
+        rank_environment
     )  # older versions of Python do not give the server `sys.path`, and load nothing without it
     try:
         forkserver.ensure_running()

@@ -71,11 +71,11 @@ class RayCluster:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The processes of this cluster whose title begins so; an actor's is ``ray::CLASS``."""
-        found = []
+        named_processes = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [process] if " ".join(process.cmdline()).startswith(name) else []
-        return found
+                named_processes += [process] if " ".join(process.cmdline()).startswith(name) else []
+        return named_processes
 
 
 @contextlib.contextmanager

@@ -101,76 +101,91 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 def formula(case: Case) -> float:
     """Predict a case that follows from a closed formula, in its unit."""
-    given = case.given
+    settings = case.given
     quantity = case.expect.quantity
-    if quantity == "model_state_bytes_per_gpu" and "data_parallel" in given:
-        sizes = (given["param_bytes"], given["grad_bytes"], given["optimiser_bytes"])
+    if quantity == "model_state_bytes_per_gpu" and "data_parallel" in settings:
+        sizes = (settings["param_bytes"], settings["grad_bytes"], settings["optimiser_bytes"])
         return (
             zero_state_bytes(
-                given["parameters"], given["data_parallel"], given["zero_stage"], *sizes
+                settings["parameters"], settings["data_parallel"], settings["zero_stage"], *sizes
             )
             / 1e9
         )
     if quantity == "model_state_bytes_per_gpu":
-        each = given["param_bytes"] + given["grad_bytes"] + given["optimiser_bytes"]
+        parameter_bytes = (
+            settings["param_bytes"] + settings["grad_bytes"] + settings["optimiser_bytes"]
+        )
         return float(
-            12 * given["layers"] * given["hidden"] ** 2 * each / given["tp"] / given["pp"] / GIB
+            12
+            * settings["layers"]
+            * settings["hidden"] ** 2
+            * parameter_bytes
+            / settings["tp"]
+            / settings["pp"]
+            / GIB
         )
     if quantity == "activation_bytes_first_stage":
         layer = layer_activation_bytes(
-            transformer(given),
-            given["micro_batch"],
-            given["tp"],
-            recompute=given["recompute"],
-            sequence_parallel=given["sequence_parallel"],
+            transformer(settings),
+            settings["micro_batch"],
+            settings["tp"],
+            recompute=settings["recompute"],
+            sequence_parallel=settings["sequence_parallel"],
         )
         return (
-            layer * first_stage_layers(given["layers"], given["pp"], given["virtual_stages"]) / GIB
+            layer
+            * first_stage_layers(settings["layers"], settings["pp"], settings["virtual_stages"])
+            / GIB
         )
-    if quantity in ("mfu", "hfu") and "iteration_time_s" in given:
-        model = transformer(given)
-        count = given["global_batch"]
+    if quantity in ("mfu", "hfu") and "iteration_time_s" in settings:
+        model = transformer(settings)
+        count = settings["global_batch"]
         flop = (
             model_flop(model, count)
             if quantity == "mfu"
-            else hardware_flop(model, count, given["recompute"])
+            else hardware_flop(model, count, settings["recompute"])
         )
         return 100 * utilisation(
-            flop, given["iteration_time_s"], given["gpus"], given["peak_tflops"] * 1e12
+            flop, settings["iteration_time_s"], settings["gpus"], settings["peak_tflops"] * 1e12
         )
     if quantity == "mfu":
-        token = 6 * given["parameters"] + 12 * given["layers"] * given["hidden"] * given["seq"]
+        token = (
+            6 * settings["parameters"]
+            + 12 * settings["layers"] * settings["hidden"] * settings["seq"]
+        )
         return 100 * utilisation(
-            token * given["tokens_per_s_per_gpu"], 1.0, 1, given["peak_tflops"] * 1e12
+            token * settings["tokens_per_s_per_gpu"], 1.0, 1, settings["peak_tflops"] * 1e12
         )
     if quantity == "parameters":
-        return parameters(transformer(given)) / 1e9
+        return parameters(transformer(settings)) / 1e9
     if quantity == "training_days":
-        rate = given["hardware_tflops_per_gpu"] * 1e12
-        return training_days(given["parameters"], given["tokens"], given["gpus"], rate)
+        rate = settings["hardware_tflops_per_gpu"] * 1e12
+        return training_days(settings["parameters"], settings["tokens"], settings["gpus"], rate)
     if quantity == "bubble_over_ideal_time":
-        return bubble(given["pp"], given["microbatches"], given["virtual_stages"])
+        return bubble(settings["pp"], settings["microbatches"], settings["virtual_stages"])
     if quantity == "bytes_sent_per_rank":
         kind = "all_gather" if case.id.startswith("allgather") else "all_reduce"
-        return sent_bytes(kind, given["ranks"], given["bytes"])
+        return sent_bytes(kind, settings["ranks"], settings["bytes"])
     if quantity == "gpu_hours_to_target":
-        return float(given["gpus"] * given["minutes"] / 60)
+        return float(settings["gpus"] * settings["minutes"] / 60)
     assert quantity == "global_batch", f"{case.id}: no formula for {quantity}"
-    return float(given["per_gpu_batch"] * given["gpus"] * given["accumulation"])
+    return float(settings["per_gpu_batch"] * settings["gpus"] * settings["accumulation"])
 
 
 @functools.cache
-def planned(asked: Scenario, gpu: str, gpus: int) -> choice.Fit:
+def planned(scenario: Scenario, gpu: str, gpus: int) -> choice.Fit:
     """Plan a case as the command does, whether it fits into memory or not."""
-    return choice.fit(asked, cluster_of({"gpu": gpu, "gpus": gpus}), asked.parallel, fits=True)
+    return choice.fit(
+        scenario, cluster_of({"gpu": gpu, "gpus": gpus}), scenario.parallel, fits=True
+    )
 
 
 def resnet(case: Case) -> tuple[Scenario, float]:
     """ResNet-50 on one device, and the seconds of a step; MLPerf's emulated times are taken as TF32's."""
-    given = case.given
+    settings = case.given
     rate = case.expect.quantity == "images_per_s"
-    batch = given["batch"]
-    asked = Scenario(
+    batch = settings["batch"]
+    scenario = Scenario(
         name=case.id,
         model="resnet50",
         cluster="none",
@@ -182,41 +197,49 @@ def resnet(case: Case) -> tuple[Scenario, float]:
         precision="fp16" if rate else "tf32",
         parallel=ParallelSettings(optimiser="sgd"),
     )
-    return asked, batch / case.expect.value if rate else case.expect.value
+    return scenario, batch / case.expect.value if rate else case.expect.value
 
 
 def timed(case: Case) -> tuple[choice.Fit, Any, Any, float]:
     """A measured step: its plan, cluster, compute type and seconds."""
     if "layers" in case.given:
-        given = case.given
+        settings = case.given
         gpus = case.given["gpus"]
-        asked = scenario_of(case.id, given)
-        seconds = seconds_of(given, case.expect.quantity, case.expect.value, asked.global_batch)
+        scenario = scenario_of(case.id, settings)
+        seconds = seconds_of(
+            settings, case.expect.quantity, case.expect.value, scenario.global_batch
+        )
     else:
         gpus = 1
-        (asked, seconds) = resnet(case)
+        (scenario, seconds) = resnet(case)
     gpu = case.given["gpu"]
     return (
-        planned(asked, gpu, gpus),
+        planned(scenario, gpu, gpus),
         cluster_of({"gpu": gpu, "gpus": gpus}),
-        asked.precision,
+        scenario.precision,
         seconds,
     )
 
 
 def step(case: Case, by_id: dict[str, Case]) -> Predicted:
     """Predict a measured step with the product's efficiencies, and with those fitted to what the case names."""
-    found, cluster, kind, seconds = timed(case)
+    planned_fit, cluster, kind, seconds = timed(case)
     family = DECODER if "layers" in case.given else CONVOLUTION
     used = efficiency_of(cluster.device.name, kind, software_of(case.given), family)
-    error = found.time.total / seconds - 1
+    error = planned_fit.time.total / seconds - 1
     fitted = None
     inside = True
     if case.calibrate_on:
-        others = [timed(by_id[name]) for name in case.calibrate_on]
-        result = fit([(one.work, where, what, took) for one, where, what, took in others], used)
-        predicted = step_time(found.work, cluster, kind, result.efficiency).total
-        deviation = result.deviation(slopes(found.work, cluster, kind, result.efficiency))
+        calibrations = [timed(by_id[name]) for name in case.calibrate_on]
+        result = fit(
+            [
+                (case_fit.work, where, compute_type, took)
+                for case_fit, where, compute_type, took in calibrations
+            ],
+            used,
+        )
+        predicted = step_time(planned_fit.work, cluster, kind, result.efficiency).total
+        deviation = result.deviation(slopes(planned_fit.work, cluster, kind, result.efficiency))
         fitted = predicted / seconds - 1
         inside = abs(math.log(1 + fitted)) <= math.log(spread_factor(deviation))
     return Predicted(
@@ -227,23 +250,23 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
         in_range=abs(math.log(1 + error)) <= math.log(spread_factor(used.spread)),
         fitted=fitted,
         fitted_in_range=inside,
-        peak_gib=choice.peak(found.stages) / GIB,
+        peak_gib=choice.peak(planned_fit.stages) / GIB,
         usable_gib=choice.USABLE * cluster.device.memory_gib.value,
     )
 
 
 def ratio(case: Case) -> float:
     """Predict a measured case that is not a step."""
-    given = case.given
+    settings = case.given
     quantity = case.expect.quantity
     if quantity == "algorithm_bandwidth":
-        return float(given["bus_gb_per_s"]) / sent_bytes("all_reduce", given["gpus"], 1.0)
+        return float(settings["bus_gb_per_s"]) / sent_bytes("all_reduce", settings["gpus"], 1.0)
     if quantity == "tokens_per_s_per_gpu_64_over_32":
-        first, last = given["gpus"]
+        first, last = settings["gpus"]
         totals = []
         for gpus in (first, last):
-            sized = {**given, "gpus": gpus, "dp_shard": gpus}
-            totals.append(planned(scenario_of(case.id, sized), given["gpu"], gpus).time.total)
+            sized = {**settings, "gpus": gpus, "dp_shard": gpus}
+            totals.append(planned(scenario_of(case.id, sized), settings["gpu"], gpus).time.total)
         return totals[0] / totals[1]
     assert quantity == "layer_time_full_recompute_over_none", (
         f"{case.id}: nothing predicts {quantity}"
@@ -251,7 +274,9 @@ def ratio(case: Case) -> float:
     parts = []
     for recompute in ("none", "full"):
         time = planned(
-            scenario_of(case.id, {**given, "recompute": recompute}), given["gpu"], given["gpus"]
+            scenario_of(case.id, {**settings, "recompute": recompute}),
+            settings["gpu"],
+            settings["gpus"],
         ).time
         parts.append(time.compute + time.memory + time.tensor)
     return parts[1] / parts[0]
@@ -260,7 +285,7 @@ def ratio(case: Case) -> float:
 def predict(cases: Sequence[Case]) -> list[Predicted]:
     """Predict all cases that a scenario or a formula can say."""
     by_id = {case.id: case for case in cases}
-    found = []
+    predictions = []
     for case in cases:
         if case.id in NOT_EXPRESSIBLE:
             continue
@@ -269,7 +294,7 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
             "compute_time",
             "images_per_s",
         ):
-            found.append(step(case, by_id))
+            predictions.append(step(case, by_id))
             continue
         role, value = (
             ("formula", formula(case))
@@ -281,10 +306,10 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
         within = abs(difference) <= limit.get(
             "absolute", limit.get("relative", 0.0) * case.expect.value
         )
-        found.append(
+        predictions.append(
             Predicted(id=case.id, role=role, error=difference / case.expect.value, within=within)
         )
-    return found
+    return predictions
 
 
 def mean_error(errors: Sequence[float]) -> float:

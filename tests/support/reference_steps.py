@@ -25,44 +25,44 @@ _MPT_VOCABULARY = 50368  # llm-foundry's, padded
 _GPT_VOCABULARY = 51200  # Megatron's, padded
 
 
-def transformer(given: Mapping[str, Any]) -> Transformer:
+def transformer(settings: Mapping[str, Any]) -> Transformer:
     """Shape of a case's model; Llama's perceptrons are gated, and are the only ones with a width of their own."""
     vocabulary = (
-        _MPT_VOCABULARY if str(given.get("model", "")).startswith("MPT") else _GPT_VOCABULARY
+        _MPT_VOCABULARY if str(settings.get("model", "")).startswith("MPT") else _GPT_VOCABULARY
     )
     return Transformer(
-        layers=given["layers"],
-        hidden=given["hidden"],
-        heads=given.get("heads", given["hidden"] // 128),
-        seq=given["seq"],
-        vocab=given.get("vocab", vocabulary),
-        ffn=given.get("ffn"),
-        gated="ffn" in given,
-        kv_heads=given.get("kv_heads"),
+        layers=settings["layers"],
+        hidden=settings["hidden"],
+        heads=settings.get("heads", settings["hidden"] // 128),
+        seq=settings["seq"],
+        vocab=settings.get("vocab", vocabulary),
+        ffn=settings.get("ffn"),
+        gated="ffn" in settings,
+        kv_heads=settings.get("kv_heads"),
     )
 
 
-def precision_of(given: Mapping[str, Any]) -> ComputeType:
+def precision_of(settings: Mapping[str, Any]) -> ComputeType:
     """The type of the matrix products."""
-    return "fp8" if str(given.get("precision", "")).startswith(("fp8", "float8")) else "bf16"
+    return "fp8" if str(settings.get("precision", "")).startswith(("fp8", "float8")) else "bf16"
 
 
-def software_of(given: Mapping[str, Any]) -> Software | None:
+def software_of(settings: Mapping[str, Any]) -> Software | None:
     """Whose kernels computed in 8 bits: torchtitan says float8, NVIDIA fp8."""
-    if precision_of(given) != "fp8":
+    if precision_of(settings) != "fp8":
         return None
-    return "torch" if str(given["precision"]).startswith("float8") else "nvidia"
+    return "torch" if str(settings["precision"]).startswith("float8") else "nvidia"
 
 
-def is_fused(given: Mapping[str, Any]) -> bool:
+def is_fused(settings: Mapping[str, Any]) -> bool:
     """Whether attention was one kernel: in Megatron on A100, before FlashAttention, it was not."""
-    is_mpt = given.get("tied", False) or str(given.get("model", "")).startswith("MPT")
-    return is_mpt or not str(given["gpu"]).startswith("A100")
+    is_mpt = settings.get("tied", False) or str(settings.get("model", "")).startswith("MPT")
+    return is_mpt or not str(settings["gpu"]).startswith("A100")
 
 
-def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
+def cluster_of(settings: Mapping[str, Any]) -> ClusterSettings:
     """The shipped cluster of a case's device, with as many nodes as it ran on and the memory it had."""
-    gpu = str(given["gpu"])
+    gpu = str(settings["gpu"])
     name = (
         "8x8-h200"
         if gpu.startswith("H200")
@@ -70,10 +70,10 @@ def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
         if gpu.startswith("H100")
         else "64x8-a100"
     )
-    found = load_cluster(name)
-    gpus = given["gpus"]
+    cluster = load_cluster(name)
+    gpus = settings["gpus"]
     memory = next((size for size in (96, 40) if f"{size}GB" in gpu), None)
-    device = found.device
+    device = cluster.device
     if memory is not None:
         device = msgspec.structs.replace(
             device, memory_gib=Sourced(value=memory, source="the case's device")
@@ -81,9 +81,9 @@ def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
     if "500 W" in gpu:
         device = msgspec.structs.replace(device, **limited(device))
     return msgspec.structs.replace(
-        found,
+        cluster,
         nodes=-(-gpus // 8),
-        devices_per_node=min(gpus, found.devices_per_node),
+        devices_per_node=min(gpus, cluster.devices_per_node),
         device=device,
     )
 
@@ -102,29 +102,31 @@ def limited(device: Device) -> dict[str, Any]:
     return {"memory_gb_per_s": Sourced(value=2400, source=source), "peak_tflops": peaks}
 
 
-def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = None) -> Scenario:
+def scenario_of(
+    identity: str, settings: Mapping[str, Any], step_s: float | None = None
+) -> Scenario:
     """Write a case of a transformer as a scenario."""
-    gpus = given["gpus"]
-    tp = given.get("tp", 1)
-    pp = given.get("pp", 1)
-    cp = given.get("cp", 1)
-    sharded = "dp_shard" in given or given.get("fsdp", False)
+    gpus = settings["gpus"]
+    tp = settings.get("tp", 1)
+    pp = settings.get("pp", 1)
+    cp = settings.get("cp", 1)
+    sharded = "dp_shard" in settings or settings.get("fsdp", False)
     data = gpus // (tp * pp)
-    if "tokens_per_batch" in given:
-        batch = round(given["tokens_per_batch"] / given["seq"] / data / pp) * data * pp
+    if "tokens_per_batch" in settings:
+        batch = round(settings["tokens_per_batch"] / settings["seq"] / data / pp) * data * pp
     else:
-        local = given.get("local_batch") or given.get("micro_batch", 1) * given.get(
+        local = settings.get("local_batch") or settings.get("micro_batch", 1) * settings.get(
             "accumulation", 1
         )
-        batch = given.get("global_batch") or local * data // cp
-    micro = given.get("micro_batch") or (1 if pp > 1 else given.get("local_batch", 1))
-    virtual = given.get("virtual_stages") or (8 if "tokens_per_batch" in given else 1)
+        batch = settings.get("global_batch") or local * data // cp
+    micro = settings.get("micro_batch") or (1 if pp > 1 else settings.get("local_batch", 1))
+    virtual = settings.get("virtual_stages") or (8 if "tokens_per_batch" in settings else 1)
     sizes = {"pp": pp, "dp_shard" if sharded else "dp_replicate": data, "tp": tp}
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-    model = transformer(given)
+    model = transformer(settings)
     return Scenario(
         name=identity,
-        cluster=cluster_of(given).name,
+        cluster=cluster_of(settings).name,
         global_batch=batch,
         micro_batch=micro,
         model=TransformerShape(
@@ -135,38 +137,38 @@ def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = 
             ffn=model.ffn,
             gated=model.gated,
             vocabulary=model.vocab,
-            tied=given.get("tied", str(given.get("model", "")).startswith("MPT")),
+            tied=settings.get("tied", str(settings.get("model", "")).startswith("MPT")),
         ),
-        sequence=given["seq"],
-        precision=precision_of(given),
+        sequence=settings["seq"],
+        precision=precision_of(settings),
         weights="bf16",
-        gradients="bf16" if software_of(given) == "nvidia" else None,
-        software=software_of(given),
-        attention=None if is_fused(given) else "unfused",
+        gradients="bf16" if software_of(settings) == "nvidia" else None,
+        software=software_of(settings),
+        attention=None if is_fused(settings) else "unfused",
         context_parallel=cp,
         virtual_stages=virtual,
         measured_step_s=step_s,
         parallel=ParallelSettings(
             mesh=mesh or None,
-            recompute=str(given.get("recompute", "none")).split(" ")[0].strip(","),
+            recompute=str(settings.get("recompute", "none")).split(" ")[0].strip(","),
             pipeline_schedule="Interleaved1F1B" if virtual > 1 and pp > 1 else "1F1B",
         ),
     )
 
 
-def seconds_of(given: Mapping[str, Any], quantity: str, value: float, batch: int) -> float:
+def seconds_of(settings: Mapping[str, Any], quantity: str, value: float, batch: int) -> float:
     """Turn a rate of a case's unit into the seconds of a step, and back: each is a constant over the other."""
-    model = transformer(given)
+    model = transformer(settings)
     if quantity == "iteration_time":
         return value
     if quantity == "tokens_per_s_per_gpu":
-        return batch * model.seq / given["gpus"] / value
+        return batch * model.seq / settings["gpus"] / value
     flop = (
         hardware_flop(model, batch, "full")
         if quantity == "hardware_tflops_per_gpu"
         else model_flop(model, batch)
     )
-    return flop / given["gpus"] / value / 1e12
+    return flop / settings["gpus"] / value / 1e12
 
 
 TIMED = (

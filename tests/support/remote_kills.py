@@ -21,11 +21,11 @@ def batches_through_kills(
     An actor's process gets SIGKILL, so does a node's raylet with all its processes; another node takes its place.
     """
     rng = random.Random(seed)
-    found = []
+    batches = []
     killed = Counter[str]()
     while killed.total() < num_kills:
         for batch in loader:
-            found.append(batch)
+            batches.append(batch)
             if killed.total() == num_kills or rng.random() < 0.5:
                 continue
             if killed["actor"] == _ACTORS_A_NODE * (1 + killed["node"]):
@@ -35,4 +35,4 @@ def batches_through_kills(
             elif actors := cluster.processes("ray::StepMaker"):
                 rng.choice(actors).kill()
                 killed["actor"] += 1
-    return found, killed
+    return batches, killed

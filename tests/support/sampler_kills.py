@@ -121,9 +121,9 @@ def run_kills(work: Path, num_kills: int, seed: int, spec: OrderSpec = PLAIN) ->
         else:
             assert join(pid) == 0
         for number, line in enumerate(lines_of(file)):
-            found = json.loads(line)
-            rows = reference(found["rank"], found["world"])[number]
-            assert (found["step"], found["rows"]) == (number, rows), f"{file}:{number + 1}"
+            record = json.loads(line)
+            rows = reference(record["rank"], record["world"])[number]
+            assert (record["step"], record["rows"]) == (number, rows), f"{file}:{number + 1}"
             compared += number >= len(lines)
         if len(lines_of(file)) == NUM_STEPS:
             if kills == num_kills:

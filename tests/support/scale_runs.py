@@ -22,7 +22,7 @@ CONDITIONS = ScaleOptions(
 
 def fit(**changes) -> HostFit:
     """A loader that is a little faster than the accelerator, with some noise."""
-    made = {
+    values = {
         "service_ms": [16.0, 20.0, 24.0],
         "service_batch": 2,
         "forward_backward_ms": 50.0,
@@ -37,7 +37,7 @@ def fit(**changes) -> HostFit:
         "queue_batches": 3,
         "sample_bytes": 1e6,
     }
-    return HostFit(**(made | changes))
+    return HostFit(**(values | changes))
 
 
 def measured(num_ranks, batch_size, step_ms) -> MeasuredRun:
@@ -67,7 +67,7 @@ RUNS = [
 def scale_report(runs=RUNS, **changes) -> ScaleReport:
     """A report of these runs."""
     model = fit()
-    made = {
+    values = {
         "schema": SCHEMA,
         "version": VERSION,
         "created": "2026-01-01T00:00:00+00:00",
@@ -82,4 +82,4 @@ def scale_report(runs=RUNS, **changes) -> ScaleReport:
         "disturbed": None,
         "warnings": [],
     }
-    return judged(ScaleReport(**(made | changes)))
+    return judged(ScaleReport(**(values | changes)))

@@ -122,9 +122,9 @@ def digests(folder: Path) -> dict[str, str]:
 def members_of(root: Path) -> dict[str, dict]:
     """The raw members of every sample by key; of the metadata, what does not depend on the dataset that it is in."""
     dataset = open_dataset(root)
-    found = {}
-    for at in range(len(dataset.index)):
-        row = dataset.index.row(at)
+    members_by_key = {}
+    for index in range(len(dataset.index)):
+        row = dataset.index.row(index)
         path = dataset.shard_path(row)
         span = path.read_bytes()[row.offset :][: row.length]
         check_span(row, span, path.name)
@@ -132,14 +132,17 @@ def members_of(root: Path) -> dict[str, dict]:
         meta = msgspec.structs.replace(
             decode_meta(members[META]), dataset="", split="", license=None
         )
-        found[row.key] = {**{name: bytes(data) for name, data in members.items()}, META: meta}
-    return found
+        members_by_key[row.key] = {
+            **{name: bytes(data) for name, data in members.items()},
+            META: meta,
+        }
+    return members_by_key
 
 
-def flip(path: Path, at: int | None = None, bits: int = 1) -> None:
+def flip(path: Path, position: int | None = None, bits: int = 1) -> None:
     """Flip bits of one byte of a file, of the one in the middle if no other is named."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= bits
+    data[len(data) // 2 if position is None else position] ^= bits
     path.write_bytes(data)
 
 

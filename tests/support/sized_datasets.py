@@ -56,7 +56,7 @@ def write_synthetic_index(
     def rows() -> Iterator[IndexRow]:
         for place, sample in enumerate(stored.tolist()):
             clip_id = f"clip-{clip[sample]:07d}"
-            at = int(frame[sample])
+            frame_index = int(frame[sample])
             shard, within = divmod(place, samples_per_shard)
             members = (
                 MemberEntry(
@@ -68,13 +68,13 @@ def write_synthetic_index(
                     xxh3=0,
                 ),
             )
-            key = f"{clip_id}-{at:06d}"
+            key = f"{clip_id}-{frame_index:06d}"
             offset = within * _SPAN_BYTES
             yield IndexRow(
                 key=key,
                 clip_id=clip_id,
-                frame=at,
-                timestamp_ns=at * 500_000_000,
+                frame=frame_index,
+                timestamp_ns=frame_index * 500_000_000,
                 shard=shard,
                 offset=offset,
                 length=_SPAN_BYTES,

@@ -52,12 +52,12 @@ class Made(NamedTuple):
 
     def geometries(self) -> list[Geometry]:
         return [
-            decode_arrays(self.scan.table.row(at).geometry, Geometry)
-            for at in range(len(self.scan.table))
+            decode_arrays(self.scan.table.row(row).geometry, Geometry)
+            for row in range(len(self.scan.table))
         ]
 
 
-_MADE: dict[type, Made] = {}
+_DATASETS: dict[type, Made] = {}
 
 
 class SourceSuite:
@@ -103,18 +103,18 @@ class SourceSuite:
     @pytest.fixture
     def made(self, tmp_path_factory) -> Made:
         """Made once for all tests of a class, which only read it."""
-        if type(self) not in _MADE:
+        if type(self) not in _DATASETS:
             folder = tmp_path_factory.mktemp("made")
             world = self.world(noise=True)
             spec = self.spec(folder, world)
             assert self.make(spec, folder / "out").num_written > 1, (
                 "one shard cannot be interrupted in between"
             )
-            _MADE.clear()
-            _MADE[type(self)] = Made(
+            _DATASETS.clear()
+            _DATASETS[type(self)] = Made(
                 folder, world, spec, scanned(spec.kind, spec.location, folder, **spec.options)
             )
-        return _MADE[type(self)]
+        return _DATASETS[type(self)]
 
     def test_the_samples_are_those_of_the_world(self, made):
         assert not verify(made.folder / "out", deep=True, num_threads=1).faults
@@ -141,9 +141,9 @@ class SourceSuite:
                     assert len(data) == member.bytes, member
                 place = source.place(member.ref) if isinstance(source, PlacedSource) else None
                 if place is not None:
-                    whole = Path(place.path).read_bytes()
-                    end = len(whole) if place.length is None else place.offset + place.length
-                    assert whole[place.offset : end] == data, member
+                    file_bytes = Path(place.path).read_bytes()
+                    end = len(file_bytes) if place.length is None else place.offset + place.length
+                    assert file_bytes[place.offset : end] == data, member
         assert num_opened
 
     def test_keys_neighbours_and_times_ascend(self, made):
@@ -151,7 +151,7 @@ class SourceSuite:
         assert info.num_samples == len(table) > 0
         for clip in info.clips:
             metas = [
-                decode_meta(table.row(clip.first_row + at).meta) for at in range(clip.num_samples)
+                decode_meta(table.row(clip.first_row + row).meta) for row in range(clip.num_samples)
             ]
             assert [meta.key for meta in metas] == sorted({meta.key for meta in metas})
             assert all(meta.clip_id == clip.clip_id for meta in metas)
@@ -165,30 +165,34 @@ class SourceSuite:
 
     def test_one_camera_alone_is_that_of_the_whole_rig(self, made, tmp_path):
         rig = [camera.channel for camera in made.scan.info.cameras]
-        some = scanned(
+        camera_scan = scanned(
             made.spec.kind,
             made.spec.location,
             tmp_path,
             **(made.spec.options | {"cameras": rig[-1:]}),
         )
-        assert [camera.channel for camera in some.info.cameras] == rig[-1:]
-        on_others = {one.field for one in made.scan.info.channels if one.law.camera in rig[:-1]}
-        assert not on_others & {one.field for one in some.info.channels}
-        whole = {row.key: row for row in map(made.scan.table.row, range(len(made.scan.table)))}
-        kept = {row.key: row for row in map(some.table.row, range(len(some.table)))}
-        for key, row in whole.items():
+        assert [camera.channel for camera in camera_scan.info.cameras] == rig[-1:]
+        on_others = {
+            channel.field for channel in made.scan.info.channels if channel.law.camera in rig[:-1]
+        }
+        assert not on_others & {channel.field for channel in camera_scan.info.channels}
+        rig_rows = {row.key: row for row in map(made.scan.table.row, range(len(made.scan.table)))}
+        camera_rows = {
+            row.key: row for row in map(camera_scan.table.row, range(len(camera_scan.table)))
+        }
+        for key, row in rig_rows.items():
             geometry = decode_arrays(row.geometry, Geometry).of_cameras([len(rig) - 1])
             if not geometry.cam_valid[0]:
-                assert key not in kept, "a frame without any image"
+                assert key not in camera_rows, "a frame without any image"
                 continue
-            mine = kept[key]
+            mine = camera_rows[key]
             assert (mine.boxes, mine.geometry) == (row.boxes, encode_arrays(geometry))
             left_out = [
-                one
-                for one in row.members
-                if one.name.partition(".")[0] in rig[:-1] or one.name in on_others
+                member
+                for member in row.members
+                if member.name.partition(".")[0] in rig[:-1] or member.name in on_others
             ]
-            assert mine.members == tuple(one for one in row.members if one not in left_out)
+            assert mine.members == tuple(member for member in row.members if member not in left_out)
             assert decode_meta(mine.meta).cameras.keys() == {rig[-1]}
         with pytest.raises(ConfigError, match=f"has no camera 'cam_x'.*; it has: .*{rig[0]}"):
             scan_source(made.spec._replace(options=made.spec.options | {"cameras": ["cam_x"]}))
@@ -268,8 +272,10 @@ class SourceSuite:
         unrecorded = {option.name for option in kind.options} - options.keys()
         assert unrecorded <= {"root", *OF_DAMAGED, *LATER}
         if unrecorded:
-            kept = make_source(spec._replace(options={**options, "damaged_image": "mask"})).options
-            assert kept.keys() >= OF_DAMAGED, (
+            masked_options = make_source(
+                spec._replace(options={**options, "damaged_image": "mask"})
+            ).options
+            assert masked_options.keys() >= OF_DAMAGED, (
                 "bytes depend on them where damaged images are left out"
             )
         plain = {

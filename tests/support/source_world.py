@@ -99,10 +99,10 @@ class World:
 def ego_at(clip: int, timestamp_ns: int) -> np.ndarray:
     """Ego pose (4, 4): on a circle, nose along it, a little pitched."""
     angle = (timestamp_ns - START_NS) * 1e-9 * SPEED_MPS / RADIUS_M + clip
-    found = np.eye(4)
-    found[:3, :3] = turn(angle + math.pi / 2, "z") @ turn(0.02, "y")
-    found[:3, 3] = RADIUS_M * math.cos(angle) + 500 * clip, RADIUS_M * math.sin(angle), 0.3
-    return found
+    pose = np.eye(4)
+    pose[:3, :3] = turn(angle + math.pi / 2, "z") @ turn(0.02, "y")
+    pose[:3, 3] = RADIUS_M * math.cos(angle) + 500 * clip, RADIUS_M * math.sin(angle), 0.3
+    return pose
 
 
 def turn(angle: float, axis: str) -> np.ndarray:
@@ -132,8 +132,15 @@ def make_world(
         for frame in range(num_frames):
             time_ns = START_NS + number * 60_000_000_000 + frame * PERIOD_NS
             images = {
-                name: _image(rng, clip=number, time_ns=time_ns, at=at, size=size, noise=noise)
-                for at, (name, size) in enumerate(sizes.items())
+                name: _image(
+                    rng,
+                    clip=number,
+                    time_ns=time_ns,
+                    camera_index=camera_index,
+                    size=size,
+                    noise=noise,
+                )
+                for camera_index, (name, size) in enumerate(sizes.items())
             }
             sweeps = {}
             for name in lidars:
@@ -158,7 +165,12 @@ def make_world(
 
 
 def _image(
-    rng: np.random.Generator, clip: int, time_ns: int, at: int, size: tuple[int, int], noise: bool
+    rng: np.random.Generator,
+    clip: int,
+    time_ns: int,
+    camera_index: int,
+    size: tuple[int, int],
+    noise: bool,
 ) -> WorldImage:
     width, height = size
     pixels = rng.integers(0, 255, (height, width, 3), np.uint8)
@@ -172,10 +184,10 @@ def _image(
     )
     cam2ego = np.eye(4)
     cam2ego[:3, :3], cam2ego[:3, 3] = (
-        turn(at * math.pi / 2, "z") @ OPTICAL,
-        (1.5 - at, 0.3 * at, 1.6),
+        turn(camera_index * math.pi / 2, "z") @ OPTICAL,
+        (1.5 - camera_index, 0.3 * camera_index, 1.6),
     )
-    exposed_ns = time_ns + (at * 7 - 5) * 1_000_000
+    exposed_ns = time_ns + (camera_index * 7 - 5) * 1_000_000
     return WorldImage(
         jpeg=jpeg,
         timestamp_ns=exposed_ns,
@@ -209,7 +221,7 @@ def _box(clip: int, track: int, time_ns: int) -> WorldBox:
 def samples_of(root) -> dict[str, Sample]:
     """All samples of a dataset, by key."""
     dataset = open_dataset(root)
-    found = {}
+    samples = {}
     for number in range(len(dataset.index)):
         row = dataset.index.row(number)
         path = dataset.shard_path(row)
@@ -218,10 +230,10 @@ def samples_of(root) -> dict[str, Sample]:
         fields = {
             channel.field for channel in dataset.manifest.extra_channels if channel.kind != "points"
         }
-        found[row.key] = decode_sample(
+        samples[row.key] = decode_sample(
             row.key, {name: bytes(data) for name, data in members.items()}, fields
         )
-    return found
+    return samples
 
 
 def check_same(
@@ -249,28 +261,32 @@ def check_same(
         geometry = sample.geometry
         assert sample.meta.frame_idx == number
         np.testing.assert_allclose(geometry.ego2global, frame.ego2global, atol=pose_m, rtol=0)
-        for at, name in enumerate(channels):
+        for index, name in enumerate(channels):
             image = frame.images[name]
-            assert geometry.cam_timestamp_ns[at] == image.timestamp_ns
-            assert tuple(geometry.img_wh[at]) == image.size
-            np.testing.assert_allclose(geometry.intrinsics[at], image.intrinsics, atol=1e-6, rtol=0)
-            np.testing.assert_allclose(geometry.cam2ego[at], image.cam2ego, atol=pose_m, rtol=0)
+            assert geometry.cam_timestamp_ns[index] == image.timestamp_ns
+            assert tuple(geometry.img_wh[index]) == image.size
             np.testing.assert_allclose(
-                geometry.cam_ego2global[at], image.ego2global, atol=pose_m, rtol=0
+                geometry.intrinsics[index], image.intrinsics, atol=1e-6, rtol=0
             )
-            true2seen = np.linalg.inv(geometry.cam_ego2global[at] @ geometry.cam2ego[at]) @ (
+            np.testing.assert_allclose(geometry.cam2ego[index], image.cam2ego, atol=pose_m, rtol=0)
+            np.testing.assert_allclose(
+                geometry.cam_ego2global[index], image.ego2global, atol=pose_m, rtol=0
+            )
+            true2seen = np.linalg.inv(geometry.cam_ego2global[index] @ geometry.cam2ego[index]) @ (
                 image.ego2global @ image.cam2ego
             )
-            wanted = _pixels(image.intrinsics, np.eye(4))
+            expected_pixels = _pixels(image.intrinsics, np.eye(4))
             np.testing.assert_allclose(
-                _pixels(geometry.intrinsics[at], true2seen), wanted, atol=pixels, rtol=0
+                _pixels(geometry.intrinsics[index], true2seen), expected_pixels, atol=pixels, rtol=0
             )
             if same_bytes:
                 assert bytes(sample.images[name]) == image.jpeg
-        for at, lidar in enumerate(manifest.lidars):
+        for index, lidar in enumerate(manifest.lidars):
             sweep = frame.sweeps[lidar.channel]
-            assert geometry.lidar_timestamp_ns[at] == sweep.timestamp_ns
-            np.testing.assert_allclose(geometry.lidar2ego[at], sweep.lidar2ego, atol=pose_m, rtol=0)
+            assert geometry.lidar_timestamp_ns[index] == sweep.timestamp_ns
+            np.testing.assert_allclose(
+                geometry.lidar2ego[index], sweep.lidar2ego, atol=pose_m, rtol=0
+            )
             points = sample.points[lidar.channel]
             np.testing.assert_allclose(points[:, :3], sweep.points[:, :3], atol=points_m, rtol=0)
         if labelled:
@@ -284,8 +300,8 @@ def _pixels(intrinsics: np.ndarray, true2seen: np.ndarray) -> np.ndarray:
     in_cam = np.stack(
         [rng.uniform(-0.5, 0.5, 20) * depth, rng.uniform(-0.4, 0.4, 20) * depth, depth, np.ones(20)]
     )
-    seen = intrinsics @ (true2seen @ in_cam)[:3]
-    return (seen[:2] / seen[2]).T
+    projected = intrinsics @ (true2seen @ in_cam)[:3]
+    return (projected[:2] / projected[2]).T
 
 
 def _check_boxes(sample: Sample, frame: WorldFrame, classes: list[str], box_m: float) -> None:
@@ -293,13 +309,13 @@ def _check_boxes(sample: Sample, frame: WorldFrame, classes: list[str], box_m: f
     assert boxes is not None
     assert len(boxes.label) == len(frame.boxes)
     to_ego = np.linalg.inv(frame.ego2global)
-    wanted = np.array([to_ego[:3, :3] @ box.centre + to_ego[:3, 3] for box in frame.boxes]).reshape(
-        -1, 3
-    )
-    distance = np.linalg.norm(boxes.boxes3d[:, None, :3] - wanted[None], axis=2)
+    centres = np.array(
+        [to_ego[:3, :3] @ box.centre + to_ego[:3, 3] for box in frame.boxes]
+    ).reshape(-1, 3)
+    distance = np.linalg.norm(boxes.boxes3d[:, None, :3] - centres[None], axis=2)
     order = distance.argmin(0)
     assert sorted(order) == list(range(len(frame.boxes)))
-    for row, box, centre in zip(order, frame.boxes, wanted, strict=True):
+    for row, box, centre in zip(order, frame.boxes, centres, strict=True):
         np.testing.assert_allclose(boxes.boxes3d[row, :3], centre, atol=box_m, rtol=0)
         np.testing.assert_allclose(boxes.boxes3d[row, 3:6], box.size_lwh, atol=box_m, rtol=0)
         nose = to_ego[:3, :3] @ (math.cos(box.yaw), math.sin(box.yaw), 0)

@@ -46,8 +46,10 @@ def column(name: str, field: str, values: object) -> Callable[[Path], None]:
             else (pq.read_table, pq.write_table)
         )
         table = read(path)
-        at = table.column_names.index(field)
-        new = values(table.column(at)) if callable(values) else values
-        write(table.remove_column(at) if new is None else table.set_column(at, field, new), path)
+        index = table.column_names.index(field)
+        new = values(table.column(index)) if callable(values) else values
+        write(
+            table.remove_column(index) if new is None else table.set_column(index, field, new), path
+        )
 
     return spoil

@@ -53,11 +53,11 @@ class StorageSuite:
 
     @pytest.fixture
     def opened(self):
-        def made(root, **options):
+        def open_root(root, **options):
             dataset = open_dataset(root)
             return dataset, open_storage(dataset, **self.how, **options)
 
-        return made
+        return open_root
 
     def test_spans_one_by_one(self, opened, pristine):
         dataset, storage = opened(pristine)
@@ -70,10 +70,10 @@ class StorageSuite:
         dataset, storage = opened(pristine)
         expected = spans_of(pristine)
         rows = rows_of(dataset)
-        wanted = rows[::-1] + rows[3:9] + [rows[0], rows[0]]
+        requests = rows[::-1] + rows[3:9] + [rows[0], rows[0]]
         session = storage.session()
-        takes = session.request(wanted)
-        assert [bytes(take()) for take in takes] == [expected[index] for index, _ in wanted]
+        takes = session.request(requests)
+        assert [bytes(take()) for take in takes] == [expected[index] for index, _ in requests]
         assert session.request([]) == []
         session.close()
         session.close()
@@ -160,9 +160,9 @@ class StorageSuite:
         dataset, storage = opened(own)
         rows = rows_of(dataset)
         storage.span(*rows[0])
-        other = own.parent / "other"
-        build_dataset(other, LENGTHS, seed=9)
-        for file in other.iterdir():
+        replacement = own.parent / "other"
+        build_dataset(replacement, LENGTHS, seed=9)
+        for file in replacement.iterdir():
             data = file.read_bytes()
             with (own / file.name).open("r+b") as target:  # in place: the same file, other bytes
                 target.truncate(0)
@@ -171,4 +171,4 @@ class StorageSuite:
             for index, row in rows:
                 storage.span(index, row)
         assert dataset.manifest.fingerprint in str(caught.value)
-        assert open_dataset(other).manifest.fingerprint in str(caught.value)
+        assert open_dataset(replacement).manifest.fingerprint in str(caught.value)

@@ -99,12 +99,12 @@ def synth_with_channels(out: Path, **options: Any) -> None:
                     cam2global = (
                         clip.ego2global(capture.timestamp_us - camera.lead_us) @ camera.sensor2ego
                     )
-                    found, _ = owners(camera, cam2global, solids, camera.size[0])
+                    owner_ids, _ = owners(camera, cam2global, solids, camera.size[0])
                     _write(
                         out,
                         _mask_channel(camera.channel.lower()),
                         sample,
-                        (found + 1).astype(np.uint16),
+                        (owner_ids + 1).astype(np.uint16),
                     )
                     _write(
                         out, _depth_channel(camera), sample, depth_map(camera, cam2global, solids)
@@ -230,9 +230,9 @@ def _points(
     refs = {member.name: member.ref for member in row.members}
     for number, lidar in enumerate(lidars):
         if f"{lidar}.npy" in refs:
-            own = decode_points(source.open(refs[f"{lidar}.npy"]))
-            parts.append(_moved(own, geometry.lidar2keyego(number)))
-            ages.append(np.zeros(len(own)))
+            lidar_points = decode_points(source.open(refs[f"{lidar}.npy"]))
+            parts.append(_moved(lidar_points, geometry.lidar2keyego(number)))
+            ages.append(np.zeros(len(lidar_points)))
         if f"{lidar}{SWEEPS_FIELD}" in refs:
             sweeps = decode_arrays(source.open(refs[f"{lidar}{SWEEPS_FIELD}"]), Sweeps)
             pieces = np.split(sweeps.points, np.cumsum(sweeps.num_points)[:-1])

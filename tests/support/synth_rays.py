@@ -20,7 +20,7 @@ def first_met(
     farthest: float = np.inf,
 ) -> tuple[float, Solid | None]:
     """Where a ray in global coordinates first enters a block, in multiples of it, and whose block that is."""
-    found: Solid | None = None
+    nearest_solid: Solid | None = None
     for solid in solids:
         global2unit = np.linalg.inv(solid.unit2global())
         start = (global2unit @ np.append(origin, 1.0)).tolist()
@@ -36,5 +36,5 @@ def first_met(
                 leave = min(leave, sides[1])
             if nearest < enter < leave and enter < farthest:
                 farthest = enter
-                found = solid
-    return farthest, found
+                nearest_solid = solid
+    return farthest, nearest_solid

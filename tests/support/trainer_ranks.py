@@ -97,13 +97,15 @@ def launch(
                 "GROUP_RANK": 0,
                 "TORCHELASTIC_RUN_ID": "run",
             }
-            own = {
+            rank_environment = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            os.environ.update({name: str(value) for name, value in {**same, **own}.items()})
+            os.environ.update(
+                {name: str(value) for name, value in {**same, **rank_environment}.items()}
+            )
             hooked(module, end, rank)
             run_rank(module, arguments, options, file)
         ranks[process] = rank
@@ -113,8 +115,8 @@ def launch(
         del ranks[process]
         if status:
             failed.append(status)
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
     killed = signal.SIGKILL in failed  # the other one may end first, of a lost connection
     assert killed if end and "kill" in end else not failed, (
         f"{files[0].name}: the ranks ended with {failed}"
@@ -131,7 +133,7 @@ def main(dataset: str, out: str, *examples: str) -> None:
         place = Path(out, name + value)
         if name == "mmengine_runner":
             importlib.import_module("matplotlib.pyplot")  # its Runner draws
-        left = {}
+        checkpoint_names = {}
         for phase, end in PHASES.items():
             folder = place.with_name(f"{place.name}-{'whole' if phase == 'whole' else 'killed'}")
             arguments = [dataset, "--steps", "8", "--every", "2", "--checkpoint", str(folder)]
@@ -150,8 +152,8 @@ def main(dataset: str, out: str, *examples: str) -> None:
                 for path in folder.glob("*/*")
                 if path.name.startswith(("step-", "unfinished-"))
             ]
-            left[phase] = sorted(path.name for path in checkpoints)
-        place.with_name(f"{place.name}.json").write_text(json.dumps(left))
+            checkpoint_names[phase] = sorted(path.name for path in checkpoints)
+        place.with_name(f"{place.name}.json").write_text(json.dumps(checkpoint_names))
 
 
 main(*sys.argv[1:])

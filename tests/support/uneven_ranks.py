@@ -139,7 +139,7 @@ def train_alone(dataset: str, global_batch: int, accumulation: int):
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def whole(tensor):
+def gather_tensor(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
@@ -157,9 +157,11 @@ def differences(dataset: str, kind: str, accumulation: int, options: dict[str, o
             loss = float(parallel.step(islice(batches, accumulation)))
             losses.append(parallel.over_ranks({"loss": loss})["loss"])
     pairs = zip(losses, expected, strict=True)
-    worst_loss = max(abs(one - other) / max(1, abs(other)) for one, other in pairs)
+    worst_loss = max(
+        abs(rank_loss - reference) / max(1, abs(reference)) for rank_loss, reference in pairs
+    )
     worst_parameter = max(
-        float((whole(value) - parameters[name]).abs().max())
+        float((gather_tensor(value) - parameters[name]).abs().max())
         for name, value in named_parameters(parallel.models)
     )
     return [worst_loss, worst_parameter]
@@ -168,9 +170,9 @@ def differences(dataset: str, kind: str, accumulation: int, options: dict[str, o
 def main(dataset: str, out: str, cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = [differences(dataset, *case) for case in json.loads(cases)]
+    case_differences = [differences(dataset, *case) for case in json.loads(cases)]
     of_ranks: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, made)
+    dist.all_gather_object(of_ranks, case_differences)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(torch.tensor(of_ranks).amax(0).tolist()))
     dist.barrier()

@@ -23,11 +23,11 @@ TYPES = {"vehicle": 1, "pedestrian": 2}
 
 
 def varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def field(number: int, value) -> bytes:
@@ -60,9 +60,9 @@ def record(data: bytes) -> bytes:
 
 def to_camera_axes(cam2ego) -> np.ndarray:
     """The extrinsic of a camera whose axes are x forward, y left, z up."""
-    found = np.array(cam2ego)
-    found[:3, :3] = found[:3, :3] @ OPTICAL.T
-    return found
+    extrinsic = np.array(cam2ego)
+    extrinsic[:3, :3] = extrinsic[:3, :3] @ OPTICAL.T
+    return extrinsic
 
 
 def context(name, frame, without=()) -> bytes:
@@ -84,8 +84,8 @@ def context(name, frame, without=()) -> bytes:
     stats = message((2, "Night"), (3, "location_sf"), (4, "rain"))
     return message(
         (1, name),
-        *((2, one) for one in calibrations),
-        *((3, one) for one in LASERS.values()),
+        *((2, calibration) for calibration in calibrations),
+        *((3, calibration) for calibration in LASERS.values()),
         (4, stats),
     )
 
@@ -205,9 +205,9 @@ def frame_message(name, frame, *, boxes=True, **options) -> bytes:
             (3, TYPES[box.category]),
             (4, box.track),
             (7, box.num_points),
-            *([(12, box_message(box, frame.ego2global))] if at else []),
+            *([(12, box_message(box, frame.ego2global))] if index else []),
         )
-        for at, box in enumerate(frame.boxes if boxes else ())
+        for index, box in enumerate(frame.boxes if boxes else ())
     ]
     return message(
         (1, context(name, frame, **options)),
@@ -216,7 +216,11 @@ def frame_message(name, frame, *, boxes=True, **options) -> bytes:
         *((4, image_message(camera, image)) for camera, image in frame.images.items()),
         *((5, laser) for laser in getattr(frame, "lasers", ())),
         *((6, label) for label in labels),
-        *((8, camera_labels(camera, found)) for camera, found in IMAGE_BOXES.items() if boxes),
+        *(
+            (8, camera_labels(camera, camera_boxes))
+            for camera, camera_boxes in IMAGE_BOXES.items()
+            if boxes
+        ),
         (9, bytes(500)),
         *((10, feature) for feature in getattr(frame, "map_features", ())),
         *([(11, map_point(frame.map_offset))] if hasattr(frame, "map_offset") else []),
@@ -241,16 +245,16 @@ def map_point(xyz) -> bytes:
 
 def map_feature(number, kind, points) -> bytes:
     """A feature of the map; a lane has fields before and behind its points, as in the dataset."""
-    at, own = MAP_KINDS[kind]
+    feature_field, point_field = MAP_KINDS[kind]
     before = ((1, 25.0), (2, 2))
     behind = ((9, varint(7)), (13, message((1, 0), (2, 5), (3, 9))))
     is_lane = kind == "lane"
     pairs = (
         *(before if is_lane else ()),
-        *((own, map_point(one)) for one in points),
+        *((point_field, map_point(point)) for point in points),
         *(behind if is_lane else ()),
     )
-    return message((1, number), (at, message(*pairs)))
+    return message((1, number), (feature_field, message(*pairs)))
 
 
 def write_segment(path, clip, **options) -> None:

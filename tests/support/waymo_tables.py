@@ -25,7 +25,7 @@ def write_table(root, component, name, columns) -> None:
 
 
 def transforms(matrices) -> pa.Array:
-    return pa.array([np.asarray(one).ravel().tolist() for one in matrices], TRANSFORM)
+    return pa.array([np.asarray(matrix).ravel().tolist() for matrix in matrices], TRANSFORM)
 
 
 def box_columns(prefix, frames_boxes) -> dict[str, list[float]]:
@@ -89,12 +89,12 @@ def write_segment(root, clip) -> None:
     first = frames[0].images
     lens = "[CameraCalibrationComponent]."
     values = {
-        name_: [image.intrinsics[at] for image in first.values()]
-        for name_, at in (("f_u", (0, 0)), ("f_v", (1, 1)))
+        name_: [image.intrinsics[index] for image in first.values()]
+        for name_, index in (("f_u", (0, 0)), ("f_v", (1, 1)))
     }
     values |= {
-        name_: [image.intrinsics[at] + 0.5 for image in first.values()]
-        for name_, at in (("c_u", (0, 2)), ("c_v", (1, 2)))
+        name_: [image.intrinsics[index] + 0.5 for image in first.values()]
+        for name_, index in (("c_u", (0, 2)), ("c_v", (1, 2)))
     }
     values |= {name_: [0.01] * len(first) for name_ in ("k1", "k2", "p1", "p2", "k3")}
     write_table(
@@ -138,8 +138,8 @@ def write_segment(root, clip) -> None:
     marked = [
         (time, camera, *box)
         for time in micros
-        for camera, found in IMAGE_BOXES.items()
-        for box in found
+        for camera, camera_boxes in IMAGE_BOXES.items()
+        for box in camera_boxes
     ]
     prefix = "[CameraBoxComponent]."
     write_table(
@@ -153,8 +153,8 @@ def write_segment(root, clip) -> None:
             "key.camera_object_id": [row[7] for row in marked],
             f"{prefix}type": pa.array([TYPES[row[6]] for row in marked], pa.int8()),
             **{
-                f"{prefix}box.{side}": [row[at] for row in marked]
-                for at, side in enumerate(("center.x", "center.y", "size.x", "size.y"), 2)
+                f"{prefix}box.{side}": [row[index] for row in marked]
+                for index, side in enumerate(("center.x", "center.y", "size.x", "size.y"), 2)
             },
         },
     )

@@ -45,13 +45,13 @@ def teacher(batch):
 class Stopping(torch.nn.Module):
     """The teacher, ended after some batches as a kill would end it."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, batches_left: int) -> None:
         super().__init__()
-        self.left = left
+        self.batches_left = batches_left
 
     def forward(self, batch):
-        self.left -= 1
-        if self.left < 0:
+        self.batches_left -= 1
+        if self.batches_left < 0:
             raise KeyboardInterrupt
         return teacher(batch)
 
@@ -74,15 +74,17 @@ def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> Non
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("LOCAL_RANK", str(rank))
             reports.append(run(base, out))
-        assert [one.fingerprint is not None for one in reports] == [False] * (world - 1) + [True]
-        assert sum(one.num_written for one in reports) == NUM_SAMPLES
+        assert [rank_report.fingerprint is not None for rank_report in reports] == [False] * (
+            world - 1
+        ) + [True]
+        assert sum(rank_report.num_written for rank_report in reports) == NUM_SAMPLES
         assert digests(out) == expected
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name)
     out = tmp_path / "stopped" / "teacher"
-    for left in (2, 4):  # the first batch is also what the table is made from
+    for num_batches in (2, 4):  # the first batch is also what the table is made from
         with pytest.raises(KeyboardInterrupt):
-            run(base, out, Stopping(left))
+            run(base, out, Stopping(num_batches))
     assert run(base, out, Stopping(100)).fingerprint == report.fingerprint
     assert digests(out) == expected
     assert run(base, out).num_kept == NUM_SAMPLES
@@ -101,15 +103,15 @@ def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
             base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}
         ) as loader:
             batch = next(iter(loader))
-        wanted = teacher(batch)
-        torch.testing.assert_close(batch["t.mean"], wanted["mean"])
-        assert batch["t.name"] == wanted["name"]
-        assert batch["t.words"] == wanted["words"]
+        outputs = teacher(batch)
+        torch.testing.assert_close(batch["t.mean"], outputs["mean"])
+        assert batch["t.name"] == outputs["name"]
+        assert batch["t.words"] == outputs["words"]
         assert batch["t.grid"].dtype == dtype
         grid = batch["t.grid"].float()
         if store == "int8":
             grid = grid * batch["t.grid_scale"][:, None, None, None, None]
-        torch.testing.assert_close(grid, wanted["grid"], rtol=0, atol=1.0)
+        torch.testing.assert_close(grid, outputs["grid"], rtol=0, atol=1.0)
 
 
 def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
@@ -156,7 +158,7 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
     run(
         base,
         tmp_path / "layer",
-        lambda b: {"peaks": [one.float() for one in peaks(b)["peaks"]]},
+        lambda b: {"peaks": [row_peaks.float() for row_peaks in peaks(b)["peaks"]]},
         channels=table,
     )
     layer = open_layer_data(tmp_path / "layer")

@@ -53,8 +53,8 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(3) as made:
-        yield made
+    with ray_cluster(3) as started_cluster:
+        yield started_cluster
 
 
 @pytest.fixture

@@ -64,13 +64,13 @@ def rows(out) -> list:
 def test_top_k_is_what_the_teacher_said(base, tmp_path, temperature) -> None:
     run(base, tmp_path / "layer", temperature=temperature)
     likely = (Speaker().table.detach().double() / temperature).softmax(-1)
-    for row, found in enumerate(rows(tmp_path / "layer")):
+    for row, logits in enumerate(rows(tmp_path / "layer")):
         weights, indices = likely[row].topk(8, dim=-1)
         order = indices.argsort(-1)
-        np.testing.assert_array_equal(found.indices, indices.gather(-1, order))
-        np.testing.assert_allclose(found.weights, weights.gather(-1, order), rtol=0.03)
-        np.testing.assert_allclose(found.tail, 1 - weights.sum(-1), rtol=0.01, atol=1e-6)
-        assert found.known.all()
+        np.testing.assert_array_equal(logits.indices, indices.gather(-1, order))
+        np.testing.assert_allclose(logits.weights, weights.gather(-1, order), rtol=0.03)
+        np.testing.assert_allclose(logits.tail, 1 - weights.sum(-1), rtol=0.01, atol=1e-6)
+        assert logits.known.all()
     facts = describe_dataset(tmp_path / "layer")
     assert ("temperature" in facts.text) == (temperature != 1)
     assert weights_digest(Speaker()) in facts.text
@@ -87,8 +87,8 @@ def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(
     channel = open_layer_data(tmp_path / "one").manifest.channels[0]
     reduce = Reduction()
     logits = Speaker().table[0].detach()
-    wanted = np.sort(reduce(logits, channel, "clip-0000-000000").indices)
-    np.testing.assert_array_equal(rows(tmp_path / "one")[0].indices, wanted)
+    expected_indices = np.sort(reduce(logits, channel, "clip-0000-000000").indices)
+    np.testing.assert_array_equal(rows(tmp_path / "one")[0].indices, expected_indices)
     counts = np.zeros((LENGTH, SIZE))
     for key in range(3000):
         indices = reduce(logits, channel, str(key)).indices
@@ -110,9 +110,11 @@ def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
     run(base, tmp_path / "layer", positions=0.4)
     logs = Speaker().table.detach().log_softmax(-1)
     entropy = -(logs.exp() * logs).sum(-1)
-    for row, found in enumerate(rows(tmp_path / "layer")):
-        assert sorted(entropy[row].topk(3).indices.tolist()) == np.flatnonzero(found.known).tolist()
-        assert not found.weights[~found.known].any()
+    for row, logits in enumerate(rows(tmp_path / "layer")):
+        assert (
+            sorted(entropy[row].topk(3).indices.tolist()) == np.flatnonzero(logits.known).tolist()
+        )
+        assert not logits.weights[~logits.known].any()
     with DataLoader(
         base, 4, shuffle=False, transforms=SMALL, layers={"t": tmp_path / "layer"}
     ) as loader:
@@ -128,7 +130,9 @@ def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) 
         }
 
     run(base, tmp_path / "layer", model, store="sampled:5")
-    assert [len(one.known) for one in rows(tmp_path / "layer")] == [row % 3 for row in range(NUM)]
+    assert [len(logits.known) for logits in rows(tmp_path / "layer")] == [
+        row % 3 for row in range(NUM)
+    ]
     assert open_layer_data(tmp_path / "layer").manifest.channels[0].shape == (None, 5)
 
 
@@ -140,17 +144,22 @@ def test_arrays_to_read_only_are_taken_and_beside_others_stored_as_they_are(base
 
     run(base, tmp_path / "array", model)
     run(base, tmp_path / "tensor")
-    for one, other in zip(rows(tmp_path / "array"), rows(tmp_path / "tensor"), strict=True):
-        np.testing.assert_array_equal(one.weights, other.weights)
-    kinds = {one.name: one.kind for one in open_layer_data(tmp_path / "array").manifest.channels}
+    for from_array, from_tensor in zip(
+        rows(tmp_path / "array"), rows(tmp_path / "tensor"), strict=True
+    ):
+        np.testing.assert_array_equal(from_array.weights, from_tensor.weights)
+    kinds = {
+        channel.name: channel.kind
+        for channel in open_layer_data(tmp_path / "array").manifest.channels
+    }
     assert kinds == {"logits": "logits_topk", "loss": "array", "best": "array"}
 
 
 def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_path) -> None:
     first = weights_digest(Speaker(1))
     run(base, tmp_path / "layer", Speaker(1))
-    again = run(base, tmp_path / "layer", Speaker(1))
-    assert again.num_kept == NUM
+    repeated_report = run(base, tmp_path / "layer", Speaker(1))
+    assert repeated_report.num_kept == NUM
     second = weights_digest(Speaker(2))
     with pytest.raises(
         DatasetExistsError, match=rf'recipe\.teacher: "{first}" there, "{second}" here'
@@ -187,20 +196,20 @@ def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_
 @pytest.mark.parametrize("store", ["topk:8", "sampled:8"])
 def test_interruptions_do_not_show(base, tmp_path, store) -> None:
     class Stopping(Speaker):
-        left = 100
+        batches_left = 100
 
         def forward(self, batch):
-            Stopping.left -= 1
-            if Stopping.left < 0:
+            Stopping.batches_left -= 1
+            if Stopping.batches_left < 0:
                 raise KeyboardInterrupt
             return super().forward(batch)
 
     run(base, tmp_path / "a" / "it", Speaker(), store=store)
-    for left in (2, 4):
-        Stopping.left = left
+    for batches_left in (2, 4):
+        Stopping.batches_left = batches_left
         with pytest.raises(KeyboardInterrupt):
             run(base, tmp_path / "b" / "it", Stopping(), store=store)
-    Stopping.left = 100
+    Stopping.batches_left = 100
     run(base, tmp_path / "b" / "it", Stopping(), store=store)
     assert digests(tmp_path / "a" / "it") == digests(tmp_path / "b" / "it")
 
@@ -221,8 +230,10 @@ def test_the_digest_is_that_of_the_weights_wherever_they_are() -> None:
             return self.inner(batch)
 
     local = Speaker(2)
-    found = [weights_digest(one) for one in (by_name, Holder(), lambda batch: local(batch))]
-    assert len({*found}) == 3 and None not in found
+    model_digests = [
+        weights_digest(model) for model in (by_name, Holder(), lambda batch: local(batch))
+    ]
+    assert len({*model_digests}) == 3 and None not in model_digests
     assert weights_digest(Holder().say) == weights_digest(Holder())
     assert (
         weights_digest(len)
@@ -342,14 +353,14 @@ def test_kills_do_not_show(base, tmp_path, store) -> None:
             [*start, out, *words], cwd=tmp_path, env={**environment, "SLOW": "0.5"}
         )
 
-    whole = subprocess.run(
+    uninterrupted_run = subprocess.run(
         [*start, "a/teacher", *words, "--json"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         check=True,
     )
-    assert json.loads(whole.stdout)["num_written"] == NUM
+    assert json.loads(uninterrupted_run.stdout)["num_written"] == NUM
     for wait_s in (0.3, 1.2):
         process = began("b/teacher")
         while (

@@ -64,7 +64,7 @@ def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
         report, end = decoder.raw_decode(text)
         ranks.append(report)
         text = text[end:].strip()
-    assert len(ranks) == 2 and all(0 < one["num_written"] < 11 for one in ranks)
-    assert sum(one["num_written"] for one in ranks) == alone["num_written"] == 11
-    assert alone["fingerprint"] in [one["fingerprint"] for one in ranks]
+    assert len(ranks) == 2 and all(0 < rank_report["num_written"] < 11 for rank_report in ranks)
+    assert sum(rank_report["num_written"] for rank_report in ranks) == alone["num_written"] == 11
+    assert alone["fingerprint"] in [rank_report["fingerprint"] for rank_report in ranks]
     assert digests(tmp_path / "torchrun" / "teacher") == digests(tmp_path / "alone" / "teacher")

@@ -30,7 +30,7 @@ def test_usable_cpus_stay_within_the_affinity_mask():
 
 
 @pytest.mark.parametrize(
-    ("script", "found"),
+    ("script", "gpus"),
     [
         (
             'echo "NVIDIA H200, 143771, 570.1"\necho "odd line"',
@@ -39,9 +39,9 @@ def test_usable_cpus_stay_within_the_affinity_mask():
         ("echo 'NVIDIA-SMI has failed'\nexit 9", []),
     ],
 )
-def test_gpus_are_read_from_the_drivers_tool(script, found, tmp_path, monkeypatch):
+def test_gpus_are_read_from_the_drivers_tool(script, gpus, tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert [(gpu.name, gpu.memory_bytes, gpu.driver) for gpu in installed_gpus()] == found
+    assert [(gpu.name, gpu.memory_bytes, gpu.driver) for gpu in installed_gpus()] == gpus

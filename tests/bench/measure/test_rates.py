@@ -8,16 +8,16 @@ from fuelrail.bench.measure.rates import Rate, measure_rate, median_rates
 
 
 def test_every_thread_works_and_numbers_are_not_repeated():
-    seen = []
+    numbers = []
     threads = set()
 
     def work(number):
-        seen.append(number)
+        numbers.append(number)
         threads.add(threading.current_thread().name)
 
     rate = measure_rate("work", work, 3, 0.01)
     assert len(threads) == 3
-    assert sorted(seen) == list(range(len(seen)))
+    assert sorted(numbers) == list(range(len(numbers)))
     assert (rate.name, rate.num_threads) == ("work", 3)
     assert rate.samples_per_s > 0
 

@@ -22,10 +22,16 @@ def test_the_rank_that_comes_last_is_named_with_the_phase_that_costs_it():
 
 def test_ranks_that_take_turns_are_not_slow():
     # Each is 10 ms behind in every second step.
-    one = steps(30, wait_ms=0)
-    other = steps(30, wait_ms=10)
-    mixed = [a if number % 2 else b for number, (a, b) in enumerate(zip(one, other, strict=True))]
-    inverse = [b if number % 2 else a for number, (a, b) in enumerate(zip(one, other, strict=True))]
+    prompt_steps = steps(30, wait_ms=0)
+    late_steps = steps(30, wait_ms=10)
+    mixed = [
+        a if number % 2 else b
+        for number, (a, b) in enumerate(zip(prompt_steps, late_steps, strict=True))
+    ]
+    inverse = [
+        b if number % 2 else a
+        for number, (a, b) in enumerate(zip(prompt_steps, late_steps, strict=True))
+    ]
     assert not any(pace.is_slow for pace in paces(mixed, inverse))
 
 

@@ -18,33 +18,35 @@ def logits():
 
 @pytest.mark.parametrize("k", [64, 128])
 def test_top_k_takes_fewer_bytes_than_the_layouts_of_others(logits, k) -> None:
-    found = {one.layout: one for one in layouts(logits, k)}
-    ours = found["topk, uint8"]
+    figures = {figure.layout: figure for figure in layouts(logits, k)}
+    ours = figures["topk, uint8"]
     head = 8 / len(logits)
-    assert found["DistillKit, recommended"].bytes == STATED[k]
+    assert figures["DistillKit, recommended"].bytes == STATED[k]
     assert ours.bytes - head <= min(
-        one.bytes for name, one in found.items() if name[0] in "DM" and "budget" not in name
+        figure.bytes for name, figure in figures.items() if name[0] in "DM" and "budget" not in name
     )
-    assert found["sampled"].bytes < ours.bytes < found["topk, float16"].bytes
+    assert figures["sampled"].bytes < ours.bytes < figures["topk, float16"].bytes
     assert (
-        found["topk, float16"].error_nats
+        figures["topk, float16"].error_nats
         < ours.error_nats
-        < 0.2 * found["DistillKit, recommended"].error_nats
+        < 0.2 * figures["DistillKit, recommended"].error_nats
     )
 
 
 def test_a_polynomial_of_three_terms_is_smaller_and_a_hundred_times_further_from_the_teacher(
     logits,
 ) -> None:
-    found = {one.layout: one for one in layouts(logits, 50)}
-    assert found["DistillKit, budget"].bytes == 121 < found["topk, uint8"].bytes == 137.5
-    assert found["DistillKit, budget"].error_nats > 100 * found["topk, uint8"].error_nats
+    figures = {figure.layout: figure for figure in layouts(logits, 50)}
+    assert figures["DistillKit, budget"].bytes == 121 < figures["topk, uint8"].bytes == 137.5
+    assert figures["DistillKit, budget"].error_nats > 100 * figures["topk, uint8"].error_nats
 
 
 def test_draws_have_no_bias_that_the_standard_error_does_not_explain() -> None:
     torch.manual_seed(0)
-    found = gradients(torch.randn(2, 1000), 1.5 * torch.randn(2, 1000), 300)
-    assert found["sampled"]["standard_errors"] < 3 < found["topk with its tail"]["standard_errors"]
+    errors = gradients(torch.randn(2, 1000), 1.5 * torch.randn(2, 1000), 300)
+    assert (
+        errors["sampled"]["standard_errors"] < 3 < errors["topk with its tail"]["standard_errors"]
+    )
 
 
 @pytest.mark.slow

@@ -24,19 +24,21 @@ LENGTHS = np.random.default_rng(0).integers(16, 1025, 700)
 @pytest.mark.parametrize("pack", [ours, knapsack])
 def test_a_packer_packs_all_within_the_budget(pack):
     packs = pack(LENGTHS, 2048)
-    assert sorted(length for one in packs for length in one) == sorted(LENGTHS.tolist())
+    assert sorted(length for lengths in packs for length in lengths) == sorted(LENGTHS.tolist())
     assert max(map(sum, packs)) <= 2048
 
 
 def test_the_figures_are_of_the_same_lengths():
     figures = measure({"few": LENGTHS}).figures
-    found = {(one.packer, one.budget): one for one in figures}
-    for (packer, budget), one in found.items():
-        assert one.fill == pytest.approx(
-            (LENGTHS.sum() - one.tokens_lost) / (budget * one.packs)
+    figures_by_case = {(figure.packer, figure.budget): figure for figure in figures}
+    for (packer, budget), figure in figures_by_case.items():
+        assert figure.fill == pytest.approx(
+            (LENGTHS.sum() - figure.tokens_lost) / (budget * figure.packs)
         ), packer
-        assert one.fill <= one.best_fill == LENGTHS.sum() / budget / -(-LENGTHS.sum() // budget)
-    assert [one.tokens for one in found["fuelrail", 32768].ranks] == [None, None]
+        assert (
+            figure.fill <= figure.best_fill == LENGTHS.sum() / budget / -(-LENGTHS.sum() // budget)
+        )
+    assert [rank.tokens for rank in figures_by_case["fuelrail", 32768].ranks] == [None, None]
 
 
 def test_the_dearest_rank_is_that_of_its_definition():
@@ -56,9 +58,9 @@ def test_many_lengths_and_a_loader_are_measured(tmp_path):
     assert large.packs > 10_000 * 200 / 1024
     assert large.peak_bytes >= 0
     plain, packs = measure_waits(tmp_path, 80)
-    for one in (plain, packs):
-        assert 0 < one.wait_s <= one.total_s
-        assert one.longest_wait_ms <= 1e3 * one.wait_s
+    for waits in (plain, packs):
+        assert 0 < waits.wait_s <= waits.total_s
+        assert waits.longest_wait_ms <= 1e3 * waits.wait_s
     assert plain.steps == 3 * 10 - 1
     assert packs.steps >= plain.steps
 

@@ -22,11 +22,11 @@ class FakeTime:
 
     def candidate(self, name: str, *costs_s: float):
         """A candidate whose calls cost the given times in turn, the last one for ever."""
-        left = list(costs_s)
+        remaining_costs = list(costs_s)
 
         def call() -> None:
             self.calls.append(name)
-            self.now_s += left.pop(0) if len(left) > 1 else left[0]
+            self.now_s += remaining_costs.pop(0) if len(remaining_costs) > 1 else remaining_costs[0]
 
         return call
 
@@ -37,29 +37,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def test_speedup_is_relative_to_the_first(clock: FakeTime) -> None:
-    found = compare(
+    comparison = compare(
         "t", {"slow": clock.candidate("slow", 0.5), "fast": clock.candidate("fast", 0.125)}
     )
-    slow, fast = found.entries
+    slow, fast = comparison.entries
     assert (slow.name, slow.speedup, slow.seconds_per_call) == ("slow", 1.0, 0.5)
     assert (fast.name, fast.speedup, fast.seconds_per_call) == ("fast", 4.0, 0.125)
-    assert found.num_rounds == timing.NUM_ROUNDS
+    assert comparison.num_rounds == timing.NUM_ROUNDS
 
 
 def test_calls_fill_a_lap(clock: FakeTime) -> None:
-    found = compare(
+    comparison = compare(
         "t", {"a": clock.candidate("a", 0.001), "b": clock.candidate("b", 4.0)}, Effort(3, 0.25)
     )
-    assert found.entries[0].calls_per_lap >= 250
-    assert found.entries[0].seconds_per_call == pytest.approx(0.001)
-    assert found.entries[1].calls_per_lap == 1
+    assert comparison.entries[0].calls_per_lap >= 250
+    assert comparison.entries[0].seconds_per_call == pytest.approx(0.001)
+    assert comparison.entries[1].calls_per_lap == 1
 
 
 def test_a_candidate_that_takes_no_time_ends_too(clock: FakeTime) -> None:
     # Below the clock's resolution: the number of calls must grow until the lap is filled, here it is at the third try.
     name = "nothing"
-    found = compare("t", {name: clock.candidate(name, *[0.0] * 12, 1.0)}, Effort(1, 0.5))
-    assert found.entries[0].calls_per_lap >= 2
+    comparison = compare("t", {name: clock.candidate(name, *[0.0] * 12, 1.0)}, Effort(1, 0.5))
+    assert comparison.entries[0].calls_per_lap >= 2
 
 
 def test_order_turns_round_in_every_second_round(clock: FakeTime) -> None:

@@ -72,15 +72,15 @@ def test_against_an_event_by_event_simulation():
     draw = np.random.default_rng(9)
     clock = free = 0.0
     waiting = []
-    taken = []
+    start_times = []
     ends = []
     for step in range(4000):
         # The loader begins its next batch when it is done with the last and there is room for one more.
-        begun = max(clock, taken[step - 2] if step >= 2 else 0.0)
+        begun = max(clock, start_times[step - 2] if step >= 2 else 0.0)
         clock = begun + draw.choice(services)
         waiting.append(clock)
         start = max(free, waiting[step])
-        taken.append(start)
+        start_times.append(start)
         free = start + 101.0
         ends.append(free)
     assert simulated.step_ms == pytest.approx((ends[-1] - ends[100]) / 3899, rel=0.02)

@@ -56,25 +56,25 @@ def batch():
 
 def allocated(name, recompute):
     """Bytes of a real step of one process at its peak, and its number of parameters."""
-    made = build(model(name), "cpu", 0)
-    parallel = parallelise(made, recompute=recompute)
+    network = build(model(name), "cpu", 0)
+    parallel = parallelise(network, recompute=recompute)
     inputs = parallel.inputs(batch())
     peak = peak_of(lambda: parallel.forward_backward(inputs))
     # Of small inputs the tracker sees those that operators of the pass read; the images are what counts.
-    held = sum(one.nbytes for one in (*made.parameters(), *made.buffers(), *inputs))
-    return peak + held, sum(p.numel() for p in made.parameters())
+    held = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers(), *inputs))
+    return peak + held, sum(p.numel() for p in network.parameters())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["gpt-tiny", "vit-tiny", "resnet-tiny", "bev-tiny"])
 def test_peak_of_one_process_is_the_allocators(name, recompute):
     real, parameters = allocated(name, recompute)
-    found = shape(name, recompute=recompute)
-    assert found.parameters == parameters
-    assert found.memory["moments"] == 8 * parameters
+    rank_shape = shape(name, recompute=recompute)
+    assert rank_shape.parameters == parameters
+    assert rank_shape.memory["moments"] == 8 * parameters
     # Convolutions of a CPU have scratch memory, which fake tensors do not show: up to 14 % on one with AVX2 alone.
     scratch = 0.01 if name in ("gpt-tiny", "vit-tiny") else 0.2
-    assert found.peak_bytes - found.memory["moments"] == pytest.approx(real, rel=scratch)
+    assert rank_shape.peak_bytes - rank_shape.memory["moments"] == pytest.approx(real, rel=scratch)
 
 
 def test_flop_are_the_papers_with_attention_computed_again_in_backward():
@@ -84,25 +84,27 @@ def test_flop_are_the_papers_with_attention_computed_again_in_backward():
 
 
 def test_sharded_ranks_gather_all_weights_twice_and_reduce_them_once():
-    found = shape("gpt-tiny", 8, strategy="fsdp2")
+    rank_shape = shape("gpt-tiny", 8, strategy="fsdp2")
     alone = shape("gpt-tiny")
-    sent = {one.kind: one for one in found.collectives}
-    assert found.parameters * 8 == alone.parameters
-    assert found.flop == alone.flop
+    sent = {collective.kind: collective for collective in rank_shape.collectives}
+    assert rank_shape.parameters * 8 == alone.parameters
+    assert rank_shape.flop == alone.flop
     assert sent["reduce_scatter"].bytes == 4 * alone.parameters
     assert sent["all_gather"].bytes == 2 * 4 * alone.parameters
-    assert {one.axis for one in found.collectives} == {"dp_shard"}
-    assert found.peak_bytes < alone.peak_bytes
+    assert {collective.axis for collective in rank_shape.collectives} == {"dp_shard"}
+    assert rank_shape.peak_bytes < alone.peak_bytes
 
 
 def test_tensor_parallel_divides_computing_and_reports_its_axis():
     alone = shape("gpt-tiny")
-    found = shape("gpt-tiny", 4, rank=3, mesh="dp_shard=2,tp=2")
-    assert found.flop == alone.flop / 2
-    assert {one.axis for one in found.collectives} == {"dp_shard", "tp"}
+    rank_shape = shape("gpt-tiny", 4, rank=3, mesh="dp_shard=2,tp=2")
+    assert rank_shape.flop == alone.flop / 2
+    assert {collective.axis for collective in rank_shape.collectives} == {"dp_shard", "tp"}
     # Gather and scatter around attention and perceptron of four blocks, forward and backward, and at the ends.
     scattered = next(
-        one for one in found.collectives if one.axis == "tp" and one.kind == "reduce_scatter"
+        collective
+        for collective in rank_shape.collectives
+        if collective.axis == "tp" and collective.kind == "reduce_scatter"
     )
     hidden = 4 * GPT.context * GPT.width * 4
     assert (scattered.count, scattered.bytes) == (2 * 2 * 4 + 1, 17 * hidden)
@@ -110,10 +112,11 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     more = shape(
         "gpt-tiny", 4, 3, msgspec.structs.replace(INPUTS, micro_batches=3), mesh="dp_shard=2,tp=2"
     )
-    once, thrice = (
-        next(one for one in each.collectives if one.kind == "all_reduce") for each in (found, more)
+    single, thrice = (
+        next(collective for collective in run_shape.collectives if collective.kind == "all_reduce")
+        for run_shape in (rank_shape, more)
     )
-    assert (once.count, thrice.count) == (1 + 18, 3 + 18)
+    assert (single.count, thrice.count) == (1 + 18, 3 + 18)
 
 
 def test_a_teacher_costs_its_forward_pass():
@@ -124,15 +127,15 @@ def test_a_teacher_costs_its_forward_pass():
         "global_batch": 32,
         "precision": "fp32",
     }
-    asked = Scenario(name="n", **how)
-    found = taught(asked, INPUTS, 8)
+    scenario = Scenario(name="n", **how)
+    teacher_work = taught(scenario, INPUTS, 8)
     teacher = build(MODELS["vit-tiny"], "cpu", 0)
     inputs = teacher.inputs(batch())
     with torch.no_grad(), Counter(None) as counted:
         peak = peak_of(lambda: teacher.predict(*inputs))
-    assert found.flop == pytest.approx(counted.flop, rel=0.05)
-    assert found.weights_bytes == 4 * sum(p.numel() for p in teacher.parameters()) // 8
-    assert peak < found.pass_bytes < 4 * peak
+    assert teacher_work.flop == pytest.approx(counted.flop, rel=0.05)
+    assert teacher_work.weights_bytes == 4 * sum(p.numel() for p in teacher.parameters()) // 8
+    assert peak < teacher_work.pass_bytes < 4 * peak
     degrees = Degrees(dp_replicate=8)
     (alone,) = stages(
         MODELS["bev-tiny"],
@@ -141,38 +144,41 @@ def test_a_teacher_costs_its_forward_pass():
         inputs=INPUTS,
         precision="fp32",
     )
-    (beside,) = beside_teacher(asked, degrees, INPUTS, [alone])
-    assert beside.flop == alone.flop + found.flop
-    assert beside.peak_bytes == alone.peak_bytes + found.weights_bytes + max(
-        0, found.pass_bytes - alone.kept_bytes
+    (beside,) = beside_teacher(scenario, degrees, INPUTS, [alone])
+    assert beside.flop == alone.flop + teacher_work.flop
+    assert beside.peak_bytes == alone.peak_bytes + teacher_work.weights_bytes + max(
+        0, teacher_work.pass_bytes - alone.kept_bytes
     )
-    assert [one.axis for one in beside.collectives] == ["dp_replicate", "dp_teacher"]
-    read = msgspec.structs.replace(asked, teacher_from="layer", sample_bytes=1000)
+    assert [collective.axis for collective in beside.collectives] == ["dp_replicate", "dp_teacher"]
+    read = msgspec.structs.replace(scenario, teacher_from="layer", sample_bytes=1000)
     assert beside_teacher(read, degrees, INPUTS, [alone]) == [alone]
     assert read.stored_bytes == 1000 + 2 * 8 * 8
     with pytest.raises(
         ConfigError, match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks"
     ):
-        beside_teacher(asked, Degrees(pp=2), INPUTS, [alone])
+        beside_teacher(scenario, Degrees(pp=2), INPUTS, [alone])
 
 
 def test_copies_send_their_gradients():
-    found = shape("gpt-tiny", 8, strategy="ddp")
-    sent = [(one.kind, one.ranks, one.bytes) for one in found.collectives]
-    assert sent == [("all_reduce", 8, 4 * found.parameters)]
+    rank_shape = shape("gpt-tiny", 8, strategy="ddp")
+    sent = [
+        (collective.kind, collective.ranks, collective.bytes)
+        for collective in rank_shape.collectives
+    ]
+    assert sent == [("all_reduce", 8, 4 * rank_shape.parameters)]
 
 
 def test_a_sharded_optimiser_sends_the_parameters_that_its_ranks_changed():
     copies = shape("gpt-tiny", 8, strategy="ddp")
-    found = shape("gpt-tiny", 8, strategy="zero1")
-    assert found.memory["moments"] == copies.memory["moments"] / 8
-    reduced, changed = found.collectives
+    rank_shape = shape("gpt-tiny", 8, strategy="zero1")
+    assert rank_shape.memory["moments"] == copies.memory["moments"] / 8
+    reduced, changed = rank_shape.collectives
     assert [reduced] == copies.collectives
     tensors = len(list(build(model("gpt-tiny"), "cpu", 0).parameters()))
     assert (changed.kind, changed.count, changed.bytes) == (
         "broadcast",
         tensors,
-        4 * found.parameters,
+        4 * rank_shape.parameters,
     )
 
 
@@ -182,11 +188,11 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
     stages = [shape("gpt-tiny", 4, rank, inputs, **options) for rank in range(4)]
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
     # Also a stage that reads the targets alone has all inputs.
-    own = [stage.memory["Inputs and buckets"] for stage in stages]
+    input_bytes = [stage.memory["Inputs and buckets"] for stage in stages]
     assert (
-        own
+        input_bytes
         == [stage.memory["inputs of other micro-batches"] // 7 for stage in stages]
-        == [own[0]] * 4
+        == [input_bytes[0]] * 4
     )
     assert sum(stage.parameters for stage in stages) == shape("gpt-tiny").parameters
     assert stages[1].hidden_bytes == GPT.context * GPT.width * 4
@@ -200,12 +206,14 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
 def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
     settings = ParallelSettings(mesh="pp=8,dp_shard=16,tp=8", micro_batches=8)
     inputs = Inputs(micro_batch=1, micro_batches=8)
-    few = msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
-    found = shape_of(few, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16")
-    assert (found.stage, found.in_flight) == (stage, in_flight)
+    short_model = msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
+    rank_shape = shape_of(
+        short_model, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16"
+    )
+    assert (rank_shape.stage, rank_shape.in_flight) == (stage, in_flight)
     if stage == 1:
         # 2 of 16 layers of 12 h^2 weights, over 16 x 8 ranks; the rest is biases and norms.
-        assert found.parameters == pytest.approx(2 * 12 * 10240**2 / 128, rel=0.01)
+        assert rank_shape.parameters == pytest.approx(2 * 12 * 10240**2 / 128, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +238,9 @@ def test_a_shape_from_small_runs_is_the_whole_models(world, parallel, rows, coun
     # Runs of two and three blocks stand for stages of four; stages of two are run whole, with other shards.
     gpt = GPT if degrees.pp > 1 else model("gpt-tiny")
     inputs = Inputs(micro_batch=rows, micro_batches=count)
-    found = stages(gpt, settings=parallel, degrees=degrees, inputs=inputs, precision="fp32")
-    assert len(found) == degrees.pp
-    for quick in (found[0], *found[-2:]):
+    stage_shapes = stages(gpt, settings=parallel, degrees=degrees, inputs=inputs, precision="fp32")
+    assert len(stage_shapes) == degrees.pp
+    for quick in (stage_shapes[0], *stage_shapes[-2:]):
         exact = shape_of(gpt, parallel, degrees, inputs, rank=quick.rank)
         assert (quick.flop, quick.parameters, quick.in_flight) == (
             exact.flop,

@@ -12,19 +12,23 @@ from fuelrail.pipeline.errors import ConfigError
 
 def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
     size = MODELS["gpt2"]
-    whole = least_bytes(size, ParallelSettings(), Degrees(), "fp32")
-    assert whole == 16 * (2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768)
+    state_bytes = least_bytes(size, ParallelSettings(), Degrees(), "fp32")
+    assert state_bytes == 16 * (
+        2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
+    )
     assert (
         least_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8), "fp32")
-        == whole * 9 // 16
+        == state_bytes * 9 // 16
     )
     # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
     block = 12 * 768**2 + 13 * 768
     assert (
-        least_bytes(size, ParallelSettings(), Degrees(dp_shard=2), "fp32") == whole // 2 + 8 * block
+        least_bytes(size, ParallelSettings(), Degrees(dp_shard=2), "fp32")
+        == state_bytes // 2 + 8 * block
     )
     assert (
-        least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32") == whole // 8 + 8 * block
+        least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32")
+        == state_bytes // 8 + 8 * block
     )
 
 

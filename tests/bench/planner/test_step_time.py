@@ -156,13 +156,13 @@ def test_a_sharded_optimiser_takes_longer_than_copies_by_the_parameters_it_sends
 def test_each_axis_of_hybrid_shards_has_its_own_link():
     """Shards within a node send over NVLink; copies across nodes send a shard's gradients through one port each."""
     degrees = Degrees(dp_replicate=8, dp_shard=8)
-    whole = 4 * 10**9
+    weight_bytes = 4 * 10**9
     sent = [
-        ("all_gather", "dp_shard", 8, 200, 8 * whole),
-        ("reduce_scatter", "dp_shard", 8, 25, whole),
-        ("all_reduce", "dp_replicate", 8, 25, whole // 8),
+        ("all_gather", "dp_shard", 8, 200, 8 * weight_bytes),
+        ("reduce_scatter", "dp_shard", 8, 25, weight_bytes),
+        ("all_reduce", "dp_replicate", 8, 25, weight_bytes // 8),
     ]
-    ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
+    ahead = [("all_gather", "dp_shard", 8, 100, 4 * weight_bytes)]
     parts = list(
         traffic_of(
             ParallelSettings(),
@@ -174,13 +174,13 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
         )
     )
     total, exposed = seconds(parts)
-    inside = 9 * whole * 7 / 8 / 370e9 + 225 * 20e-6
-    across = 2 * whole / 8 * 7 / 8 / 48e9 + 25 * 50e-6
+    inside = 9 * weight_bytes * 7 / 8 / 370e9 + 225 * 20e-6
+    across = 2 * weight_bytes / 8 * 7 / 8 / 48e9 + 25 * 50e-6
     assert total == exposed == pytest.approx(inside + across)
     flat = [(kind, "dp_shard", 64, number, size) for kind, _, _, number, size in sent[:2]]
-    ahead = [("all_gather", "dp_shard", 64, 100, 4 * whole)]
+    ahead = [("all_gather", "dp_shard", 64, 100, 4 * weight_bytes)]
     degrees = Degrees(dp_shard=64)
-    one, _ = seconds(
+    flat_s, _ = seconds(
         traffic_of(
             ParallelSettings(),
             degrees=degrees,
@@ -190,27 +190,27 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
             blocks=24,
         )
     )
-    assert one == pytest.approx(9 * whole * 63 / 64 / 370e9 + 225 * 50e-6)
+    assert flat_s == pytest.approx(9 * weight_bytes * 63 / 64 / 370e9 + 225 * 50e-6)
 
 
 @pytest.mark.parametrize("stages", [1, 4])
 def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages):
     """However fast the link: of each pass one block of 24, and what is in none, computes beside nothing."""
     degrees = Degrees(pp=stages, dp_shard=8)
-    whole = 4 * 10**9
+    weight_bytes = 4 * 10**9
     count = 4
     sent = [
-        ("all_gather", "dp_shard", 8, 200, 8 * whole),
-        ("reduce_scatter", "dp_shard", 8, 25, whole),
+        ("all_gather", "dp_shard", 8, 200, 8 * weight_bytes),
+        ("reduce_scatter", "dp_shard", 8, 25, weight_bytes),
     ]
-    ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
-    made = shape(degrees, sent, ahead)
+    ahead = [("all_gather", "dp_shard", 8, 100, 4 * weight_bytes)]
+    rank_shape = shape(degrees, sent, ahead)
     parts = list(
         traffic_of(
             ParallelSettings(),
             degrees=degrees,
-            shape=made,
-            flop=made.flop,
+            shape=rank_shape,
+            flop=rank_shape.flop,
             teacher_flop=0,
             blocks=24,
         )
@@ -219,36 +219,46 @@ def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages)
     rate = 370e9
     latency = 20e-6
     gather, reduce = (
-        size * 7 / 8 / rate + number * latency for number, size in ((25, whole), (25, whole))
+        size * 7 / 8 / rate + number * latency
+        for number, size in ((25, weight_bytes), (25, weight_bytes))
     )
     assert total == pytest.approx(2 * count * gather + reduce)
     alone = 1 / (24 / stages + 1)
     # A pipeline reduces when its last micro-batch is done.
     last = reduce if stages > 1 else reduce * alone
     assert exposed == pytest.approx(2 * count * gather * alone + last)
-    forward = seconds([one for one in parts if one.hidden == pytest.approx(1 / 3)], flop=made.flop)
-    window = made.flop / 3 / 989.5e12
+    forward = seconds(
+        [part for part in parts if part.hidden == pytest.approx(1 / 3)], flop=rank_shape.flop
+    )
+    window = rank_shape.flop / 3 / 989.5e12
     assert forward[1] == pytest.approx(count * max(gather * alone, gather - window * (1 - alone)))
 
 
-SOME = st.floats(0, 1e12)
+AMOUNTS = st.floats(0, 1e12)
 SHARE = st.floats(0, 1)
 
 
 @given(
-    size=SOME, more=SOME, hidden=SHARE, last=SHARE, times=st.integers(1, 8), flop=st.floats(0, 1e16)
+    size=AMOUNTS,
+    more=AMOUNTS,
+    hidden=SHARE,
+    last=SHARE,
+    times=st.integers(1, 8),
+    flop=st.floats(0, 1e16),
 )
 def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(
     size, more, hidden, last, times, flop
 ):
-    one = Traffic(bytes=size, count=2, reach=64, stride=8, times=times, hidden=hidden, last=last)
-    total, exposed = seconds([one], flop=flop)
+    traffic = Traffic(
+        bytes=size, count=2, reach=64, stride=8, times=times, hidden=hidden, last=last
+    )
+    total, exposed = seconds([traffic], flop=flop)
     assert total * last * (1 - 1e-9) <= exposed <= total * (1 + 1e-9)
-    _, longer = seconds([msgspec.structs.replace(one, bytes=size + more)], flop=flop)
+    _, longer = seconds([msgspec.structs.replace(traffic, bytes=size + more)], flop=flop)
     assert longer >= exposed * (1 - 1e-9)
-    _, beside = seconds([one], flop=2 * flop)
+    _, beside = seconds([traffic], flop=2 * flop)
     assert beside <= exposed * (1 + 1e-9)
-    assert seconds([one], "8x8-a100-ethernet", flop)[0] >= total * (1 - 1e-9)
+    assert seconds([traffic], "8x8-a100-ethernet", flop)[0] >= total * (1 - 1e-9)
 
 
 def test_attention_stays_in_16_bits():
@@ -265,20 +275,24 @@ def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
     cases = [
         (work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works
     ]
-    both = fit(cases, Efficiency())
-    assert (both.efficiency.products, both.efficiency.passes) == pytest.approx((0.35, 20), rel=0.03)
-    assert both.determined == ["products", "passes"]
-    assert max(map(abs, both.errors)) < 0.02, "the prior holds them back a little"
-    one = fit(cases[:1], Efficiency())
-    assert one.determined == ["products"], "a step of products says nothing of what moves"
-    assert (one.efficiency.attention, one.efficiency.convolution) == (
+    joint_fit = fit(cases, Efficiency())
+    assert (joint_fit.efficiency.products, joint_fit.efficiency.passes) == pytest.approx(
+        (0.35, 20), rel=0.03
+    )
+    assert joint_fit.determined == ["products", "passes"]
+    assert max(map(abs, joint_fit.errors)) < 0.02, "the prior holds them back a little"
+    single_fit = fit(cases[:1], Efficiency())
+    assert single_fit.determined == ["products"], "a step of products says nothing of what moves"
+    assert (single_fit.efficiency.attention, single_fit.efficiency.convolution) == (
         Efficiency().attention,
         Efficiency().convolution,
     )
     tilted = np.array([1.0, 0, 0, 0, 0])
-    assert both.deviation(tilted) < Efficiency().spread, "measured steps make the range narrower"
+    assert joint_fit.deviation(tilted) < Efficiency().spread, (
+        "measured steps make the range narrower"
+    )
     # What was never measured stays as wide as it was.
-    assert one.deviation(np.array([0, 1.0, 0, 0, 0])) > 0.4
+    assert single_fit.deviation(np.array([0, 1.0, 0, 0, 0])) > 0.4
 
 
 @given(st.sampled_from(["attention_flop", "convolution_flop"]), st.floats(1e12, 1e14))
@@ -300,9 +314,9 @@ def test_a_row_of_efficiencies_is_of_a_generation_a_precision_and_a_software():
     rows = [
         efficiency_of("NVIDIA H100-SXM5", "fp8", software) for software in (None, "torch", "nvidia")
     ]
-    assert len({one.products for one in rows}) == 3
+    assert len({row.products for row in rows}) == 3
     assert rows[1].products < rows[0].products < rows[2].products
-    assert rows[0].spread >= max(one.spread for one in rows), "of software that is not said"
+    assert rows[0].spread >= max(row.spread for row in rows), "of software that is not said"
     assert efficiency_of("Another", "bf16").spread > efficiency_of("NVIDIA A100", "bf16").spread
     # Arithmetic without tensor cores reaches a larger share of its smaller peak.
     without = efficiency_of("Tesla P100", "fp32")
@@ -331,7 +345,10 @@ def test_the_least_time_is_below_the_range_of_each_row():
     work = StepWork(flop=1e13, attention_flop=1e12, convolution_flop=1e12, activation_bytes=1e10)
     cluster = load_cluster("1x8-h100")
     for used in EFFICIENCIES.values():
-        usual, best = (step_time(work, cluster, "bf16", one).total for one in (used, best_of(used)))
+        usual, best = (
+            step_time(work, cluster, "bf16", efficiency).total
+            for efficiency in (used, best_of(used))
+        )
         assert best <= usual / spread_factor(used.spread) * 1.05
 
 

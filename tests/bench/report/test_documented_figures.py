@@ -38,7 +38,7 @@ PAGES = sorted(
 )
 CITATION = re.compile(r"results/(\w+)\.json")
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
-OWN = "fuelrail, 2 workers"
+OUR_CANDIDATE = "fuelrail, 2 workers"
 
 
 def one_line(text: str) -> str:
@@ -50,50 +50,60 @@ def result(name: str):
 
 
 def ratios_to(
-    name: str, others: tuple[str, ...], titles: tuple[str, ...] = tuple(CASES)
+    name: str, baselines: tuple[str, ...], titles: tuple[str, ...] = tuple(CASES)
 ) -> tuple[float, float]:
     """The lowest and highest median of a candidate's rate over that of others, in the cases of both reports."""
-    found = []
+    ratios = []
     for report in (result("sharding"), result("sharding_run2")):
         for comparison in report["comparisons"]:
             speedups = {entry["name"]: entry["speedup"] for entry in comparison["entries"]}
             if comparison["title"] in titles:
-                found += [
-                    speedups[name] / speedups[other]
-                    for other in others
-                    if {name, other} <= speedups.keys()
+                ratios += [
+                    speedups[name] / speedups[baseline]
+                    for baseline in baselines
+                    if {name, baseline} <= speedups.keys()
                 ]
-    return min(found), max(found)
+    return min(ratios), max(ratios)
 
 
 def loaders() -> tuple[dict[str, float], dict[str, float], dict]:
     """Check each loader and recipe: images a second, and our speed-up; the figures of all."""
     figures = {
-        f"{one['peer']}:{one['recipe']}": one["figures"] for one in result("compare")["contestants"]
+        f"{contestant['peer']}:{contestant['recipe']}": contestant["figures"]
+        for contestant in result("compare")["contestants"]
     }
-    times = {name: one["ours_times_as_fast"] for name, one in figures.items()}
-    return {name: one["images_per_s"]["median"] for name, one in figures.items()}, times, figures
+    times = {name: loader_figures["ours_times_as_fast"] for name, loader_figures in figures.items()}
+    return (
+        {
+            name: loader_figures["images_per_s"]["median"]
+            for name, loader_figures in figures.items()
+        },
+        times,
+        figures,
+    )
 
 
-def restart_over(other: str | None) -> str:
+def restart_over(peer: str | None) -> str:
     """Restart shards over another loader, round by round, both as shares of the reference beside them."""
     runs = {
-        f"{one['peer']}:{one['recipe']}": {run["round"]: run for run in one["runs"]}
-        for one in result("compare")["contestants"]
+        f"{contestant['peer']}:{contestant['recipe']}": {
+            run["round"]: run for run in contestant["runs"]
+        }
+        for contestant in result("compare")["contestants"]
     }
     shares = {
         name: {
             number: run["images_per_s"] / run["reference_images_per_s"]
-            for number, run in of.items()
+            for number, run in runs_by_round.items()
         }
-        for name, of in runs.items()
-        if name in ("fuelrail:restart", other)
+        for name, runs_by_round in runs.items()
+        if name in ("fuelrail:restart", peer)
     }
     ours = shares["fuelrail:restart"]
-    both = ratio_interval(
-        [ours[number] / (shares[other][number] if other else 1) for number in sorted(ours)]
+    interval = ratio_interval(
+        [ours[number] / (shares[peer][number] if peer else 1) for number in sorted(ours)]
     )
-    return f"{both.median:.2f}|{both.low:.2f} to {both.high:.2f}"
+    return f"{interval.median:.2f}|{interval.low:.2f} to {interval.high:.2f}"
 
 
 def readme() -> Iterator[str]:
@@ -126,31 +136,39 @@ def compared() -> Iterator[str]:
         ("MosaicML Streaming", "mds:sjfast"),
         ("torch's DataLoader over loose files", "loose:sjfast"),
     ):
-        one = times[name]
-        assert one["low"] > 1
-        yield f"{one['median']:.2f} times {words} ({one['low']:.2f} to {one['high']:.2f})"
+        interval = times[name]
+        assert interval["low"] > 1
+        yield f"{interval['median']:.2f} times {words} ({interval['low']:.2f} to {interval['high']:.2f})"
     yield "it is {} times as fast again ({})".format(*restart_over(None).split("|"))
     yield "{} times SPDL ({})".format(*restart_over("spdl:sjfast").split("|"))
     yield "{} times Grain ({})".format(*restart_over("grain:thr-sjfast").split("|"))
-    often = [one for one in result("compare")["contestants"] if len(one["runs"]) > 2]
+    often = [
+        contestant for contestant in result("compare")["contestants"] if len(contestant["runs"]) > 2
+    ]
     spread = [
-        one["figures"]["images_per_s"]["high"] / one["figures"]["images_per_s"]["low"]
-        for one in often
+        contestant["figures"]["images_per_s"]["high"] / contestant["figures"]["images_per_s"]["low"]
+        for contestant in often
     ]
     shares = [
         [
             run["images_per_s"] / run["reference_images_per_s"]
-            for run in one["runs"]
+            for run in contestant["runs"]
             if run["reference_images_per_s"]
         ]
-        for one in often
+        for contestant in often
     ]
-    between = max(max(own) / min(own) for own in shares if own)
+    between = max(
+        max(contestant_shares) / min(contestant_shares)
+        for contestant_shares in shares
+        if contestant_shares
+    )
     yield f"still differ by up to {max(spread) - 1:.0%}, ratios by up to {between - 1:.0%}".replace(
         "%", " %"
     )
     stolen = max(
-        run["stolen_cpus"] for one in result("compare")["contestants"] for run in one["runs"]
+        run["stolen_cpus"]
+        for contestant in result("compare")["contestants"]
+        for run in contestant["runs"]
     )
     yield f"its host kept back {stolen:.2f} CPUs at most"
     packages = {**report.machine.packages, **report.packages}
@@ -178,7 +196,10 @@ def scaled() -> Iterator[str]:
 
 def sharded() -> Iterator[str]:
     report = result("sharding")
-    by_case = [{entry["name"]: entry for entry in one["entries"]} for one in report["comparisons"]]
+    by_case = [
+        {entry["name"]: entry for entry in comparison["entries"]}
+        for comparison in report["comparisons"]
+    ]
     for name in by_case[0]:
         cells = [
             ""
@@ -191,20 +212,20 @@ def sharded() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
     shares = [report["share_of_floor"][title] for title in CASES]
     cells = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in shares]
-    yield f"| {OWN}, of the floor with both digests | {' | '.join(cells)} |"
+    yield f"| {OUR_CANDIDATE}, of the floor with both digests | {' | '.join(cells)} |"
     yield "| cameras, 480 frames | cameras and lidar, 340 frames | cameras, 1,440 frames | cameras, 480 frames, lean"
     assert [case.num_frames for case in CASES.values()] == [480, 340, 1440, 480]
     with_digests = ("floor: with SHA-256", "floor: with SHA-256 and XXH3")
-    found = [ratios_to(floor, ("webdataset.ShardWriter",)) for floor in with_digests]
-    low = min(found)[0]
-    high = max(high for _, high in found)
+    ratios = [ratios_to(floor, ("webdataset.ShardWriter",)) for floor in with_digests]
+    low = min(ratios)[0]
+    high = max(high for _, high in ratios)
     yield f"It is {low:.1f} to {high:.1f} times one `webdataset.ShardWriter`"
     yield "are {:.1f} to {:.1f} times it".format(
         *ratios_to("floor: reading and writing alone", ("webdataset.ShardWriter",))
     )
     first, lidar, long, lean = (
-        next(entry["speedup"] for entry in one["entries"] if entry["name"] == OWN)
-        for one in result("sharding_run2")["comparisons"]
+        next(entry["speedup"] for entry in comparison["entries"] if entry["name"] == OUR_CANDIDATE)
+        for comparison in result("sharding_run2")["comparisons"]
     )
     yield f"gave {first:.2f} of tar in the first case, {lidar:.2f} with lidar"
     yield f"{long:.2f} for 1,440 frames, {lean:.2f} with lean tables"
@@ -216,17 +237,17 @@ def sharding_page() -> Iterator[str]:
     def ranged(words: str, low: float, high: float, joined: str = "to") -> str:
         return f"| {words} | {low:.2f} {joined} {high:.2f} times |"
 
-    full = ratios_to(OWN, ("GNU tar",), (cameras, long))
-    (with_low, with_high) = ratios_to(OWN, ("GNU tar",), (lidar,))
+    full = ratios_to(OUR_CANDIDATE, ("GNU tar",), (cameras, long))
+    (with_low, with_high) = ratios_to(OUR_CANDIDATE, ("GNU tar",), (lidar,))
     row = ranged("GNU tar, tables as full as those of nuScenes", *full)
     yield row[:-2] + f" (with lidar {with_low:.2f} and {with_high:.2f}) |"
-    yield ranged("GNU tar, lean tables", *ratios_to(OWN, ("GNU tar",), (lean,)), "and")
+    yield ranged("GNU tar, lean tables", *ratios_to(OUR_CANDIDATE, ("GNU tar",), (lean,)), "and")
     command = "fuelrail shard, the whole command"
     yield ranged(
         "GNU tar, the whole command `fuelrail shard` including its start",
         *ratios_to(command, ("GNU tar",)),
     )
-    for words, other in (
+    for words, baseline in (
         ("GNU tar, then SHA-256", "GNU tar, then SHA-256"),
         ("one `webdataset.ShardWriter` that gets a list of files", "webdataset.ShardWriter"),
         (
@@ -241,14 +262,16 @@ def sharding_page() -> Iterator[str]:
         ),
         ("two processes of `MDSWriter`, against two workers", "streaming.MDSWriter, 2 processes"),
     ):
-        yield ranged(words, *ratios_to(OWN, (other,)))
+        yield ranged(words, *ratios_to(OUR_CANDIDATE, (baseline,)))
     floor = ratios_to("floor: with SHA-256 and XXH3", ("GNU tar",))
     yield "Reading, writing and digests alone run at {:.2f} to {:.2f} times the rate of GNU tar".format(
         *floor
     )
     report = result("sharding")
     (_, _, figures) = loaders()
-    each_ms = [1e3 * report["num_cpus"] / one["images_per_s"] for one in report["restart"].values()]
+    each_ms = [
+        1e3 * report["num_cpus"] / restart["images_per_s"] for restart in report["restart"].values()
+    ]
     yield f"it takes {min(each_ms):.0f} to {max(each_ms):.0f} ms of a core for each image"
     yield "loads {} times as fast (95 % interval {}".format(*restart_over(None).split("|"))
     names = ("fuelrail:turbo", "fuelrail:restart")
@@ -269,14 +292,14 @@ def clusters() -> Iterator[str]:
     yield f"fuelrail:turbo: {rate:.0f} images/s of 1600x900 to 704x256 on {cpus:.0f} CPUs"
     yield f"images_per_cpu_s: {{value: {int(rate / cpus)}, "
     yield from (
-        f"decoding: {of * int(rate / cpus):,} images/s of a node: {of} CPUs x"
-        for of in range(1, 257)
+        f"decoding: {num_cpus * int(rate / cpus):,} images/s of a node: {num_cpus} CPUs x"
+        for num_cpus in range(1, 257)
     )
 
 
 def your_dataset() -> Iterator[str]:
-    one, of_8, first = result("metadata")["comparisons"][:3]
-    yield f"drawn {one['entries'][1]['speedup']:.2f} times as fast as by torch's `DistributedSampler`"
+    single_rank, of_8, first = result("metadata")["comparisons"][:3]
+    yield f"drawn {single_rank['entries'][1]['speedup']:.2f} times as fast as by torch's `DistributedSampler`"
     yield f"by one rank of 8 {of_8['entries'][1]['speedup']:.1f} times as fast"
     (peak,) = re.findall(r"with (\d+) bytes at most", first["title"])
     yield f"comes after {1e3 * first['entries'][0]['seconds_per_call']:.1f} ms and {int(peak) / 1e6:.1f} MB"
@@ -299,26 +322,29 @@ def shared_batches() -> Iterator[str]:
 def stored_logits() -> Iterator[str]:
     report = result("logits")
     sizes: dict[str, list[dict]] = {}
-    for one in report["layouts"]:
-        if one["vocabulary"] == 128_256:
-            sizes.setdefault(one["layout"], []).append(one)
+    for layout in report["layouts"]:
+        if layout["vocabulary"] == 128_256:
+            sizes.setdefault(layout["layout"], []).append(layout)
     yield markdown_table(
         ("layout", "k = 50", "k = 64", "k = 128", "divergence at 64 [nats]"),
         [
             (
                 name,
-                *(f"{one['bytes']:,.0f}" for one in of),
-                "" if (off := of[1]["error_nats"]) is None else f"{off:.0e}",
+                *(f"{layout['bytes']:,.0f}" for layout in layouts),
+                "" if (off := layouts[1]["error_nats"]) is None else f"{off:.0e}",
             )
-            for name, of in sizes.items()
+            for name, layouts in sizes.items()
         ],
     )
     full = report["students"]["full"]
     losses = []
-    for name, of in report["students"].items():
-        beyond = [100 * (one / other - 1) for one, other in zip(of, full, strict=True)]
+    for name, student_losses in report["students"].items():
+        beyond = [
+            100 * (loss / reference - 1)
+            for loss, reference in zip(student_losses, full, strict=True)
+        ]
         span = "" if name == "full" else f"{min(beyond):.2f} to {max(beyond):.2f}"
-        losses.append((name, f"{sum(of) / len(of):.3f}", span))
+        losses.append((name, f"{sum(student_losses) / len(student_losses):.3f}", span))
     yield markdown_table(("taught by", "loss, mean", "above full, seed by seed [%]"), losses)
     drawn, top, bare = (
         report["gradients"][name]
@@ -330,15 +356,17 @@ def stored_logits() -> Iterator[str]:
     yield "{:.1%} (top-k) and {:.1%} (draws) of the processor time of a step".format(*shares)
     assert max(shares) < 0.05 and drawn["standard_errors"] < 3
     yield f"the teacher's own is {report['teacher_loss']:.3f}"
-    off = {name: of[1]["error_nats"] for name, of in sizes.items()}
+    off = {name: layouts[1]["error_nats"] for name, layouts in sizes.items()}
     assert 500 < off["DistillKit, budget"] / off["topk, uint8"] < 2000, "a thousand times as far"
 
 
 def video_of_logs() -> Iterator[str]:
     codecs = result("video")["codecs"]
-    rates = {name: one["cpu_rate"]["ffmpeg, decode and scale"][1] for name, one in codecs.items()}
+    rates = {
+        name: codec["cpu_rate"]["ffmpeg, decode and scale"][1] for name, codec in codecs.items()
+    }
     yield f"at {rates['h264']:.2f} (H.264), {rates['hevc']:.2f} (HEVC) and {rates['av1']:.2f} (AV1) times the rate"
-    assert all(one["num_frames"] == 3 * one["num_kept"] for one in codecs.values())
+    assert all(codec["num_frames"] == 3 * codec["num_kept"] for codec in codecs.values())
 
 
 CLAIMS = {
@@ -407,8 +435,10 @@ def cited(page: Path) -> list[str]:
 
 
 def test_every_result_is_cited_and_every_cited_one_exists():
-    found = {name for page in PAGES for name in CITATION.findall(page.read_text(encoding="utf-8"))}
-    assert found == {path.stem for path in RESULTS.glob("*.json")}
+    cited_names = {
+        name for page in PAGES for name in CITATION.findall(page.read_text(encoding="utf-8"))
+    }
+    assert cited_names == {path.stem for path in RESULTS.glob("*.json")}
 
 
 @pytest.mark.parametrize("page", CLAIMS)
@@ -418,7 +448,7 @@ def test_figures_are_those_of_the_file(page):
 
 
 def test_no_figure_beside_a_result_is_left_unchecked():
-    left = {}
+    unchecked_numbers = {}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         claims = CLAIMS.get(
@@ -426,13 +456,13 @@ def test_no_figure_beside_a_result_is_left_unchecked():
         )
         for part in cited(page) if page.suffix == ".md" else []:
             rest = one_line(part)
-            for known in sorted(
+            for claim in sorted(
                 [*map(one_line, claims()), *CONDITIONS.get(name, [])], key=len, reverse=True
             ):
-                rest = rest.replace(known, " ")
+                rest = rest.replace(claim, " ")
             if numbers := NUMBER.findall(rest):
-                left[name] = (numbers, rest)
-    assert left == {}
+                unchecked_numbers[name] = (numbers, rest)
+    assert unchecked_numbers == {}
 
 
 def test_cluster_files_have_the_rate_of_one_processor():

@@ -54,8 +54,8 @@ def test_every_result_names_a_clean_commit():
     }
     changed = [
         name
-        for name, one in machines.items()
-        if not one["commit"] or one["uncommitted_changes"] is not False
+        for name, machine in machines.items()
+        if not machine["commit"] or machine["uncommitted_changes"] is not False
     ]
     assert changed == [], "measure from a clean commit"
 

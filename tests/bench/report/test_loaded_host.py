@@ -20,10 +20,10 @@ BUSY = CpuUse(seconds=3.0, own=0.9, others=1.1, usable=2.0)
 IDLE = CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0)
 
 
-def compared(others):
+def compared(other_cpus):
     entries = [contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]
     loaded = [
-        [msgspec.structs.replace(run, others_cpus=others) for run in entry.runs]
+        [msgspec.structs.replace(run, others_cpus=other_cpus) for run in entry.runs]
         for entry in entries
     ]
     return compare_report_of(

@@ -37,7 +37,7 @@ KINDS = [
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def work_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -49,46 +49,48 @@ def test_a_command_line_without_flags_is_the_defaults(kind):
     assert from_flags(parser.parse_args([]), kind) == kind()
 
 
-def test_train_returns_a_report_and_writes_nothing(dataset, here):
+def test_train_returns_a_report_and_writes_nothing(dataset, work_folder):
     report = bench_train(dataset, **QUICK)
     assert (report.cut_off, report.window.num_measured_steps) == (None, 10)
-    assert list(here.iterdir()) == []
+    assert list(work_folder.iterdir()) == []
 
 
-def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(dataset, here):
+def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(dataset, work_folder):
     options = TrainOptions(**QUICK, profile=load_profile("resnet50-224-h100"), trace=True)
-    report = bench_train(str(dataset), options, out=here / "out", html=False, leave_out=["decode"])
+    report = bench_train(
+        str(dataset), options, out=work_folder / "out", html=False, leave_out=["decode"]
+    )
     assert report.accelerator["name"] == "resnet50-224-h100"
     assert "left out decode" in report.warnings[0]
-    assert sorted(path.name for path in (here / "out").iterdir()) == [
+    assert sorted(path.name for path in (work_folder / "out").iterdir()) == [
         "records",
         "report.json",
         "report.md",
         "trace.json",
     ]
-    found = diff(here / "out", report, threshold=0.5)
-    assert (found.worse, found.differences) == ([], [])
+    changes = diff(work_folder / "out", report, threshold=0.5)
+    assert (changes.worse, changes.differences) == ([], [])
 
 
-def test_scale_returns_curves(dataset, here, monkeypatch):
+def test_scale_returns_curves(dataset, work_folder, monkeypatch):
     monkeypatch.setattr(scale_run, "_LOADER_SECONDS", 1.5)
     report = scale(dataset, ranks=[1], batch_size=1, steps=14, warmup=4, max_ranks=4, workers=1)
     assert [run.num_ranks for run in report.measured] == [1]
-    assert list(here.iterdir()) == []
+    assert list(work_folder.iterdir()) == []
 
 
-def test_bench_loader_returns_rates(dataset, here):
+def test_bench_loader_returns_rates(dataset, work_folder):
     report = bench_loader(dataset, batch_size=2, workers=1, seconds=0.3, repeats=1)
     assert [rate.name for rate in report.stages] == ["fetch", "parse", "decode", "collate"]
-    assert list(here.iterdir()) == []
+    assert list(work_folder.iterdir()) == []
 
 
-def test_compare_returns_the_contestants(dataset, here):
+def test_compare_returns_the_contestants(dataset, work_folder):
     report = compare(
         dataset, only=["fuelrail:turbo"], batch_size=2, height=32, width=48, psnr=15, rounds=0
     )
     assert [entry.name for entry in report.contestants] == ["fuelrail:turbo"]
-    assert list(here.iterdir()) == []
+    assert list(work_folder.iterdir()) == []
 
 
 def test_describe_order_returns_figures(dataset):
@@ -110,10 +112,10 @@ def test_describe_order_returns_figures(dataset):
         ({"trace": True}, "give out=FOLDER"),
     ],
 )
-def test_wrong_options_are_refused(dataset, here, wrong, message):
+def test_wrong_options_are_refused(dataset, work_folder, wrong, message):
     with pytest.raises(ConfigError, match=message):
         bench_train(dataset, **wrong)
-    assert list(here.iterdir()) == []
+    assert list(work_folder.iterdir()) == []
 
 
 def test_a_struct_checks_its_fields():

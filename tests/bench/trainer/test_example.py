@@ -31,8 +31,8 @@ def run(example, place, strategy, last=-1):
 
 
 def losses(text):
-    found = re.findall(r"^step (\d+) loss (\S+)", text, re.MULTILINE)
-    return {int(step): float(loss) for step, loss in found}
+    lines = re.findall(r"^step (\d+) loss (\S+)", text, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in lines}
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,16 @@ def losses(text):
 )
 def test_a_killed_run_continues_under_another_strategy(words, tiny_dataset, tmp_path):
     example = (*words, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root)
-    whole = run(example, tmp_path / "whole", "ddp")
+    whole_text = run(example, tmp_path / "whole", "ddp")
     with pytest.raises(AssertionError, match="ranks ended with"):
         run(example, tmp_path / "cut", "fsdp2", last=4)  # the second save has waited for the first
     rest = run(example, tmp_path / "cut", "ddp")
-    expected = losses(whole)
-    found = losses(rest)
-    assert sorted(expected) == list(range(6)) and sorted(found) in ([2, 3, 4, 5], [4, 5])
-    assert all(loss == pytest.approx(expected[step], rel=2e-6) for step, loss in found.items())
+    expected = losses(whole_text)
+    rest_losses = losses(rest)
+    assert sorted(expected) == list(range(6)) and sorted(rest_losses) in ([2, 3, 4, 5], [4, 5])
+    assert all(
+        loss == pytest.approx(expected[step], rel=2e-6) for step, loss in rest_losses.items()
+    )
 
     assert "over 48 samples" in rest
 
@@ -63,21 +65,26 @@ def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeyp
     batch = {"gt_boxes_3d": [true, true[:0]], "gt_labels_3d": labels}
     heat = torch.full((2, 2, 16, 16), -9.0)
     box = torch.zeros(2, 8, 16, 16)
-    for label, one in enumerate(true):
-        x, y = (((one[:2] / 51.2 + 1) * 8).long()).tolist()
+    for label, target in enumerate(true):
+        x, y = (((target[:2] / 51.2 + 1) * 8).long()).tolist()
         heat[0, label, x, y] = 9
-        offset = (one[:2] - model.centres(one.device)[x, y]) / 6.4
+        offset = (target[:2] - model.centres(target.device)[x, y]) / 6.4
         box[0, :, x, y] = torch.cat(
-            (offset, one[2:3], one[3:6].log(), torch.stack((one[6].sin(), one[6].cos())))
+            (
+                offset,
+                target[2:3],
+                target[3:6].log(),
+                torch.stack((target[6].sin(), target[6].cos())),
+            )
         )
     perfect = model.losses(heat, box, batch)
     wrong = model.losses(-heat, box, batch)
     assert float(perfect["box"]) < 1e-6 and float(perfect["heat"]) < 0.1 < float(wrong["heat"])
-    found = model.decode(heat, box)
-    assert torch.allclose(found[0][:2][found[0][:2, 8].argsort(), :7], true, atol=1e-4)
-    scores = {"sample_key": ["a", "b"], **detector.score(found, batch)}
+    boxes = model.decode(heat, box)
+    assert torch.allclose(boxes[0][:2][boxes[0][:2, 8].argsort(), :7], true, atol=1e-4)
+    scores = {"sample_key": ["a", "b"], **detector.score(boxes, batch)}
     assert detector.average_precision(scores, ["car", "pedestrian"]) > 0.99
-    scores["found"] = [one + torch.tensor([5.0, *[0] * 8]) for one in found]
+    scores["found"] = [frame_boxes + torch.tensor([5.0, *[0] * 8]) for frame_boxes in boxes]
     assert detector.average_precision(scores, ["car", "pedestrian"]) == 0
 
 
@@ -85,13 +92,13 @@ def test_the_backbone_is_torchvisions_by_its_names(monkeypatch):
     torchvision = pytest.importorskip("torchvision")
     monkeypatch.syspath_prepend(EXAMPLES)
     backbone = importlib.import_module("detector").Detector().backbone.eval()
-    whole = torchvision.models.resnet50().eval()
-    assert set(backbone.load_state_dict(whole.state_dict(), strict=False).unexpected_keys) == {
+    resnet = torchvision.models.resnet50().eval()
+    assert set(backbone.load_state_dict(resnet.state_dict(), strict=False).unexpected_keys) == {
         "fc.weight",
         "fc.bias",
     }
     images = torch.rand(1, 3, 64, 64)
-    expected = torchvision.models._utils.IntermediateLayerGetter(whole, {"layer4": "last"})(images)[
-        "last"
-    ]
+    expected = torchvision.models._utils.IntermediateLayerGetter(resnet, {"layer4": "last"})(
+        images
+    )["last"]
     assert torch.allclose(backbone(images)[1], expected, atol=1e-5)

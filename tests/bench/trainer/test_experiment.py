@@ -73,9 +73,9 @@ def documents(tiny_dataset):
 
 
 def test_an_order_of_its_own_packs_what_the_decoder_reads(documents):
-    found = batches(documents, batch_size=3, model="gpt-tiny", order=OrderSpec(seed=3, pack=PACK))
-    assert all(len(batch["pack_offsets"]) == 4 and "cu_seqlens" in batch for batch in found)
-    assert sum(len(batch["sample_key"]) for batch in found) > 2 * len(found)
+    packed = batches(documents, batch_size=3, model="gpt-tiny", order=OrderSpec(seed=3, pack=PACK))
+    assert all(len(batch["pack_offsets"]) == 4 and "cu_seqlens" in batch for batch in packed)
+    assert sum(len(batch["sample_key"]) for batch in packed) > 2 * len(packed)
 
 
 @pytest.mark.parametrize(

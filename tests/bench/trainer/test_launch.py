@@ -39,8 +39,8 @@ def program(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(folder, what, on_wait=lambda: None):
-    return run_ranks(["tiny_rank", str(folder), what], 2, folder / "ranks.log", on_wait)
+def run(folder, behaviour, on_wait=lambda: None):
+    return run_ranks(["tiny_rank", str(folder), behaviour], 2, folder / "ranks.log", on_wait)
 
 
 def pids(folder):
@@ -62,11 +62,11 @@ def test_ranks_run_to_their_end(program):
 
 
 @pytest.mark.parametrize(
-    ("what", "first"),
+    ("behaviour", "first"),
     [("kill", RankExit(rank=1, exit_code=-9)), ("fail", RankExit(rank=0, exit_code=7))],
 )
-def test_one_rank_that_fails_ends_the_others_and_is_named(program, what, first):
-    outcome = run(program, what)
+def test_one_rank_that_fails_ends_the_others_and_is_named(program, behaviour, first):
+    outcome = run(program, behaviour)
     assert (outcome.exit_code, outcome.interrupted) == (1, False)
     assert first in outcome.failed
     assert not any(map(alive, pids(program)))

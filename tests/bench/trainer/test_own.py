@@ -61,12 +61,12 @@ class Plain(nn.Module):
 )
 def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
     torch.manual_seed(5)
-    whole = kind().state_dict()
+    state = kind().state_dict()
     model, fill = draft(kind, "cpu", 5)
     assert all(value.is_meta for value in model.parameters())
     fill([model], False)
-    assert whole.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert ("makes it whole" in caplog.text) == warns
 
 
@@ -108,26 +108,26 @@ def test_accumulated_batches_are_one_larger_batch():
         }
     ]
     batches.append({"img": batches[0]["img"].flip(-1), "gt_boxes_3d": [torch.zeros(2, 7)] * 2})
-    both = {
-        "img": torch.cat([one["img"] for one in batches]),
+    joined_batch = {
+        "img": torch.cat([batch["img"] for batch in batches]),
         "gt_boxes_3d": [*batches[0]["gt_boxes_3d"], *batches[1]["gt_boxes_3d"]],
     }
-    parts, whole = (divided(batch_norm="frozen", clip_norm=0.1) for _ in range(2))
+    parts, joined = (divided(batch_norm="frozen", clip_norm=0.1) for _ in range(2))
     for _ in range(3):
         loss = parts.step(batches)
-        assert float(loss) == pytest.approx(float(whole.step([both])), abs=2e-6)
+        assert float(loss) == pytest.approx(float(joined.step([joined_batch])), abs=2e-6)
         assert float(loss) == pytest.approx(float(sum(parts.losses.values())), abs=1e-6)
 
 
 def run(dataset, place, steps):
     """Train to a number of steps; returns losses by step, logged values, and what the evaluations returned."""
     parallel = divided()
-    found = {}
+    losses_by_step = {}
     logged = {}
     scores = []
 
     def note(record, losses):
-        found[record.step] = losses | {"draw": random.random() + np.random.rand()}
+        losses_by_step[record.step] = losses | {"draw": random.random() + np.random.rand()}
 
     with (
         load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
@@ -147,11 +147,11 @@ def run(dataset, place, steps):
             on_evaluate=lambda step, table: scores.append((step, table)),
             log=[logged_in(logged)],
         )
-    return found, logged, scores
+    return losses_by_step, logged, scores
 
 
-def logged_in(found):
-    return lambda values, step: found.__setitem__(step, values)
+def logged_in(logged_values):
+    return lambda values, step: logged_values.__setitem__(step, values)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -176,13 +176,13 @@ def test_what_cannot_log_is_refused_before_the_first_step(dataset, log):
 def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(dataset, tmp_path):
     random.seed(1)
     np.random.seed(1)
-    whole, logged, scores = run(dataset, tmp_path / "whole", 9)
+    all_losses, logged, scores = run(dataset, tmp_path / "whole", 9)
     random.seed(1)
     np.random.seed(1)
     first, *_ = run(dataset, tmp_path / "parts", 5)
     random.seed(2)
     rest, logged_rest, scores_rest = run(dataset, tmp_path / "parts", 9)
-    assert first | rest == whole and list(rest) == [5, 6, 7, 8]
+    assert first | rest == all_losses and list(rest) == [5, 6, 7, 8]
     assert [step for step, _ in scores] == [4, 8, 9]
     assert logged_rest[9] == logged[9] and {
         "loss",
@@ -192,9 +192,9 @@ def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(da
         "evaluation/best",
     } <= set(logged[9])
     assert logged[1]["learning_rate"] == 1e-2 and logged[9]["learning_rate"] == pytest.approx(1e-3)
-    (_, table), (_, again) = scores[-1], scores_rest[-1]
+    (_, table), (_, table_rest) = scores[-1], scores_rest[-1]
     assert len(set(table["sample_key"])) == len(table["best"]) == len(table["boxes"]) == 13
-    assert torch.equal(table["best"], again["best"])
+    assert torch.equal(table["best"], table_rest["best"])
     fresh = divided()
     with load(dataset, split="val", batch_size=4) as val:
         assert not torch.equal(fr.evaluate(fresh, val, score)["best"], table["best"])
@@ -204,10 +204,11 @@ def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(da
 @pytest.mark.slow
 def test_ranks_train_and_evaluate_as_one_process(dataset, tmp_path):
     run_ranks(2, own_model.__file__, dataset, tmp_path / "out.json", 4)
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert {name: found[name] for name in STRATEGIES if found[name] > 2e-6} == {}
+    differences = json.loads((tmp_path / "out.json").read_text())
+    assert {name: differences[name] for name in STRATEGIES if differences[name] > 2e-6} == {}
     assert all(
-        abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES
+        abs(differences[f"{name} moved"]) > 1e-3 and differences[f"{name} evaluated"]
+        for name in STRATEGIES
     )
 
 
@@ -223,19 +224,22 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
         fr.Pair("", "", partial(fr.divergence, temperature=3.0)),
     ]
     model = fr.Distilling(student, teacher, pairs, lambda outputs, batch: outputs.square().mean())
-    found = {name: value.detach() for name, value in model(batch).items()}
+    losses = {name: value.detach() for name, value in model(batch).items()}
     hidden = teacher[1](batch)  # without dropout
-    own, said = (
+    student_logits, teacher_logits = (
         values.detach().numpy().astype(np.float64) / 3
         for values in (student(batch), teacher[2](hidden))
     )
-    log = [values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (own, said)]
+    log = [
+        values - np.log(np.exp(values).sum(-1, keepdims=True))
+        for values in (student_logits, teacher_logits)
+    ]
     softened = 9 * (np.exp(log[1]) * (log[1] - log[0])).sum(-1).mean()
-    assert float(found["distilled/1/"]) == pytest.approx(softened, rel=1e-5)
+    assert float(losses["distilled/1/"]) == pytest.approx(softened, rel=1e-5)
     with torch.no_grad():
         distance = (project(student[0](batch)) - hidden).square().mean() / 2
-        assert float(found["distilled/0/0"]) == pytest.approx(float(distance), rel=1e-5)
-        assert float(found["student"]) == pytest.approx(float(student(batch).square().mean()))
+        assert float(losses["distilled/0/0"]) == pytest.approx(float(distance), rel=1e-5)
+        assert float(losses["student"]) == pytest.approx(float(student(batch).square().mean()))
 
     parallel = fr.parallelise(model)
     first, last = (float(parallel.step([batch])) for _ in range(2))
@@ -256,19 +260,19 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
         torch.equal(value, saved[name]) for name, value in parallel.models[0].state_dict().items()
     )
 
-    other = divided(seed=2)
-    report = fr.load_weights(other, place, rename=lambda name: None if name == "queries" else name)
+    target = divided(seed=2)
+    report = fr.load_weights(target, place, rename=lambda name: None if name == "queries" else name)
     assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
-    state = other.models[0].state_dict()
+    state = target.models[0].state_dict()
     assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {
         "queries"
     }
-    report = fr.load_weights(other, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
+    report = fr.load_weights(target, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
     assert report.other_shape == {
         "queries": "[8, 3] there, [8, 16] here"
     } and report.unexpected == ["more"]
     with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
-        fr.load_weights(other, tmp_path / "nothing")
+        fr.load_weights(target, tmp_path / "nothing")
     for spoiled in (
         b"",
         bytes(100),
@@ -280,11 +284,11 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
             fr.ConfigError,
             match=r"weights '.*weights.safetensors' cannot be read: .*; take the file",
         ):
-            fr.load_weights(other, tmp_path)
+            fr.load_weights(target, tmp_path)
     place.unlink()
     os.mkfifo(place)  # is not waited for
     with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
-        fr.load_weights(other, tmp_path)
+        fr.load_weights(target, tmp_path)
 
 
 def test_losses_of_float64_are_not_rounded():

@@ -43,9 +43,9 @@ def test_epochs_follow_each_other(dataset):
 
 def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
     with loader_of(dataset) as loader:
-        kept = list(from_memory(batches(loader, 2), 6))
-    assert [batch["step"] for batch in kept] == [0, 1, 2, 3, 0, 1]
-    assert kept[0] is kept[4]
+        repeated = list(from_memory(batches(loader, 2), 6))
+    assert [batch["step"] for batch in repeated] == [0, 1, 2, 3, 0, 1]
+    assert repeated[0] is repeated[4]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from fuelrail.bench.studies.comm.run import run_comm, with_link
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 
-def report(nodes, *found):
+def report(nodes, *timings):
     return CommReport(
         schema="fuelrail-bench-comm",
         version=1,
@@ -25,19 +25,19 @@ def report(nodes, *found):
         nodes=nodes,
         ranks=16,
         options=CommOptions(),
-        timed=list(found),
+        timed=list(timings),
         warnings=[],
     )
 
 
 def test_bus_bandwidths_are_nccl_tests():
     # doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n, send/receive 1.
-    found = {
+    timings = {
         kind: timed(kind, axis="tp", ranks=4, num_bytes=10**9, seconds=0.5)
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
     }
-    assert {one.algorithm_gb_per_s for one in found.values()} == {2.0}
-    assert [one.bus_gb_per_s for one in found.values()] == [3.0, 1.5, 1.5]
+    assert {timing.algorithm_gb_per_s for timing in timings.values()} == {2.0}
+    assert [timing.bus_gb_per_s for timing in timings.values()] == [3.0, 1.5, 1.5]
     assert timed("send_recv", axis="pp", ranks=4, num_bytes=10**9, seconds=0.5).bus_gb_per_s == 2.0
 
 
@@ -65,9 +65,9 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     assert main(["bench", "comm", *sizes, "--mesh", "dp_shard=2", "--out", str(out), "--json"]) == 0
     printed = msgspec.json.decode(capsys.readouterr().out, type=CommReport)
     assert printed == msgspec.json.decode((out / "report.json").read_bytes(), type=CommReport)
-    assert {one.axis for one in printed.timed} == {"dp_shard"}
-    assert sorted({one.num_bytes for one in printed.timed}) == [1000, 8000, 64000, 100_000]
-    assert all(one.microseconds > 0 for one in printed.timed)
+    assert {timing.axis for timing in printed.timed} == {"dp_shard"}
+    assert sorted({timing.num_bytes for timing in printed.timed}) == [1000, 8000, 64000, 100_000]
+    assert all(timing.microseconds > 0 for timing in printed.timed)
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
     assert (out / "report.md").read_text().count("all_reduce") == 4
     page = (out / "report.html").read_text()
@@ -78,13 +78,13 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     ("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)]
 )
 def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp_path, monkeypatch):
-    found = report(
+    comm_report = report(
         1,
         timed("all_reduce", axis="all", ranks=16, num_bytes=1024, seconds=2e-5),
         timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01),
     )
     monkeypatch.setattr(
-        run, "_on_this_host", lambda _: msgspec.structs.replace(found, disturbed=disturbed)
+        run, "_on_this_host", lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed)
     )
     monkeypatch.setattr(
         run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")]
@@ -93,7 +93,7 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
     if written:
         run_comm(options, tmp_path, html=False)
         cluster = load_cluster(str(tmp_path / "cluster.yaml"))
-        assert cluster.inside.gb_per_s.value == pytest.approx(link_of(found.timed)[0])
+        assert cluster.inside.gb_per_s.value == pytest.approx(link_of(comm_report.timed)[0])
         assert cluster.device == load_cluster("1x8-h100").device
     else:
         with pytest.raises(
@@ -141,5 +141,5 @@ def test_gloo_on_a_machine_with_gpus_is_warned_of(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     options = CommOptions(backend="gloo", smallest=64, largest=64, repeats=1)
-    found = measure.measure(options)
-    assert "Use --backend nccl" in found.warnings[0]
+    comm_report = measure.measure(options)
+    assert "Use --backend nccl" in comm_report.warnings[0]

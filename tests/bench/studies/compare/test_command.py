@@ -64,8 +64,8 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
     assert bench(dataset, out, *only, "--rounds", 1, "--continue") == 0
     more = load_compare_report(out / "report.json")
     assert [run.round for run in more.contestants[1].runs] == [0, 1]
-    reference, other = more.contestants
-    for beside, run in zip(reference.runs, other.runs, strict=True):
+    reference, contestant = more.contestants
+    for beside, run in zip(reference.runs, contestant.runs, strict=True):
         assert beside.doubt or run.reference_images_per_s > 0
     assert bench(dataset, out, *only, "--continue", "--batch-size", 1) == 2
     assert "has another work" in capsys.readouterr().err

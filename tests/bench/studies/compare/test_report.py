@@ -104,10 +104,10 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
     page = Page(render_page(report))
     page.check()
-    for shown in (page.text, render_markdown(report)):
-        assert "mds:cv2: 'streaming' is not installed: pip install mosaicml-streaming" in shown
-        assert re.search("Partial( report)?: the run was interrupted", shown)
-        assert "webdataset 1.0" in shown or "webdataset=1.0" in shown
+    for text in (page.text, render_markdown(report)):
+        assert "mds:cv2: 'streaming' is not installed: pip install mosaicml-streaming" in text
+        assert re.search("Partial( report)?: the run was interrupted", text)
+        assert "webdataset 1.0" in text or "webdataset=1.0" in text
     assert "4.50 x" in page.text
 
 
@@ -147,25 +147,25 @@ def test_comparisons_differ_by_what_both_timed():
 
 def test_two_runs_show_no_range():
     report = load_compare_report(RESULTS / "compare.json")
-    few = [row for row in rows(report) if int(row[-1]) < MIN_REPEATS]
-    assert few
-    assert all(row[2] == row[4] == "" for row in few)
+    short_rows = [row for row in rows(report) if int(row[-1]) < MIN_REPEATS]
+    assert short_rows
+    assert all(row[2] == row[4] == "" for row in short_rows)
 
 
 def test_one_cause_is_said_once_with_all_that_it_holds_for():
     fault = "images differ from the definition: {} dB at worst, 36 dB are required"
-    needed = "'streaming' is not installed: pip install mosaicml-streaming==2.1"
+    requirement = "'streaming' is not installed: pip install mosaicml-streaming==2.1"
     entries = [
         contestant("loose:cv2", [], left_out=fault.format("28.6")),
-        contestant("mds:cv2", [], left_out=needed),
+        contestant("mds:cv2", [], left_out=requirement),
         contestant("wds:cv2", [], left_out=fault.format("27.2")),
         contestant("fuelrail:turbo", [900.0]),
-        contestant("mds:pil", [], left_out=needed),
+        contestant("mds:pil", [], left_out=requirement),
         contestant("wds:pil", [], left_out=fault.format("100.0")),
     ]
     lines = [
         f"loose:cv2, wds:cv2, wds:pil: {fault.format('27.2 to 100.0')}",
-        f"mds:cv2, mds:pil: {needed}",
+        f"mds:cv2, mds:pil: {requirement}",
     ]
     assert reasons_left_out(entries) == lines
     text = Page(render_page(compare_report_of(entries))).text

@@ -32,20 +32,20 @@ def training(seed, *, ranks=2, leave_out=(), cpu=None, noise_ms=0.2, **times_ms)
         rng = np.random.default_rng([seed, rank])
         records = [step(0, 0)]
         for number in range(1, 60):
-            own = {
+            rank_times = {
                 name: value
                 if name.endswith("_ns")
                 else (value[rank] if isinstance(value, list) else value) + rng.exponential(noise_ms)
                 for name, value in times_ms.items()
             }
-            records.append(step(number, records[-1].end_ns, **own))
+            records.append(step(number, records[-1].end_ns, **rank_times))
         logs.append(log(records, digest=f"{rank}" if leave_out else "same"))
     settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
     return msgspec.structs.replace(report_of(logs, settings=settings), cpu=cpu)
 
 
-def judge(base, *, without=None, again=None, **facts):
-    """``without`` maps what is left out to the step times of that run; ``again`` are those of the second run.
+def judge(base, *, without=None, repeat_times=None, **facts):
+    """``without`` maps what is left out to the step times of that run; ``repeat_times`` are those of the second run.
 
     Without them the second run is the same as the first.
     """
@@ -56,7 +56,7 @@ def judge(base, *, without=None, again=None, **facts):
         name: training(number, leave_out=(name,), **times)
         for number, (name, times) in enumerate(runs.items(), 1)
     }
-    second = base if again is None else training(99, **again)
+    second = base if repeat_times is None else training(99, **repeat_times)
     return find_bound([Round(base, reports, second)], **facts)
 
 
@@ -66,11 +66,11 @@ def everywhere(**times):
 
 
 def test_nothing_wrong_is_called_healthy():
-    found = judge(training(0, wait_ms=0.1), without=everywhere(wait_ms=0.1))
-    assert found.bound == "compute"
-    assert found.finding.startswith("Healthy")
-    assert found.expected_gain == 0
-    assert not any(entry.is_above(0.0) for entry in found.counterfactuals)
+    verdict = judge(training(0, wait_ms=0.1), without=everywhere(wait_ms=0.1))
+    assert verdict.bound == "compute"
+    assert verdict.finding.startswith("Healthy")
+    assert verdict.expected_gain == 0
+    assert not any(entry.is_above(0.0) for entry in verdict.counterfactuals)
 
 
 WAITS = {"wait_ms": 15.0}
@@ -83,7 +83,7 @@ LOADER = {
 SLOW_RANK = {"other_ms": [0.0, 9.0], "reduce_ms": [9.0, 0.0]}
 # In step, what one of them waits for data, the other waits in the all-reduce; apart, they are as fast.
 TAKING_TURNS = {"wait_ms": [1.0, 15.0], "reduce_ms": [15.0, 1.0]}
-BOTH = {"wait_ms": 3, "reduce_ms": 9}
+WAIT_AND_REDUCE = {"wait_ms": 3, "reduce_ms": 9}
 CONTENDED = {"wait_ms": 0.1, "backward_ns": round(35 * MS), "other_ms": 15.0}
 NO_LOADING = {"loading": {}}
 NO_STORAGE = {"loading": {}, "storage": {}}
@@ -92,11 +92,11 @@ NO_STORAGE = {"loading": {}, "storage": {}}
 @pytest.mark.parametrize(
     ("times", "helps", "facts", "bound"),
     [
-        (WAITS, NO_STORAGE, {"again": WAITS, "is_remote": True}, "network"),
+        (WAITS, NO_STORAGE, {"repeat_times": WAITS, "is_remote": True}, "network"),
         (
             {"other_ms": 1.2},
             everywhere(other_ms=0.1),
-            {"again": {"other_ms": 0.0}},
+            {"repeat_times": {"other_ms": 0.0}},
             "compute",
         ),  # it became faster
         ({"reduce_ms": 12}, {"all-reduce": {}}, {}, "all-reduce"),
@@ -111,7 +111,7 @@ NO_STORAGE = {"loading": {}, "storage": {}}
         ),
         ({"other_ms": 5}, {}, {}, "host"),
         (
-            BOTH,
+            WAIT_AND_REDUCE,
             {"loading": {"reduce_ms": 9}, "all-reduce": {"wait_ms": 3}},
             {},
             "all-reduce",
@@ -119,22 +119,22 @@ NO_STORAGE = {"loading": {}, "storage": {}}
     ],
 )
 def test_the_part_whose_absence_helps_is_named(times, helps, facts, bound):
-    found = judge(training(0, **times), without=everywhere(**times) | helps, **facts)
-    assert found.bound == bound
+    verdict = judge(training(0, **times), without=everywhere(**times) | helps, **facts)
+    assert verdict.bound == bound
     if times == {"reduce_ms": 12}:
-        assert found.occupancy == pytest.approx(31 / 43, abs=0.02)
+        assert verdict.occupancy == pytest.approx(31 / 43, abs=0.02)
     if bound == "slow rank":
-        assert found.finding.startswith("Rank 1 takes")
-        assert "'other'" in found.finding
+        assert verdict.finding.startswith("Rank 1 takes")
+        assert "'other'" in verdict.finding
 
 
 @pytest.mark.parametrize(("left_out", "bound"), LOADER.items())
 def test_the_stage_whose_absence_helps_is_named_with_the_gain(left_out, bound):
     without = everywhere(**WAITS) | NO_LOADING | {left_out: {"wait_ms": 1.0}}
-    found = judge(training(0, **WAITS), without=without, again=WAITS)
-    assert found.bound == bound
-    assert "Without any loading the run would be" in found.finding
-    assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
+    verdict = judge(training(0, **WAITS), without=without, repeat_times=WAITS)
+    assert verdict.bound == bound
+    assert "Without any loading the run would be" in verdict.finding
+    assert verdict.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
 
 
 def with_transform(report, **figures):
@@ -155,15 +155,15 @@ def with_transform(report, **figures):
 def test_a_transform_that_waits_gets_more_threads_and_not_numpy(figures, bound, tmp_path):
     base = with_transform(training(0, **WAITS), **figures)
     without = everywhere(**WAITS) | NO_LOADING | {"transform": {"wait_ms": 1.0}}
-    found = judge(base, without=without)
-    assert found.bound == bound
-    assert ("interpreter's lock" in found.finding) == (bound == "Python")
+    verdict = judge(base, without=without)
+    assert verdict.bound == bound
+    assert ("interpreter's lock" in verdict.finding) == (bound == "Python")
     settings = msgspec.structs.replace(SETTINGS, workers=2)
-    tried = suggestions(found.bound, settings, num_shards=4, num_ranks=2, out=tmp_path, gain=8.9)
+    tried = suggestions(verdict.bound, settings, num_shards=4, num_ranks=2, out=tmp_path, gain=8.9)
     if bound == "waiting transform":
-        assert "of 40.0 ms a sample its thread computes for 0.400 ms" in found.finding
+        assert "of 40.0 ms a sample its thread computes for 0.400 ms" in verdict.finding
         assert [trial.options for trial in tried] == ["--workers 4", "--workers 8", "--workers 20"]
-        assert "--workers" in found.advice and "numpy" not in found.advice
+        assert "--workers" in verdict.advice and "numpy" not in verdict.advice
 
 
 def on_cpu(report, **figures):
@@ -183,12 +183,12 @@ def on_cpu(report, **figures):
 )
 def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, bound, said):
     base = on_cpu(training(0, wait_ms=0.1), waiting_share=waiting)
-    found = judge(base, without=everywhere(wait_ms=0.1))
-    assert found.bound == bound
-    assert found.expected_gain == pytest.approx(waiting / (1 - waiting))
-    assert "most of it in backward" in found.finding
-    assert said in f"{found.finding} {found.advice}"
-    assert "accelerators" not in found.finding and "overloaded" not in found.finding
+    verdict = judge(base, without=everywhere(wait_ms=0.1))
+    assert verdict.bound == bound
+    assert verdict.expected_gain == pytest.approx(waiting / (1 - waiting))
+    assert "most of it in backward" in verdict.finding
+    assert said in f"{verdict.finding} {verdict.advice}"
+    assert "accelerators" not in verdict.finding and "overloaded" not in verdict.finding
 
 
 def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
@@ -196,21 +196,25 @@ def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
     steps = {"wait_ms": 15.0, "noise_ms": 6.0}
     helped = {"wait_ms": 6.0, "noise_ms": 6.0}
     without = everywhere(**steps) | {"loading": helped, "decode": helped}
-    again = {"wait_ms": 7.5, "noise_ms": 6.0}
+    repeat_times = {"wait_ms": 7.5, "noise_ms": 6.0}
     bounds = [
-        judge(on_cpu(training(0, **steps), waiting_share=share), without=without, again=again).bound
+        judge(
+            on_cpu(training(0, **steps), waiting_share=share),
+            without=without,
+            repeat_times=repeat_times,
+        ).bound
         for share in (0.0, 0.6)
     ]
     assert bounds == ["undecided", "waiting model"]
 
 
 def test_loading_that_takes_the_cpu_from_the_model_is_not_called_decoding_on_a_gpu():
-    found = judge(
+    verdict = judge(
         on_cpu(training(0, **CONTENDED)),
         without=everywhere(**CONTENDED) | NO_LOADING | {"decode": {}},
     )
-    assert found.bound == "host"
-    assert "Loading and training share the CPUs" in found.finding
+    assert verdict.bound == "host"
+    assert "Loading and training share the CPUs" in verdict.finding
 
 
 def test_a_cache_that_was_cold():
@@ -218,9 +222,9 @@ def test_a_cache_that_was_cold():
     cold = reading(training(0, **WAITS), 0.9)
     warm = reading(training(1), 0.1)
     reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
-    found = find_bound([Round(cold, reports, warm)])
-    assert found.bound == "cold cache"
-    assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
+    verdict = find_bound([Round(cold, reports, warm)])
+    assert verdict.bound == "cold cache"
+    assert verdict.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
 
 
 def reading(report, busy):
@@ -234,35 +238,35 @@ def reading(report, busy):
     )
 
 
-@pytest.mark.parametrize(("others", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
-def test_a_loader_without_free_cpus(others, said):
-    cpu = CpuUse(seconds=2.0, own=1.9 - others, others=others, usable=2.0)
+@pytest.mark.parametrize(("other_seconds", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
+def test_a_loader_without_free_cpus(other_seconds, said):
+    cpu = CpuUse(seconds=2.0, own=1.9 - other_seconds, others=other_seconds, usable=2.0)
     without = everywhere(**WAITS) | NO_LOADING | {"decode": {}}
     assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
 
 
 @pytest.mark.parametrize(
-    ("own", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")]
+    ("own_seconds", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")]
 )
-def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own, advice):
+def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own_seconds, advice):
     """Without it the time outside the phases is shorter, not the wait."""
     busy = {"wait_ms": 1.0, "other_ms": 9.0}
-    cpu = CpuUse(seconds=2.0, own=own, others=0.0, usable=2.0)
-    found = judge(
+    cpu = CpuUse(seconds=2.0, own=own_seconds, others=0.0, usable=2.0)
+    verdict = judge(
         training(0, **busy, cpu=cpu),
         without=everywhere(**busy) | {"loading": {"other_ms": 1.0}},
-        again=busy,
+        repeat_times=busy,
     )
-    assert found.bound == "Python"
-    assert advice in found.advice
-    assert found.expected_gain == pytest.approx(41.2 / 32.2 - 1, abs=0.03)
+    assert verdict.bound == "Python"
+    assert advice in verdict.advice
+    assert verdict.expected_gain == pytest.approx(41.2 / 32.2 - 1, abs=0.03)
 
 
 def test_ranks_of_one_model_share_what_they_load():
     shared = msgspec.structs.replace(
         training(0, **WAITS), global_batch=2
     )  # of two ranks with two samples each
-    runs = {"without": everywhere(**WAITS) | NO_LOADING | {"decode": {}}, "again": WAITS}
+    runs = {"without": everywhere(**WAITS) | NO_LOADING | {"decode": {}}, "repeat_times": WAITS}
     assert (
         "2 ranks of one model load the same samples each: with where='node'"
         in judge(shared, **runs).advice
@@ -273,12 +277,12 @@ def test_ranks_of_one_model_share_what_they_load():
 def test_used_up_cpus_are_counted_in_those_of_other_machines():
     """19 CPUs and 46 % more of them, for two ranks."""
     cpu = CpuUse(seconds=2.0, own=19.0, others=0.0, usable=20.0)
-    found = judge(
+    verdict = judge(
         training(0, **WAITS, cpu=cpu),
         without=everywhere(**WAITS) | NO_LOADING | {"decode": {}},
-        again=WAITS,
+        repeat_times=WAITS,
     )
-    assert "where=fr.RemoteWorkers(num_workers=5), a CPU each, for each rank" in found.advice
+    assert "where=fr.RemoteWorkers(num_workers=5), a CPU each, for each rank" in verdict.advice
 
 
 def test_steps_of_other_sizes_are_compared_by_sample():
@@ -293,18 +297,18 @@ def test_steps_of_other_sizes_are_compared_by_sample():
 )
 def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, workers=num_workers)
-    found = suggestions("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
-    assert [trial.options for trial in found] == options
+    trials = suggestions("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
+    assert [trial.options for trial in trials] == options
 
 
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
-    found = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
+    trials = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
     line = conclusion(
-        [counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in found], 0.0
+        [counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in trials], 0.0
     )
-    assert line.startswith("use: " if found else "nothing was tried")
-    for trial in found:
+    assert line.startswith("use: " if trials else "nothing was tried")
+    for trial in trials:
         msgspec.structs.replace(TrainOptions(), **trial.changes)
 
 
@@ -346,12 +350,14 @@ def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
     steps = {"wait_ms": 15.0, "noise_ms": 6.0}
     helped = {"wait_ms": 6.0, "noise_ms": 6.0}
     noisy = everywhere(**steps) | {"loading": helped, "decode": helped}
-    found = judge(training(0, **steps), without=noisy, again={"wait_ms": 7.5, "noise_ms": 6.0})
-    decode = next(entry for entry in found.counterfactuals if entry.name == "decode")
-    assert 0 < decode.gain_low < found.noise < decode.gain
-    assert found.bound == "undecided"
-    assert f"the repeated baseline differed by {found.noise:.1%}" in found.finding
-    assert found.expected_gain == 0
+    verdict = judge(
+        training(0, **steps), without=noisy, repeat_times={"wait_ms": 7.5, "noise_ms": 6.0}
+    )
+    decode = next(entry for entry in verdict.counterfactuals if entry.name == "decode")
+    assert 0 < decode.gain_low < verdict.noise < decode.gain
+    assert verdict.bound == "undecided"
+    assert f"the repeated baseline differed by {verdict.noise:.1%}" in verdict.finding
+    assert verdict.expected_gain == 0
 
 
 def test_further_rounds_tell_what_one_could_not():
@@ -373,17 +379,17 @@ def test_further_rounds_tell_what_one_could_not():
         Round(training(n, **waits), without(n + 10), training(n + 99, **waits))
         for n in (100, 200, 300, 400)
     ]
-    found = find_bound([first, *more])
-    assert (found.bound, found.num_rounds) == ("CPU decode", 5)
-    assert found.noise < 0.1
+    verdict = find_bound([first, *more])
+    assert (verdict.bound, verdict.num_rounds) == ("CPU decode", 5)
+    assert verdict.noise < 0.1
     # Steps are of the same rounds as gains: the baseline's too.
     rounds = [first, *more]
-    of_baseline = [one.as_it_is.figures.step_time.mean_ms for one in rounds]
-    assert found.step_ms == pytest.approx(np.mean(of_baseline))
-    occupancy = [one.as_it_is.figures.occupancy.mean for one in rounds]
-    assert found.occupancy == pytest.approx(np.mean(occupancy))
-    for entry in found.counterfactuals:
-        assert found.step_ms / entry.step_ms - 1 == pytest.approx(entry.gain, abs=0.03)
+    of_baseline = [measured_round.as_it_is.figures.step_time.mean_ms for measured_round in rounds]
+    assert verdict.step_ms == pytest.approx(np.mean(of_baseline))
+    occupancy = [measured_round.as_it_is.figures.occupancy.mean for measured_round in rounds]
+    assert verdict.occupancy == pytest.approx(np.mean(occupancy))
+    for entry in verdict.counterfactuals:
+        assert verdict.step_ms / entry.step_ms - 1 == pytest.approx(entry.gain, abs=0.03)
 
 
 def test_a_trial_within_noise_shows_no_difference():

@@ -53,9 +53,9 @@ def test_a_real_loss_below_the_threshold_is_tolerated():
 
 
 def test_runs_with_other_batches_are_compared_by_their_steps_alone():
-    other = noisy(1, settings=msgspec.structs.replace(SETTINGS, batch_size=4))
-    assert [change.name for change in compare(noisy(0), other)] == ["mean step time [ms]"]
-    assert "option batch_size: 2 -> 4" in differences(noisy(0), other)
+    smaller_batches = noisy(1, settings=msgspec.structs.replace(SETTINGS, batch_size=4))
+    assert [change.name for change in compare(noisy(0), smaller_batches)] == ["mean step time [ms]"]
+    assert "option batch_size: 2 -> 4" in differences(noisy(0), smaller_batches)
 
 
 def test_loaders_differ_when_their_repeats_do_not_overlap():
@@ -123,9 +123,9 @@ def test_the_exit_code_is_for_ci_and_the_names_of_figures_are_printed_whole(repo
     )
     assert "mean , " not in printed
     assert main([*words, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
-    assert found["changes"][0]["ratio_low"] > 1
+    printed_diff = json.loads(capsys.readouterr().out)
+    assert printed_diff["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
+    assert printed_diff["changes"][0]["ratio_low"] > 1
     assert (
         main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
     )
@@ -149,7 +149,7 @@ def test_what_cannot_be_compared_is_refused(reports, capsys, before, after, said
     assert error.count("\n") == 1
 
 
-def of_other_data(report, **changes):
+def replace_data(report, **changes):
     return msgspec.structs.replace(
         report, dataset=msgspec.structs.replace(report.dataset, **changes)
     )
@@ -159,8 +159,8 @@ def of_other_data(report, **changes):
     "changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"]
 )
 def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, changes):
-    other = of_other_data(noisy(1, slower_ms=4.0), **changes)
-    publish_json(reports / "other" / "report.json", other)
+    foreign_report = replace_data(noisy(1, slower_ms=4.0), **changes)
+    publish_json(reports / "other" / "report.json", foreign_report)
     words = ["bench", "diff", str(reports / "quick"), str(reports / "other")]
     assert main(words) == 2
     assert "different data" in capsys.readouterr().err
@@ -169,8 +169,8 @@ def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, c
 
 
 def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
-    few = loader_report_of([loader_run(50.0)])
-    many = loader_report_of([loader_run(100.0 + n) for n in range(3)])
-    change = compare(few, many)[0]
+    single_run = loader_report_of([loader_run(50.0)])
+    three_runs = loader_report_of([loader_run(100.0 + n) for n in range(3)])
+    change = compare(single_run, three_runs)[0]
     assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
-    assert compare(many, many)[0].ratio_low is not None
+    assert compare(three_runs, three_runs)[0].ratio_low is not None

@@ -147,8 +147,8 @@ def test_another_place_is_measured_beside_threads_of_this_process(
         out=tmp_path / "out",
         html=False,
     )
-    here = next(rate for rate in report.limits if rate.name == "the loader in threads here")
-    assert here.samples_per_s > 0
+    thread_rate = next(rate for rate in report.limits if rate.name == "the loader in threads here")
+    assert thread_rate.samples_per_s > 0
     figures = report.figures
     assert figures.samples_per_s.median > 0
     assert 0 < figures.trainer_cpu_ms_per_sample.median < figures.cpu_ms_per_sample.median

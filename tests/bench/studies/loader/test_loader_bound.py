@@ -16,7 +16,7 @@ CPU_MS = {"fetch": 0.5, "parse": 0.5, "decode": 20.0, "collate": 0.2}
 
 
 def judge(
-    *, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, others=0.0, jpeg_ms=15.0
+    *, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, other_cpus=0.0, jpeg_ms=15.0
 ):
     """``busy`` gives each stage's busy share, the rest is starved; CPU in use follows from rate and CPU time."""
     count = dict.fromkeys(busy, 1) | {"decode": 4} | (threads or {})
@@ -38,7 +38,9 @@ def judge(
         for name, ms in cpu_ms.items()
     ]
     total_ms = sum(cpu_ms.values())
-    cpu = CpuUse(seconds=SECONDS, own=samples_per_s * total_ms / 1e3, others=others, usable=usable)
+    cpu = CpuUse(
+        seconds=SECONDS, own=samples_per_s * total_ms / 1e3, others=other_cpus, usable=usable
+    )
     jpeg = Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)
     return find_bound(
         samples_per_s, cpu_ms_per_sample=total_ms, cpu=cpu, clocks=clocks, alone=alone, jpeg=jpeg
@@ -66,7 +68,7 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
         ),
         ({"samples_per_s": 180, "busy": IDLE, "cpu_ms": READING}, "cpu", "fetch", "", 20.1 / 5.1),
         (
-            {"samples_per_s": 45, "busy": DECODING, "others": 3.0},
+            {"samples_per_s": 45, "busy": DECODING, "other_cpus": 3.0},
             "cpu",
             "decode",
             "of the 1.0 CPUs that other processes left free of 4",

@@ -70,10 +70,10 @@ def test_a_report_survives_its_file():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("rates", "shown"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)]
+    ("rates", "has_interval"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)]
 )
-def test_an_interval_needs_three_runs(rates, shown):
+def test_an_interval_needs_three_runs(rates, has_interval):
     report = loader_report_of([loader_run(rate) for rate in rates])
     for text in both_texts(report):
-        assert ("240 to 244 in 3 runs" in text) is shown
-        assert ("2 runs: no interval" in text) is not shown
+        assert ("240 to 244 in 3 runs" in text) is has_interval
+        assert ("2 runs: no interval" in text) is not has_interval

@@ -29,7 +29,7 @@ def described(capsys, *arguments):
 def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
     facts = described(capsys, dataset, "--seed", 3, "--epoch", 2, "--buffer", 200)
     ours, theirs, true = facts["figures"]
-    assert [each["name"] for each in facts["figures"]] == [
+    assert [order["name"] for order in facts["figures"]] == [
         "fuelrail shuffled",
         "webdataset 200",
         "true shuffle",
@@ -82,10 +82,10 @@ def test_buckets_are_described(dataset, tmp_path, capsys):
     assert 0.9 < costs["randomness_lost"] < 1
     assert 1 < costs["dearest_rank"] < 1.05
     assert main(["order", "describe", *map(str, arguments)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     assert (
         f"4 buckets: padding {costs['padding_before']:.2%} without, {costs['padding']:.2%} with them"
-        in shown
+        in text
     )
     config.write_text("bucket: {by: night}\n")
     costs = described(capsys, *arguments)["costs"]

@@ -83,15 +83,15 @@ def test_a_small_buffer_shuffle_is_distinguished_from_a_true_one():
 
 def test_closed_forms_over_all_permutations():
     every = [measure(np.array(order)) for order in permutations(range(5))]
-    assert np.mean([one.rank_correlation for one in every]) == pytest.approx(0)
-    assert np.var([one.rank_correlation for one in every]) == pytest.approx(1 / 4)
-    assert np.mean([one.serial_correlation for one in every]) == pytest.approx(-1 / 4)
+    assert np.mean([quality.rank_correlation for quality in every]) == pytest.approx(0)
+    assert np.var([quality.rank_correlation for quality in every]) == pytest.approx(1 / 4)
+    assert np.mean([quality.serial_correlation for quality in every]) == pytest.approx(-1 / 4)
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=60), st.integers(2, 9))
 def test_batch_figures_are_those_of_plain_counting(groups, batch):
     batches = [groups[i : i + batch] for i in range(0, len(groups) - batch + 1, batch)]
-    pairs = [a == b for each in batches for a, b in combinations(each, 2)]
+    pairs = [a == b for members in batches for a, b in combinations(members, 2)]
     values = np.array(groups)
     if not batches:
         assert np.isnan(same_pairs(values, batch))
@@ -105,9 +105,9 @@ def test_a_batch_of_one_has_no_pairs():
 
 @given(st.lists(st.integers(0, 20), max_size=50))
 def test_ranks_keep_order_and_break_ties(numbers):
-    found = ranks(np.array(numbers, dtype=np.int64))
-    assert sorted(found.tolist()) == list(range(len(numbers)))
-    assert [numbers[i] for i in np.argsort(found)] == sorted(numbers)
+    order_ranks = ranks(np.array(numbers, dtype=np.int64))
+    assert sorted(order_ranks.tolist()) == list(range(len(numbers)))
+    assert [numbers[i] for i in np.argsort(order_ranks)] == sorted(numbers)
 
 
 def test_webdatasets_order_is_what_its_pipeline_hands_out():
@@ -150,10 +150,10 @@ def test_copies_are_samples_of_their_own():
     assert abs(figures.quality.worst[1]) < 4
 
 
-@pytest.mark.parametrize(("count", "shown"), [(MAX_POSITIONS + 1, "10,000,001"), (7, "7")])
-def test_epochs_too_long_or_too_short_are_refused(count, shown):
+@pytest.mark.parametrize(("count", "count_text"), [(MAX_POSITIONS + 1, "10,000,001"), (7, "7")])
+def test_epochs_too_long_or_too_short_are_refused(count, count_text):
     samples = np.broadcast_to(np.int64(0), count)
     with pytest.raises(
-        OrderError, match=f"an epoch of {shown} positions cannot be measured: 8 to 10,000,000"
+        OrderError, match=f"an epoch of {count_text} positions cannot be measured: 8 to 10,000,000"
     ):
         describe("no", samples, np.zeros(1, dtype=int), 64)

@@ -70,7 +70,7 @@ DETECTORS = """
     def raises():
         return Raises(8, 8)
 """
-GIVEN = {"cluster": "8x8-h100", "global_batch": 512, "micro_batch": 8}
+FLAGS = {"cluster": "8x8-h100", "global_batch": 512, "micro_batch": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -82,47 +82,49 @@ def detectors(tmp_path, monkeypatch):
 
 def test_a_detector_of_ones_own_has_a_bound_wherever_its_time_is_used(tmp_path, capsys):
     command = ["plan", "--model", "planned_detectors:cameras", "--out", str(tmp_path / "out")]
-    for name, value in {**GIVEN, "samples_per_epoch": 1000, "failures_per_day": 1}.items():
+    for name, value in {**FLAGS, "samples_per_epoch": 1000, "failures_per_day": 1}.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     assert main([*command, "--recipe", "torchrun"]) == 0
     text = capsys.readouterr().out
     assert "samples/s at most: a bound, no prediction" in text
     assert "not faster than" in text and "--measure" in text
     assert "4 of 5 such steps" not in text
-    found = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes())
-    assert found["basis"] == "bound"
-    assert found["step_range_s"] == [found["step_s"], None]
-    assert all(one["is_bound"] for one in (*found["tried"], *found["scaling"]))
-    assert found["remedies"] == {}, "a bound over a bound is no gain"
-    assert "--every=100" in found["recipe"], "steps between checkpoints need the time of one"
+    report = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes())
+    assert report["basis"] == "bound"
+    assert report["step_range_s"] == [report["step_s"], None]
+    assert all(row["is_bound"] for row in (*report["tried"], *report["scaling"]))
+    assert report["remedies"] == {}, "a bound over a bound is no gain"
+    assert "--every=100" in report["recipe"], "steps between checkpoints need the time of one"
     page = (tmp_path / "out" / "report.html").read_text()
     assert "at most: a bound, no prediction" in page and "4 of 5 such steps" not in page
 
 
 def test_each_figure_and_row_says_on_which_side_of_it_the_truth_is():
-    found = fuelrail.plan(None, model="planned_detectors:cameras", **GIVEN, samples_per_epoch=9)
-    lines = dict(figures(found))
+    report = fuelrail.plan(None, model="planned_detectors:cameras", **FLAGS, samples_per_epoch=9)
+    lines = dict(figures(report))
     assert lines["rate"].startswith("at most ")
     assert "occupancy at least " in lines["rate"] and "MFU at most " in lines["rate"]
     for name in ("cost of a million samples", "cost of an epoch"):
         assert lines[name].startswith("at least ")
     assert lines["decoding"].startswith("at most ")
     assert lines["bottleneck"].endswith("where the devices reach their bound")
-    assert all(row[3].startswith("\u2264 ") for row in planned_rows(found.tried))
-    assert all(row[3].startswith("\u2265 ") for row in scaling_rows(found))
+    assert all(row[3].startswith("\u2264 ") for row in planned_rows(report.tried))
+    assert all(row[3].startswith("\u2265 ") for row in scaling_rows(report))
     # 76 operators or so for each of 8 micro-batches take the host milliseconds, however small they are.
-    once = fuelrail.plan(None, model="planned_detectors:cameras", **{**GIVEN, "micro_batch": 1})
-    assert once.step.total > 8 * 60 * 4e-6
+    small_report = fuelrail.plan(
+        None, model="planned_detectors:cameras", **{**FLAGS, "micro_batch": 1}
+    )
+    assert small_report.step.total > 8 * 60 * 4e-6
 
 
 def test_a_decoder_has_a_range_and_a_mixture_a_bound(tmp_path):
-    given = {"cluster": "1x8-h100", "global_batch": 8, "parallel": {"strategy": "ddp"}}
+    flags = {"cluster": "1x8-h100", "global_batch": 8, "parallel": {"strategy": "ddp"}}
     shape = {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "vocabulary": 64}
     basis = {}
     for experts in (1, 4):
         model = {**shape, "experts": experts, "active_experts": min(2, experts)}
-        asked = {**given, "name": "n", "model": model, "sequence": 16}
-        (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(asked))
+        scenario = {**flags, "name": "n", "model": model, "sequence": 16}
+        (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(scenario))
         basis[experts] = fuelrail.plan(tmp_path / "asked.yaml").basis
     assert basis == {1: "range", 4: "bound"}
 
@@ -131,25 +133,25 @@ def test_a_sweep_of_bounds_says_so(monkeypatch):
     monkeypatch.setattr(variants, "_MICRO_BATCHES", (8,))
     monkeypatch.setattr(variants, "_RECOMPUTE", ("none",))
     monkeypatch.setattr(variants, "_SIMPLE", ("ddp",))
-    found = fuelrail.plan(None, model="planned_detectors:cameras", **GIVEN, sweep=True)
-    fits = [one for one in found.sweep if one.fails is None]
-    assert fits and all(one.is_bound for one in fits)
+    report = fuelrail.plan(None, model="planned_detectors:cameras", **FLAGS, sweep=True)
+    fits = [row for row in report.sweep if row.fails is None]
+    assert fits and all(row.is_bound for row in fits)
 
 
 def test_a_measured_step_of_the_model_makes_a_time_of_the_bound(tmp_path):
     name = "planned_detectors:cameras"
-    bound = fuelrail.plan(None, model=name, **GIVEN)
-    run = {**GIVEN, "name": "run", "parallel": {"strategy": "ddp"}}
+    bound = fuelrail.plan(None, model=name, **FLAGS)
+    run = {**FLAGS, "name": "run", "parallel": {"strategy": "ddp"}}
     slow_s = 5 * bound.step.total
     for file, model in (("own", name), ("other", "planned_detectors:windows")):
-        asked = {**run, "model": model, "measured_step_s": slow_s}
-        (tmp_path / f"{file}.yaml").write_bytes(msgspec.yaml.encode(asked))
-    measured = fuelrail.plan(None, model=name, **GIVEN, measure=[str(tmp_path / "own.yaml")])
+        scenario = {**run, "model": model, "measured_step_s": slow_s}
+        (tmp_path / f"{file}.yaml").write_bytes(msgspec.yaml.encode(scenario))
+    measured = fuelrail.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "own.yaml")])
     assert measured.basis == "range"
     assert measured.step.total == pytest.approx(slow_s, rel=0.15)
-    other = fuelrail.plan(None, model=name, **GIVEN, measure=[str(tmp_path / "other.yaml")])
-    assert other.basis == "bound" and other.step == bound.step
-    assert any("it stays a bound: measure a step of this model" in text for text in other.assumed)
+    foreign = fuelrail.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "other.yaml")])
+    assert foreign.basis == "bound" and foreign.step == bound.step
+    assert any("it stays a bound: measure a step of this model" in text for text in foreign.assumed)
 
 
 @pytest.mark.parametrize(
@@ -157,34 +159,34 @@ def test_a_measured_step_of_the_model_makes_a_time_of_the_bound(tmp_path):
 )
 def test_images_of_a_sample_are_those_of_the_example(model, images):
     name = f"planned_detectors:{model}"
-    found = fuelrail.plan(None, model=name, **GIVEN)
-    assert found.scenario.cameras == images
+    report = fuelrail.plan(None, model=name, **FLAGS)
+    assert report.scenario.cameras == images
     if images is None:
         assert any(
             "has no images (tensors of 3 channels); give --cameras" in text
-            for text in found.assumed
+            for text in report.assumed
         )
-        assert "no images are known of a sample" in dict(figures(found))["decoding"]
+        assert "no images are known of a sample" in dict(figures(report))["decoding"]
         return
-    assert (found.scenario.height, found.scenario.width) == (32, 64)
+    assert (report.scenario.height, report.scenario.width) == (32, 64)
     cluster = load_cluster("8x8-h100")
     decoding_s = 512 * images / cluster.nodes / cluster.images_per_node_s
-    assert found.step_s >= decoding_s
-    assert found.bottleneck == "decoding"
-    assert found.images_per_node_s == pytest.approx(cluster.images_per_node_s)
+    assert report.step_s >= decoding_s
+    assert report.bottleneck == "decoding"
+    assert report.images_per_node_s == pytest.approx(cluster.images_per_node_s)
 
 
 def test_a_dataset_says_how_many_images_an_example_without_them_has(tmp_path):
     build_dataset(tmp_path / "data", {"train": (5, 4)})
-    given = {**GIVEN, "data": str(tmp_path / "data")}
-    found = fuelrail.plan(None, model="planned_detectors:words", **given)
-    assert found.scenario.cameras == len(CAMERAS)
+    flags = {**FLAGS, "data": str(tmp_path / "data")}
+    report = fuelrail.plan(None, model="planned_detectors:words", **flags)
+    assert report.scenario.cameras == len(CAMERAS)
     assert any(
         f"{len(CAMERAS)} images in a sample, as the dataset has them" in text
-        for text in found.assumed
+        for text in report.assumed
     )
-    found = fuelrail.plan(None, model="planned_detectors:cameras", **given)
-    assert found.scenario.cameras == 6, "what the model reads"
+    report = fuelrail.plan(None, model="planned_detectors:cameras", **flags)
+    assert report.scenario.cameras == 6, "what the model reads"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_a_dataset_says_how_many_images_an_example_without_them_has(tmp_path):
 )
 def test_what_is_no_model_is_refused_in_words(model, message):
     with pytest.raises(FuelrailError, match=message):
-        fuelrail.plan(None, model=model, **GIVEN)
+        fuelrail.plan(None, model=model, **FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +231,14 @@ def test_what_is_no_model_is_refused_in_words(model, message):
     ],
 )
 def test_numbers_that_no_training_has_are_refused_at_once(change, tmp_path):
-    asked = {"name": "n", "model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 8, **change}
-    (tmp_path / "asked.yaml").write_text(msgspec.json.encode(asked).decode())
+    scenario = {
+        "name": "n",
+        "model": "gpt-tiny",
+        "cluster": "1x8-h100",
+        "global_batch": 8,
+        **change,
+    }
+    (tmp_path / "asked.yaml").write_text(msgspec.json.encode(scenario).decode())
     with pytest.raises(ConfigError, match=r"asked\.yaml"):
         fuelrail.plan(tmp_path / "asked.yaml")
 

@@ -29,8 +29,12 @@ def cluster(tmp_path, **values):
     """The cluster of one node with other numbers, by the beginning of their line."""
     lines = (CLUSTERS / "1x8-h100.yaml").read_text().splitlines()
     for name, value in values.items():
-        (at,) = [at for at, line in enumerate(lines) if line.strip().startswith(f"{name}:")]
-        lines[at] = lines[at].split(":")[0] + f': {{value: {value}, source: "made for this test"}}'
+        (index,) = [
+            index for index, line in enumerate(lines) if line.strip().startswith(f"{name}:")
+        ]
+        lines[index] = (
+            lines[index].split(":")[0] + f': {{value: {value}, source: "made for this test"}}'
+        )
     path = tmp_path / "mine.yaml"
     path.write_text("\n".join(lines))
     return str(path)
@@ -38,12 +42,12 @@ def cluster(tmp_path, **values):
 
 def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_path):
     small = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0021))
-    found = plan(small, explain=True)
-    assert [one.strategy for one in found.tried] == ["ddp", "zero1", "zero2", "fsdp2"]
-    assert "MiB (the largest parts: " in found.tried[0].fails
-    assert found.strategy == "zero1"
-    assert found.peak_gib < found.usable_gib == pytest.approx(0.0021 * 0.9)
-    assert found.explained["step.compute"].inputs["micro_batches"] == 2
+    report = plan(small, explain=True)
+    assert [row.strategy for row in report.tried] == ["ddp", "zero1", "zero2", "fsdp2"]
+    assert "MiB (the largest parts: " in report.tried[0].fails
+    assert report.strategy == "zero1"
+    assert report.peak_gib < report.usable_gib == pytest.approx(0.0021 * 0.9)
+    assert report.explained["step.compute"].inputs["micro_batches"] == 2
 
 
 def test_nothing_fits_with_a_reason_for_each(tmp_path):
@@ -69,52 +73,52 @@ def test_slow_storage_and_few_decoders_are_named(tmp_path):
         width=128,
         sample_bytes=100_000,
     )
-    found = plan(camera)
-    assert found.bottleneck == "storage"
-    assert found.step_s == pytest.approx(8 * 100_000 / 1e5)
-    assert found.occupancy == pytest.approx(found.step.total / found.step_s)
+    report = plan(camera)
+    assert report.bottleneck == "storage"
+    assert report.step_s == pytest.approx(8 * 100_000 / 1e5)
+    assert report.occupancy == pytest.approx(report.step.total / report.step_s)
     slow = cluster(tmp_path, cpus=1, images_per_cpu_s=1)
-    found = plan(msgspec.structs.replace(camera, cluster=slow))
-    assert (found.bottleneck, found.step_s) == ("decoding", 16.0)
+    report = plan(msgspec.structs.replace(camera, cluster=slow))
+    assert (report.bottleneck, report.step_s) == ("decoding", 16.0)
     fast = cluster(tmp_path, images_per_cpu_s=1e6)
     free = plan(msgspec.structs.replace(camera, cluster=fast, sample_bytes=1000))
     assert free.occupancy == 1.0
-    assert free.samples_per_s > found.samples_per_s
+    assert free.samples_per_s > report.samples_per_s
 
 
 def test_a_pipeline_has_a_bubble_and_all_its_stages():
     parallel = ParallelSettings(mesh="pp=4,tp=2")
-    found = plan(msgspec.structs.replace(GPT, parallel=parallel, failures_per_day=1.0))
-    assert [shape.stage for shape in found.stages] == [0, 1, 2, 3]
-    parts = found.step
+    report = plan(msgspec.structs.replace(GPT, parallel=parallel, failures_per_day=1.0))
+    assert [shape.stage for shape in report.stages] == [0, 1, 2, 3]
+    parts = report.step
     assert parts.bubble == pytest.approx(
         3 / 16 * (parts.compute + parts.memory + parts.launch + parts.tensor + parts.pipeline)
     )
     weights = sum(shape.parameters for shape in plan(GPT).stages)
     # Norms and what else no plan divides lie on both ranks of the tensor-parallel group.
-    assert found.checkpoint_gb == pytest.approx(12 * weights / 1e9, rel=0.05)
-    assert found.checkpoint_interval_s > found.checkpoint_s
+    assert report.checkpoint_gb == pytest.approx(12 * weights / 1e9, rel=0.05)
+    assert report.checkpoint_interval_s > report.checkpoint_s
 
 
 def test_other_strategies_that_may_be_faster_are_tried_and_named():
-    found = plan(msgspec.structs.replace(GPT, cluster="8x8-h100", global_batch=64))
-    assert found.strategy == "ddp"
-    assert [one.strategy for one in found.tried] == [
+    report = plan(msgspec.structs.replace(GPT, cluster="8x8-h100", global_batch=64))
+    assert report.strategy == "ddp"
+    assert [row.strategy for row in report.tried] == [
         "ddp",
         "zero1",
         "zero2",
         "dp_replicate=8,dp_shard=8",
         "fsdp2",
     ]
-    rates = {one.strategy: one.samples_per_s for one in found.tried}
+    rates = {row.strategy: row.samples_per_s for row in report.tried}
     assert rates["zero1"] < rates["ddp"], "it sends its parameters"
     assert rates["dp_replicate=8,dp_shard=8"] > rates["fsdp2"], (
         "small messages take longer between nodes"
     )
-    best = max(found.tried, key=lambda one: one.samples_per_s)
-    used = [change for change in found.remedies if change.startswith("use ")]
+    best = max(report.tried, key=lambda row: row.samples_per_s)
+    used = [change for change in report.remedies if change.startswith("use ")]
     assert (f"use {best.strategy}" in used) == (best.samples_per_s > 1.02 * rates["ddp"])
-    assert [point.num_ranks for point in found.scaling[0].points] == [
+    assert [point.num_ranks for point in report.scaling[0].points] == [
         2**power for power in range(11)
     ]
 
@@ -125,18 +129,18 @@ def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_too_small_divid
         match=r"batch of 12 cannot be shared evenly by 8 devices .* multiple of 8, such as 8 or 16",
     ):
         plan(msgspec.structs.replace(GPT, global_batch=12))
-    found = plan(msgspec.structs.replace(GPT, global_batch=4))
-    assert found.strategy.startswith("dp_shard=4,tp=2")
+    report = plan(msgspec.structs.replace(GPT, global_batch=4))
+    assert report.strategy.startswith("dp_shard=4,tp=2")
     assert any(
         "a global_batch of 4 is less than one micro-batch of 1 on each of 8 devices" in text
-        for text in found.assumed
+        for text in report.assumed
     )
 
 
 def test_a_small_cost_has_digits():
-    found = plan(msgspec.structs.replace(GPT, samples_per_epoch=100))
-    (epoch,) = [text for name, text in figures(found) if name == "cost of an epoch"]
-    assert float(epoch.split()[0]) == pytest.approx(found.device_hours_per_epoch, rel=0.05) != 0
+    report = plan(msgspec.structs.replace(GPT, samples_per_epoch=100))
+    (epoch,) = [text for name, text in figures(report) if name == "cost of an epoch"]
+    assert float(epoch.split()[0]) == pytest.approx(report.device_hours_per_epoch, rel=0.05) != 0
 
 
 def test_a_dataset_says_what_it_is(tmp_path, capsys):
@@ -145,8 +149,8 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(text)
     assert main(["plan", str(tmp_path / "mine.yaml"), "--data", str(tmp_path / "data")]) == 0
     assert " of 20 GB/s" in capsys.readouterr().out
-    found = fuelrail.plan(tmp_path / "mine.yaml", data=str(tmp_path / "data"))
-    assert (found.scenario.samples_per_epoch, found.scenario.cameras) == (9, len(CAMERAS))
+    report = fuelrail.plan(tmp_path / "mine.yaml", data=str(tmp_path / "data"))
+    assert (report.scenario.samples_per_epoch, report.scenario.cameras) == (9, len(CAMERAS))
 
 
 @pytest.mark.parametrize(
@@ -195,17 +199,19 @@ def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(
         == 0
     )
     assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
-    found = msgspec.json.decode(capsys.readouterr().out)
-    assert 0 < found["peak_gib"] <= found["usable_gib"]
-    assert 0.1 < found["mfu"] < 0.7
+    report = msgspec.json.decode(capsys.readouterr().out)
+    assert 0 < report["peak_gib"] <= report["usable_gib"]
+    assert 0.1 < report["mfu"] < 0.7
     assert run_rank.cache_info().misses <= runs, "its plans share runs, each of about a second"
 
 
 @pytest.mark.long
 def test_the_first_stage_of_a_hundred_billion_parameters_needs_what_its_scenarios_text_says():
     """Run whole: the text is of runs with fewer blocks."""
-    asked = load_yaml(SCENARIOS / "gpt-100b-64-gpus.yaml", Scenario)
-    settings, inputs = inputs_of(asked, asked.parallel, degrees := degrees_of(asked.parallel, 64))
-    found = shape_of(asked.settings, settings, degrees, inputs, precision=asked.precision)
+    scenario = load_yaml(SCENARIOS / "gpt-100b-64-gpus.yaml", Scenario)
+    settings, inputs = inputs_of(
+        scenario, scenario.parallel, degrees := degrees_of(scenario.parallel, 64)
+    )
+    stage = shape_of(scenario.settings, settings, degrees, inputs, precision=scenario.precision)
     text = (SCENARIOS / "gpt-100b-64-gpus.md").read_text()
-    assert f": {found.peak_bytes / 2**30:.1f} of 72.0 GiB" in text
+    assert f": {stage.peak_bytes / 2**30:.1f} of 72.0 GiB" in text

@@ -33,7 +33,7 @@ LLAMA = TransformerShape(
 SMALL = TransformerShape(
     layers=8, width=64, heads=8, kv_heads=4, ffn=96, gated=True, vocabulary=512
 )
-ASKED = Scenario(
+SCENARIO = Scenario(
     name="small",
     model=SMALL,
     sequence=64,
@@ -44,8 +44,8 @@ ASKED = Scenario(
 
 
 def planned(**changes):
-    asked = msgspec.structs.replace(ASKED, **changes)
-    return choice.fit(asked, load_cluster(asked.cluster), asked.parallel)
+    scenario = msgspec.structs.replace(SCENARIO, **changes)
+    return choice.fit(scenario, load_cluster(scenario.cluster), scenario.parallel)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_context_parallel_ranks_share_a_sample_and_pass_keys_and_values_on():
     assert shared.work.attention_flop == pytest.approx(alone.work.attention_flop / 4)
     assert shared.work.flop == pytest.approx(alone.work.flop / 4, rel=0.01)
     assert choice.peak(shared.stages) < choice.peak(alone.stages)
-    (ring,) = [one for one in shared.work.traffic if one.reach == 4]
+    (ring,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     # Keys and values of 16 of 64 tokens in 16 bits, three rounds of three sends in each of 8 layers.
     assert ring.bytes == 3 * 3 * 8 * 2 * 2 * 16 * 32
     with pytest.raises(ConfigError, match="context_parallel is 3, which does not divide the 8"):
@@ -109,10 +109,10 @@ def test_interleaved_stages_wait_less_and_hold_more():
 
 @pytest.mark.slow
 def test_bf16_weights_and_low_precision_say_what_they_change():
-    whole = planned()
+    default = planned()
     low = planned(weights="bf16")
-    assert choice.peak(low.stages) < choice.peak(whole.stages)
-    assert planned(precision="fp8").time.compute < whole.time.compute
+    assert choice.peak(low.stages) < choice.peak(default.stages)
+    assert planned(precision="fp8").time.compute < default.time.compute
     tf32 = planned(precision="tf32")
     assert tf32.stages == planned(precision="fp32").stages
     assert tf32.time.compute < planned(precision="fp32").time.compute
@@ -121,11 +121,11 @@ def test_bf16_weights_and_low_precision_say_what_they_change():
 @pytest.mark.slow
 def test_gradients_in_bf16_take_half_and_are_sent_as_half():
     wide = msgspec.structs.replace(
-        ASKED, weights="bf16", parallel=ParallelSettings(mesh="tp=2,dp_replicate=4")
+        SCENARIO, weights="bf16", parallel=ParallelSettings(mesh="tp=2,dp_replicate=4")
     )
     fp32, bf16 = (
-        choice.fit(one, load_cluster("1x8-h100"), one.parallel)
-        for one in (wide, msgspec.structs.replace(wide, gradients="bf16"))
+        choice.fit(scenario, load_cluster("1x8-h100"), scenario.parallel)
+        for scenario in (wide, msgspec.structs.replace(wide, gradients="bf16"))
     )
     parameters = fp32.stages[0].parameters
     assert [fit.stages[0].memory["gradients"] for fit in (fp32, bf16)] == [
@@ -134,21 +134,25 @@ def test_gradients_in_bf16_take_half_and_are_sent_as_half():
     ]
     assert not {"Gradient", "Sharded Grad", "Unsharded Grad"} & fp32.stages[0].memory.keys()
     sizes = [
-        sum(one.bytes for one in fit.stages[0].collectives if one.axis == "dp_replicate")
+        sum(
+            collective.bytes
+            for collective in fit.stages[0].collectives
+            if collective.axis == "dp_replicate"
+        )
         for fit in (fp32, bf16)
     ]
     assert sizes[1] < sizes[0]
     with pytest.raises(ConfigError, match="gradients 'bf16' is given without weights: bf16"):
-        fuelrail.plan(msgspec.structs.replace(ASKED, gradients="bf16"))
+        fuelrail.plan(msgspec.structs.replace(SCENARIO, gradients="bf16"))
 
 
 @pytest.mark.slow
 def test_copies_in_bf16_have_one_buffer_of_gradients():
     """As Megatron: 2 bytes of a weight, 4 of its gradient; the optimiser's 12 are shared by the copies."""
-    found = planned(weights="bf16", parallel=ParallelSettings()).stages[0]
-    assert found.memory["gradients"] == 4 * found.parameters
-    assert found.memory["moments"] == 12 * found.parameters // 8
-    assert found.memory["Parameter"] == pytest.approx(2 * found.parameters, rel=0.01)
+    stage = planned(weights="bf16", parallel=ParallelSettings()).stages[0]
+    assert stage.memory["gradients"] == 4 * stage.parameters
+    assert stage.memory["moments"] == 12 * stage.parameters // 8
+    assert stage.memory["Parameter"] == pytest.approx(2 * stage.parameters, rel=0.01)
 
 
 @pytest.mark.slow
@@ -169,18 +173,18 @@ def test_tied_embeddings_windows_and_wide_heads():
 @pytest.mark.slow
 def test_a_mixture_of_many_experts_is_run_with_few():
     """With all of its experts it has the same FLOP, parameters and, nearly, memory."""
-    few = msgspec.structs.replace(SMALL, experts=16, active_experts=2, layers=4)
-    short = planned(model=few).stages[0]
-    model = few.settings(64)
-    whole = shape_of(
+    mixture = msgspec.structs.replace(SMALL, experts=16, active_experts=2, layers=4)
+    short = planned(model=mixture).stages[0]
+    model = mixture.settings(64)
+    exact = shape_of(
         model,
         ParallelSettings(),
         Degrees(dp_replicate=8),
         Inputs(micro_batch=1, micro_batches=2),
         precision="bf16",
     )
-    assert (short.parameters, short.flop) == (whole.parameters, whole.flop)
-    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+    assert (short.parameters, short.flop) == (exact.parameters, exact.flop)
+    assert short.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03)
 
 
 @pytest.mark.slow
@@ -193,22 +197,22 @@ def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
     fewer = alone.stages[0].parameters - shared.stages[0].parameters
     assert fewer == pytest.approx(experts * 3 / 4, rel=0.01)
     assert shared.work.flop == pytest.approx(alone.work.flop, rel=0.02)
-    (exchange,) = [one for one in shared.work.traffic if one.reach == 4]
+    (exchange,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     assert exchange.bytes == 4 * 8 * 2 * 64 * 2 * 64 * 3 / 4
     with pytest.raises(ConfigError, match="expert_parallel is 3, which does not divide the 8"):
-        fuelrail.plan(msgspec.structs.replace(ASKED, model=mixture, expert_parallel=3))
+        fuelrail.plan(msgspec.structs.replace(SCENARIO, model=mixture, expert_parallel=3))
 
 
 @pytest.mark.slow
 def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
-    asked = {"model": "gpt-1.3b", "cluster": "1x4-a100-40gb", "global_batch": 64, "micro_batch": 4}
+    flags = {"model": "gpt-1.3b", "cluster": "1x4-a100-40gb", "global_batch": 64, "micro_batch": 4}
     with pytest.raises(ConfigError) as caught:
-        fuelrail.plan(None, **asked, strategy="ddp")
+        fuelrail.plan(None, **flags, strategy="ddp")
     text = str(caught.value)
     parts = ("activations of a micro-batch", "optimiser state", "inputs and gradient buckets")
     assert all(f"{part} " in text for part in parts)
     (change,) = re.findall(r"it would fit with recompute: (\w+): [\d.]+ GiB", text)
-    fitting = fuelrail.plan(None, **asked, strategy="ddp", recompute=change)
+    fitting = fuelrail.plan(None, **flags, strategy="ddp", recompute=change)
     assert fitting.peak_gib <= fitting.usable_gib
 
 
@@ -219,25 +223,27 @@ def test_a_state_that_is_too_large_is_refused_with_its_parts(tmp_path):
     path.write_text(small.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.004,"))
     parts = r"weights [\d.]+ MiB, gradients [\d.]+ MiB, optimiser state [\d.]+ MiB; ZeRO stage 0"
     with pytest.raises(ConfigError, match=parts) as caught:
-        fuelrail.plan(msgspec.structs.replace(ASKED, cluster=str(path)))
+        fuelrail.plan(msgspec.structs.replace(SCENARIO, cluster=str(path)))
     assert "it would fit with fsdp2" in str(caught.value)
     moved = ParallelSettings(strategy="fsdp2", offload=True)
-    shards = choice.fit(ASKED, load_cluster("1x8-h100"), ParallelSettings(strategy="fsdp2"))
-    offloaded = choice.fit(ASKED, load_cluster("1x8-h100"), moved)
+    shards = choice.fit(SCENARIO, load_cluster("1x8-h100"), ParallelSettings(strategy="fsdp2"))
+    offloaded = choice.fit(SCENARIO, load_cluster("1x8-h100"), moved)
     kinds = ("Sharded Param", "Sharded Grad", "moments")
     assert not set(kinds) & offloaded.stages[0].memory.keys()
     assert choice.peak(offloaded.stages) < choice.peak(shards.stages)
-    assert choice.is_bound(ASKED, load_cluster("1x8-h100"), moved), "copies to the host take time"
+    assert choice.is_bound(SCENARIO, load_cluster("1x8-h100"), moved), (
+        "copies to the host take time"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("software", ["torch", "nvidia"])
 def test_eight_bits_are_of_a_software(software):
     mean = planned(precision="fp8")
-    own = planned(precision="fp8", software=software)
-    assert (own.time.compute > mean.time.compute) == (software == "torch")
+    specific = planned(precision="fp8", software=software)
+    assert (specific.time.compute > mean.time.compute) == (software == "torch")
     with pytest.raises(ConfigError, match="is given with precision bf16"):
-        fuelrail.plan(msgspec.structs.replace(ASKED, software=software))
+        fuelrail.plan(msgspec.structs.replace(SCENARIO, software=software))
 
 
 @pytest.mark.slow
@@ -250,7 +256,7 @@ def test_convolutions_in_fp32_are_those_of_a_device_without_tensor_cores():
         memory_gb_per_s=Sourced(value=900, source="data sheet"),
         peak_tflops={"fp32": Sourced(value=15.7, source="data sheet")},
     )
-    asked = Scenario(
+    scenario = Scenario(
         name="n",
         model="resnet50",
         cluster="none",
@@ -263,14 +269,14 @@ def test_convolutions_in_fp32_are_those_of_a_device_without_tensor_cores():
         parallel=ParallelSettings(optimiser="sgd"),
     )
     alone = msgspec.structs.replace(cluster, devices_per_node=1, device=device)
-    found = choice.fit(asked, alone, asked.parallel, fits=True)
+    fit = choice.fit(scenario, alone, scenario.parallel, fits=True)
     used = efficiency_of(device.name, "fp32")
-    assert step_time(found.work, alone, "fp32", used).total == pytest.approx(256 / 367, rel=0.05)
-    assert choice.is_bound(asked, alone, asked.parallel)
-    assert found.time.total < 256 / 367
+    assert step_time(fit.work, alone, "fp32", used).total == pytest.approx(256 / 367, rel=0.05)
+    assert choice.is_bound(scenario, alone, scenario.parallel)
+    assert fit.time.total < 256 / 367
 
 
-OWN = """
+MODULE_SOURCE = """
     import torch
     from torch import nn
 
@@ -306,72 +312,72 @@ OWN = """
 def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "planned_own.py").write_text(textwrap.dedent(OWN))
+    (tmp_path / "planned_own.py").write_text(textwrap.dedent(MODULE_SOURCE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    given = {
+    flags = {
         "model": "planned_own:build",
         "cluster": "1x8-h100",
         "global_batch": 64,
         "precision": "fp32",
     }
-    found = fuelrail.plan(None, **given, micro_batch=8)
+    report = fuelrail.plan(None, **flags, micro_batch=8)
     trained = 100 * 64 + 4 * (64 * 64 + 64)
     frozen = 8 * 27 + 8 + 512 * 64 + 64
-    assert found.stages[0].parameters == trained
+    assert report.stages[0].parameters == trained
     assert num_parameters("planned_own:build")[:2] == (trained + frozen, trained)
-    assert found.stages[0].memory["moments"] == 8 * trained, "what is frozen has none"
-    assert 0 < found.stages[0].convolution < found.stages[0].flop
+    assert report.stages[0].memory["moments"] == 8 * trained, "what is frozen has none"
+    assert 0 < report.stages[0].convolution < report.stages[0].flop
     tower = 2 * 8 * (8 * 8 * 8 * 27 + 512 * 64)  # forward alone
     blocks = 2 * 8 * 4 * 64 * 64 * 3
     # The first block's input is trained too, so that every block has both products of a backward pass.
-    assert found.stages[0].flop == tower + blocks
-    assert fuelrail.plan(None, **given, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
+    assert report.stages[0].flop == tower + blocks
+    assert fuelrail.plan(None, **flags, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
     with pytest.raises(
         ConfigError, match="divides neither layers nor stages of an own model; use ddp"
     ):
-        fuelrail.plan(None, **given, mesh="tp=8")
+        fuelrail.plan(None, **flags, mesh="tp=8")
     with pytest.raises(
         ConfigError, match=r"has no method example\(samples\), which returns a batch"
     ):
-        fuelrail.plan(None, **{**given, "model": "planned_own:without"})
+        fuelrail.plan(None, **{**flags, "model": "planned_own:without"})
     with pytest.raises(
         ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"
     ):
-        fuelrail.plan(None, **{**given, "model": "resnet51"})
+        fuelrail.plan(None, **{**flags, "model": "resnet51"})
 
 
 @pytest.mark.slow
 def test_a_measured_network_computes_as_long_as_its_profile_says():
     """The six-camera detector that the accelerator profile was made of: 17.5 samples/s on an A100."""
-    given = {
+    flags = {
         "model": "resnet50",
         "cluster": "1x8-a100",
         "global_batch": 64,
         "micro_batch": 8,
         "precision": "tf32",
     }
-    given["strategy"] = "ddp"  # others compute the same, and each is a run
+    flags["strategy"] = "ddp"  # others compute the same, and each is a run
     images = {"cameras": 6, "height": 256, "width": 704}
-    found = fuelrail.plan(None, **given, **images, accelerator="bevdet-r50-704x256-a100")
-    assert found.samples_per_s / 8 == pytest.approx(17.5, rel=0.05)
-    assert any("what the profile 'bevdet-r50-704x256-a100' says" in text for text in found.assumed)
+    report = fuelrail.plan(None, **flags, **images, accelerator="bevdet-r50-704x256-a100")
+    assert report.samples_per_s / 8 == pytest.approx(17.5, rel=0.05)
+    assert any("what the profile 'bevdet-r50-704x256-a100' says" in text for text in report.assumed)
 
 
 @pytest.mark.slow
 def test_remedies_are_plans_of_their_own(tmp_path, capsys):
-    asked = msgspec.structs.replace(
-        ASKED, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100"
+    scenario = msgspec.structs.replace(
+        SCENARIO, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100"
     )
-    found = fuelrail.plan(asked)
-    rates = list(found.remedies.values())
-    assert rates == sorted(rates, reverse=True) and min(rates) > 1.02 * found.samples_per_s
+    report = fuelrail.plan(scenario)
+    rates = list(report.remedies.values())
+    assert rates == sorted(rates, reverse=True) and min(rates) > 1.02 * report.samples_per_s
     (twice,) = [
-        rate for change, rate in found.remedies.items() if change.startswith("micro_batch 2,")
+        rate for change, rate in report.remedies.items() if change.startswith("micro_batch 2,")
     ]
-    again = fuelrail.plan(asked, micro_batch=2)
-    assert again.samples_per_s == pytest.approx(twice)
-    slow = fuelrail.plan(asked, sample_bytes=10**9)
+    changed_report = fuelrail.plan(scenario, micro_batch=2)
+    assert changed_report.samples_per_s == pytest.approx(twice)
+    slow = fuelrail.plan(scenario, sample_bytes=10**9)
     assert slow.bottleneck == "storage"
     assert next(iter(slow.remedies)).startswith("make storage ")
 
@@ -382,10 +388,10 @@ def test_remedies_are_plans_of_their_own(tmp_path, capsys):
 @pytest.mark.parametrize("model", ["named", "shape"])
 def test_recipes_launch_the_plan(kind, model, tmp_path):
     shape = {"model": "gpt-tiny", "sequence": None} if model == "named" else {}
-    asked = msgspec.structs.replace(
-        ASKED, **shape, parallel=ParallelSettings(mesh="dp_shard=4,tp=2")
+    scenario = msgspec.structs.replace(
+        SCENARIO, **shape, parallel=ParallelSettings(mesh="dp_shard=4,tp=2")
     )
-    (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(asked))
+    (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(scenario))
     assert (
         main(
             [
@@ -425,26 +431,28 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {tmp_path}/said\n{does}\n')
         stand_in.chmod(0o755)
-    given = {
+    environment = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "FIRST_NODE": "node7",
         "DATASET": "a b",
         "CHECKPOINTS": "/c",
     }
-    given |= {
+    environment |= {
         "STEPS": "10",
         "TRAINER": "train.py",
         "SLURM_JOB_NODELIST": "node7",
         "SLURM_JOB_NUM_NODES": "1",
     }
-    given |= {"SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": "112"}
-    subprocess.run(["bash", path], env=given, check=True)
+    environment |= {"SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": "112"}
+    subprocess.run(["bash", path], env=environment, check=True)
     said = (tmp_path / "said").read_text()
     assert "--nnodes 1 --nproc-per-node 8" in said and " a b " in said and "--checkpoint=/c" in said
     if kind == "slurm":
         assert "srun --cpus-per-task=112" in said
         assert "#SBATCH --signal=TERM@120" in text
     assert (
-        subprocess.run(["bash", path], env={"PATH": given["PATH"]}, capture_output=True).returncode
+        subprocess.run(
+            ["bash", path], env={"PATH": environment["PATH"]}, capture_output=True
+        ).returncode
         == 1
     )

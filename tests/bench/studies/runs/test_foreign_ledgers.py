@@ -77,23 +77,26 @@ def test_files_that_a_ledger_names_are_read_in_named_folders_only(
     ledger, tmp_path, field, word, capsys
 ):
     elsewhere = tmp_path / "elsewhere"
-    here = tmp_path / "here"
+    ledger_folder = tmp_path / "here"
     elsewhere.mkdir()
-    here.mkdir()
+    ledger_folder.mkdir()
     (elsewhere / "secret").write_text("root:x:0:0:secret\n")
-    os.mkfifo(here / "fifo")
-    (here / "link").symlink_to(elsewhere / "secret")
-    (here / "zero").symlink_to("/dev/zero")
+    os.mkfifo(ledger_folder / "fifo")
+    (ledger_folder / "link").symlink_to(elsewhere / "secret")
+    (ledger_folder / "zero").symlink_to("/dev/zero")
     names = [
         "/etc/passwd",
         "/dev/zero",
         "gone",
         str(elsewhere / "secret"),
-        *(str(here / name) for name in ("fifo", "link", "zero", ".", "../elsewhere/secret")),
+        *(
+            str(ledger_folder / name)
+            for name in ("fifo", "link", "zero", ".", "../elsewhere/secret")
+        ),
         "nul\0character",
     ]
     for number, name in enumerate(names):
-        path = rewritten(ledger, here / f"{number}.ledger", **NAMED[field](name))
+        path = rewritten(ledger, ledger_folder / f"{number}.ledger", **NAMED[field](name))
         words = {"replay": ["--step", "1"], "seen": ["clip-0001"]}[word]
         assert main(["runs", word, str(path), *words]) == 2, name
         text = capsys.readouterr().err

@@ -85,7 +85,7 @@ def datasets(tmp_path_factory):
 
 def run(datasets, path, options, worlds, steps):
     """Train in segments, each on another world: returns the global batches by step, as the ranks had them."""
-    found = []
+    global_batches = []
     state = None
     data = {"a": datasets / "a", "b": datasets / "b"} if "mix" in options else datasets / "a"
     for size, batch_size in worlds:
@@ -104,18 +104,18 @@ def run(datasets, path, options, worlds, steps):
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        left = steps
-        while left:
+        steps_left = steps
+        while steps_left:
             for batches in zip(*loaders, strict=True):
-                found.append(batches)
-                left -= 1
-                if not left:
+                global_batches.append(batches)
+                steps_left -= 1
+                if not steps_left:
                     break
         state = json.loads(json.dumps(loaders[0].state_dict()))
         list(zip(*loaders, strict=True))  # what is trained behind the state, and thrown away
         for loader in loaders:
             loader.close()
-    return found
+    return global_batches
 
 
 @pytest.fixture(scope="module", params=ORDERS)
@@ -131,28 +131,28 @@ def trained(request, datasets, tmp_path_factory):
     "num", [3, pytest.param(84, marks=pytest.mark.long)]
 )  # with both ranks about 2,000 batches
 def test_batches_are_made_again_to_the_bit(trained, num):
-    path, found = trained
+    path, global_batches = trained
     history = RunHistory(path)
-    assert history.num_steps >= len(found) == 27
+    assert history.num_steps >= len(global_batches) == 27
     for step in random.Random(num).choices(range(27), k=num):
-        ranks = found[step]
+        ranks = global_batches[step]
         for rank in {0, len(ranks) - 1}:
-            again = fr.replay(path, step, rank=rank)
-            assert not unlike(again.batch, ranks[rank])
-            assert again.differences == []
+            replayed = fr.replay(path, step, rank=rank)
+            assert not unlike(replayed.batch, ranks[rank])
+            assert replayed.differences == []
         keys = [key for batch in ranks for key in batch["sample_key"]]
-        again = fr.replay(path, step)
+        replayed = fr.replay(path, step)
         if (
-            again.loader.order.balance is not None
+            replayed.loader.order.balance is not None
         ):  # the rows of all ranks are as they were before they were dealt
-            assert sorted(again.batch["sample_key"]) == sorted(keys)
+            assert sorted(replayed.batch["sample_key"]) == sorted(keys)
         else:
-            assert again.batch["sample_key"] == keys
+            assert replayed.batch["sample_key"] == keys
 
 
-def shown_in(found):
+def shown_in(global_batches):
     """What the batches show: key, step, epoch, rank, is it a frame of another sample's window, is it valid."""
-    for step, ranks in enumerate(found):
+    for step, ranks in enumerate(global_batches):
         for rank, batch in enumerate(ranks):
             for row, key in enumerate(batch["sample_key"]):
                 valid = bool(batch["valid"][row])
@@ -168,60 +168,69 @@ def shown_in(found):
 
 
 def test_where_samples_were_shown_is_a_search_through_all_batches(trained):
-    path, found = trained
-    report = fr.seen(path, sorted({key for _, key, *_ in shown_in(found)}))
+    path, global_batches = trained
+    report = fr.seen(path, sorted({key for _, key, *_ in shown_in(global_batches)}))
     listed = sorted(
-        (one.key, one.step, one.epoch, one.rank, one.valid)
-        for one in report.showings
-        if not one.as_frame
+        (showing.key, showing.step, showing.epoch, showing.rank, showing.valid)
+        for showing in report.showings
+        if not showing.as_frame
     )
     expected = sorted(
-        (key, step, epoch, rank, valid) for _, key, step, epoch, rank, _, valid in shown_in(found)
+        (key, step, epoch, rank, valid)
+        for _, key, step, epoch, rank, _, valid in shown_in(global_batches)
     )
-    assert [one for one in listed if one[1] < 27] == expected
+    assert [showing for showing in listed if showing[1] < 27] == expected
 
 
 def test_frames_of_windows_count(datasets, tmp_path):
     path = tmp_path / "a.ledger"
-    found = run(datasets, path=path, options=ORDERS["edges"], worlds=[(1, 4)], steps=6)
+    global_batches = run(datasets, path=path, options=ORDERS["edges"], worlds=[(1, 4)], steps=6)
     index = open_dataset(datasets / "a").index
     expected = {
         (index.row(int(frame)).key, step)
-        for step, (batch,) in enumerate(found)
+        for step, (batch,) in enumerate(global_batches)
         for frames in batch["frame_global_index"]
         for frame in frames
     }
     clips = sorted(set(index.strings("clip_id", 4)))
     report = fr.seen(path, clips)
-    assert {(one.key, one.step) for one in report.showings if one.step < 6} == expected
+    assert {
+        (showing.key, showing.step) for showing in report.showings if showing.step < 6
+    } == expected
     assert report.num_samples == 26
 
 
 @pytest.mark.parametrize("name", ["without", "without a frame", "without in a mix"])
 def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
-    found = run(
+    global_batches = run(
         datasets, path=tmp_path / "a.ledger", options=ORDERS[name], worlds=[(1, 4)], steps=14
     )
-    names = [one for entry in ORDERS[name]["order"].without for one in entry]
+    names = [clip for entry in ORDERS[name]["order"].without for clip in entry]
     opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
-    for (batch,) in found:
+    for (batch,) in global_batches:
         parts = batch.get("dataset", ["a"] * 4)
         for part, frames in zip(
             parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True
         ):
             keys = [opened[part].index.row(int(frame)).key for frame in frames]
             assert not any(key.startswith(name) for key in keys for name in names)
-    whole = {**ORDERS[name], "order": msgspec.structs.replace(ORDERS[name]["order"], without=())}
-    data = datasets / "a" if "mix" not in whole else {"a": datasets / "a", "b": datasets / "b"}
-    with load(data, 4, image=TRAIN, ledger=tmp_path / "b.ledger", **whole) as loader:
+    full_options = {
+        **ORDERS[name],
+        "order": msgspec.structs.replace(ORDERS[name]["order"], without=()),
+    }
+    data = (
+        datasets / "a" if "mix" not in full_options else {"a": datasets / "a", "b": datasets / "b"}
+    )
+    with load(data, 4, image=TRAIN, ledger=tmp_path / "b.ledger", **full_options) as loader:
         for _ in range(2):
             list(loader)
     assert fr.seen(tmp_path / "a.ledger", names).showings == []
     first = fr.seen(tmp_path / "b.ledger", names).showings[0].step
     for step in {*range(first)[:1], *range(first)[-1:]}:
-        assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, found[step][0])
+        assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, global_batches[step][0])
     assert (
-        fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
+        fr.replay(tmp_path / "b.ledger", first).batch["sample_key"]
+        != global_batches[first][0]["sample_key"]
     )
 
 
@@ -244,10 +253,10 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
         shutil.copytree(datasets / folder, tmp_path / folder)
     path = tmp_path / "a.ledger"
     worlds = [(1, 4)] if name == "lanes" else [(1, 4), (2, 3)]
-    found = run(tmp_path, path=path, options=ORDERS[name], worlds=worlds, steps=6)
+    global_batches = run(tmp_path, path=path, options=ORDERS[name], worlds=worlds, steps=6)
     keys = open_dataset(tmp_path / "a").index.strings("key")
     names = [*keys[4:25:5], "clip-0001", "clip-0003"]
-    before = [fr.seen(path, [one]) for one in names]
+    before = [fr.seen(path, [target]) for target in names]
     gone = [key for key in keys if key.startswith("clip-0001")] + [keys[15], keys[0], keys[24]]
     first = fr.forget(tmp_path / "a", ["clip-0001", keys[15]])
     second = fr.forget(tmp_path / "a", [keys[0], keys[24]], receipt=tmp_path / "kept.json")
@@ -255,15 +264,15 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
     with pytest.raises(StateMismatchError):  # one receipt is elsewhere
         fr.seen(path, names[:1])
     receipts = [tmp_path / "kept.json"]
-    assert [fr.seen(path, [one], receipts=receipts) for one in names] == before
+    assert [fr.seen(path, [target], receipts=receipts) for target in names] == before
     if name == "mix":  # both datasets have these keys
-        replays = [fr.replay(path, step, receipts=receipts) for step in range(len(found))]
-        assert any(one.differences for one in replays)
-        for again, ranks in zip(replays, found, strict=True):
-            assert again.differences or len(ranks) > 1 or not unlike(again.batch, ranks[0])
+        replays = [fr.replay(path, step, receipts=receipts) for step in range(len(global_batches))]
+        assert any(replay.differences for replay in replays)
+        for replay, ranks in zip(replays, global_batches, strict=True):
+            assert replay.differences or len(ranks) > 1 or not unlike(replay.batch, ranks[0])
         return
-    whole = changed = 0
-    for step, ranks in enumerate(found):
+    num_unchanged = changed = 0
+    for step, ranks in enumerate(global_batches):
         batch_keys = [key for batch in ranks for key in batch["sample_key"]]
         shown_keys = [key for batch in ranks for key in batch.get("window_key", ())]
         if name in ("lanes", "packs") and {*batch_keys} & {*gone}:
@@ -271,19 +280,19 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
                 fr.replay(path, step, receipts=receipts)
             changed += 1
             continue
-        again = fr.replay(path, step, receipts=receipts)
-        if len(ranks) == 1 and not again.differences and not shown_keys:
+        replay = fr.replay(path, step, receipts=receipts)
+        if len(ranks) == 1 and not replay.differences and not shown_keys:
             assert not {*batch_keys} & {*gone}
-            assert not unlike(again.batch, ranks[0])
-            whole += 1
+            assert not unlike(replay.batch, ranks[0])
+            num_unchanged += 1
         elif {*batch_keys} & {*gone}:
-            assert any("was deleted" in text for text in again.differences)
-            replayed = again.batch["sample_key"]
+            assert any("was deleted" in text for text in replay.differences)
+            replayed = replay.batch["sample_key"]
             for key, replayed_key in zip(batch_keys, replayed, strict=True):
                 assert key in gone or replayed_key == key or name == "edges"
             changed += 1
     assert changed
-    assert whole or name in ("lanes", "windowed", "packs", "edges")
+    assert num_unchanged or name in ("lanes", "windowed", "packs", "edges")
 
 
 def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tmp_path, capsys):
@@ -322,7 +331,9 @@ def test_the_newest_state_without_a_clip(datasets, tmp_path):
                 loader.state_dict()
     index = open_dataset(datasets / "a").index
     report = fr.seen(path, [index.row(4 + 20).key])
-    assert [(one.step, one.position, one.draw) for one in report.showings] == [(10, 20, 0)]
+    assert [(showing.step, showing.position, showing.draw) for showing in report.showings] == [
+        (10, 20, 0)
+    ]
     assert report.newest_clean == (0, 10)
     assert fr.seen(path, [index.row(4).key]).newest_clean is None
     with pytest.raises(ConfigError, match="no sample or clip of split 'train' is called 'nobody'"):
@@ -335,19 +346,21 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
     """From the newest clean state on the steps are those of a run that never had them, and replay gives them."""
     path = tmp_path / "a.ledger"
     states = {}
-    found = []
+    batches = []
     options = {"order": OrderSpec(seed=3, weights=BY_FRAME, epoch_length=40), "image": TRAIN}
     with load(datasets / "a", 2, ledger=path, **options) as loader:
         for step, batch in zip(range(30), itertools.chain(loader, loader), strict=False):
-            found.append(batch)
+            batches.append(batch)
             if step % 4 == 3:
                 states[f"step-{step}"] = loader.state_dict()
-    shown = [{key for batch in found[:step] for key in batch["sample_key"]} for step in range(30)]
+    shown_keys = [
+        {key for batch in batches[:step] for key in batch["sample_key"]} for step in range(30)
+    ]
     first, key = next(
         (step, key)
         for step in range(6, 20)
-        for key in found[step]["sample_key"]
-        if key not in shown[step]
+        for key in batches[step]["sample_key"]
+        if key not in shown_keys[step]
     )
     newest = f"step-{first // 4 * 4 - 1}"
     (tmp_path / "states.json").write_text(json.dumps(states))
@@ -373,11 +386,11 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
     with load(datasets / "a", 2, **masked) as never:
         expected = list(itertools.islice(itertools.chain(never, never), 34))
     assert not any(key in batch["sample_key"] for batch in expected)
-    assert not any(unlike(found[step], expected[step]) for step in range(first))
+    assert not any(unlike(batches[step], expected[step]) for step in range(first))
     for step in (0, first, 20, 33):
-        again = fr.replay(path, step, without=str(names))
-        assert not unlike(again.batch, expected[step])
-        assert again.digest_matches is None
+        replayed = fr.replay(path, step, without=str(names))
+        assert not unlike(replayed.batch, expected[step])
+        assert replayed.digest_matches is None
     assert (
         main(["runs", "replay", str(path), "--step", "9", "--without", str(names), "--json"]) == 0
     )
@@ -461,18 +474,21 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
     path = tmp_path / "a.ledger"
     options = {"on_error": "substitute", "file": None, "shuffle": False}
     with load(tmp_path / "own", 2, ledger=path, **options) as loader:
-        found = list(loader)
+        batches = list(loader)
     bad = index.row(7).key
     good = index.row(8).key
-    showings = [one for one in fr.seen(path, [bad, good]).showings if one.epoch == 0]
-    assert [(one.key, one.position, one.stands_for, one.replaced_by) for one in showings] == [
+    showings = [showing for showing in fr.seen(path, [bad, good]).showings if showing.epoch == 0]
+    assert [
+        (showing.key, showing.position, showing.stands_for, showing.replaced_by)
+        for showing in showings
+    ] == [
         (bad, 7, None, good),
         (good, 7, bad, None),
         (good, 8, None, None),
     ]
-    again = fr.replay(path, 3)
-    assert not unlike(again.batch, found[3])
-    assert again.differences == []
+    replayed = fr.replay(path, 3)
+    assert not unlike(replayed.batch, batches[3])
+    assert replayed.differences == []
 
 
 def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
@@ -487,15 +503,15 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
     assert fr.replay(paths[0], 4, rank=0).digest_matches is True
     assert fr.replay(paths[0], 3).digest_matches is None
     same = fr.run_diff(*paths[:2])
-    other = fr.run_diff(paths[0], paths[2])
+    pixels_diff = fr.run_diff(paths[0], paths[2])
     assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (
         None,
         None,
         7,
         [],
     )
-    assert (other.first_step, other.first_digest) == (None, 0)
-    assert any(line.startswith("identity.settings.pixels") for line in other.settings)
+    assert (pixels_diff.first_step, pixels_diff.first_digest) == (None, 0)
+    assert any(line.startswith("identity.settings.pixels") for line in pixels_diff.settings)
 
 
 def test_the_first_step_that_differs(datasets, tmp_path):
@@ -508,7 +524,7 @@ def test_the_first_step_that_differs(datasets, tmp_path):
 
 def test_the_commands(datasets, tmp_path, capsys):
     path = tmp_path / "a.ledger"
-    found = run(datasets, path=path, options={}, worlds=[(1, 4), (2, 2)], steps=4)
+    global_batches = run(datasets, path=path, options={}, worlds=[(1, 4), (2, 2)], steps=4)
     assert main(["runs", "show", str(path)]) == 0
     text = capsys.readouterr().out
     assert (
@@ -530,17 +546,17 @@ def test_the_commands(datasets, tmp_path, capsys):
         )
         == 0
     )
-    keys = [key for batch in found[5] for key in batch["sample_key"]]
+    keys = [key for batch in global_batches[5] for key in batch["sample_key"]]
     assert json.loads(capsys.readouterr().out)["keys"] == keys
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (
         main(["runs", "seen", str(path), keys[0], "--dataset", str(datasets / "a"), "--json"]) == 0
     )
-    assert 5 in [one["step"] for one in json.loads(capsys.readouterr().out)["showings"]]
+    assert 5 in [showing["step"] for showing in json.loads(capsys.readouterr().out)["showings"]]
     assert main(["runs", "diff", str(path), str(path)]) == 0
-    other = tmp_path / "b.ledger"
-    run(datasets, path=other, options={}, worlds=[(1, 2)], steps=4)
-    assert main(["runs", "diff", str(path), str(other)]) == 1
+    other_path = tmp_path / "b.ledger"
+    run(datasets, path=other_path, options={}, worlds=[(1, 2)], steps=4)
+    assert main(["runs", "diff", str(path), str(other_path)]) == 1
     assert "step 0 is the first that differs" in capsys.readouterr().out
     assert main(["runs", "replay", str(path), "--step", "999"]) == 2
     assert "it has the steps 0 to" in capsys.readouterr().err
@@ -549,12 +565,12 @@ def test_the_commands(datasets, tmp_path, capsys):
 def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     path = tmp_path / "a.ledger"
     with load(datasets / "a", 2, ledger=path, transform=dict) as loader:
-        found = next(iter(loader))
+        batch = next(iter(loader))
     with pytest.raises(
         ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"
     ):
         fr.replay(path, 0)
-    assert not unlike(fr.replay(path, 0, functions={"transform": dict}).batch, found)
+    assert not unlike(fr.replay(path, 0, functions={"transform": dict}).batch, batch)
     with pytest.raises(StateMismatchError, match="dataset: state has"):
         fr.replay(path, 0, dataset=datasets / "b", functions={"transform": dict})
     with pytest.raises(ConfigError, match="rank 3 is not in step 0"):
@@ -563,10 +579,10 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     batches = list(sampler.count())
     with pytest.raises(ConfigError, match="the ledger is of a sampler's run"):
         fr.replay(tmp_path / "b.ledger", 0)
-    again = fr.replay(
+    replayed = fr.replay(
         tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4)
     )
-    assert again.batch == batches[7]
+    assert replayed.batch == batches[7]
 
 
 def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, capsys):
@@ -582,7 +598,7 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
     plain = fr.attest(path, checkpoint, (0, 24))
     digest = hashlib.sha256(b"weights").hexdigest()
     assert plain["subject"] == [{"name": "checkpoint/rank/0.pt", "digest": {"sha256": digest}}]
-    assert [[one["start"], one["end"]] for one in plain["predicate"]["stretches"]] == [
+    assert [[stretch["start"], stretch["end"]] for stretch in plain["predicate"]["stretches"]] == [
         [[0, 0], [0, 20]],
         [[0, 20], [0, 24]],
     ]
@@ -632,7 +648,7 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
     for number in range(num_runs):
         spec = OrderSpec(**KINDS[number % len(KINDS)], seed=draw.getrandbits(60))
         path = tmp_path / f"{number}.ledger"
-        found = []
+        batches = []
         drop_last = draw.random() < 0.5
         sizes = [12] if spec.kind == "lanes" else [4, 12, 20]  # the lanes are the global batch
         state = None
@@ -643,21 +659,21 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
             loader = sampler.count()
             if state is not None:
                 loader.load_state_dict(state)
-            left = draw.randrange(1, 60)
-            while left:
+            steps_left = draw.randrange(1, 60)
+            while steps_left:
                 for batch in loader:
-                    found.append(batch)
-                    left -= 1
-                    if not left:
+                    batches.append(batch)
+                    steps_left -= 1
+                    if not steps_left:
                         break
             state = loader.state_dict()
         history = RunHistory(path)
-        assert history.num_steps == len(found)
-        for step in draw.choices(range(len(found)), k=20):
+        assert history.num_steps == len(batches)
+        for step in draw.choices(range(len(batches)), k=20):
             size = history.step(step)[0].stretch.start.global_batch
-            again = BatchSampler(columns, spec, global_batch=size, drop_last=drop_last)
-            assert fr.replay(path, step, loader=again).batch == found[step]
-            compared += len(found[step])
+            replay_sampler = BatchSampler(columns, spec, global_batch=size, drop_last=drop_last)
+            assert fr.replay(path, step, loader=replay_sampler).batch == batches[step]
+            compared += len(batches[step])
     assert compared >= 20 * 4 * num_runs
 
 
@@ -680,8 +696,8 @@ def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(
 ):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
-    setup, *others = read_ledger(tmp_path / "a.ledger").records
-    LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *others)
+    setup, *records = read_ledger(tmp_path / "a.ledger").records
+    LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *records)
     with pytest.raises(LedgerError, match=said):
         fr.replay(tmp_path / "b.ledger", 0)
     if "identity" in change:
@@ -692,9 +708,9 @@ def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(
 def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
-    setup, first, *others = read_ledger(tmp_path / "a.ledger").records
+    setup, first, *records = read_ledger(tmp_path / "a.ledger").records
     LedgerFile(tmp_path / "b.ledger").append(
-        setup, msgspec.structs.replace(first, ranks=4), *others
+        setup, msgspec.structs.replace(first, ranks=4), *records
     )
     with pytest.raises(WorldError, match="a global batch of 2 cannot be split evenly over 4 ranks"):
         RunHistory(tmp_path / "b.ledger")
@@ -709,7 +725,7 @@ HOSTILE = "x\x1b]0;t\x07\u202e\n3 steps"
 def test_a_command_prints_texts_of_a_ledger_as_text(datasets, tmp_path, capsys, words):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
-    setup, first, *others = read_ledger(tmp_path / "a.ledger").records
+    setup, first, *records = read_ledger(tmp_path / "a.ledger").records
     identity = (
         {**setup.identity, "split": HOSTILE} if words[:4] in ("show", "diff") else setup.identity
     )
@@ -717,14 +733,14 @@ def test_a_command_prints_texts_of_a_ledger_as_text(datasets, tmp_path, capsys, 
         setup, identity=identity, versions={"python": HOSTILE}, decoder=HOSTILE
     )
     LedgerFile(tmp_path / "b.ledger").append(
-        hostile, msgspec.structs.replace(first, time=HOSTILE), *others
+        hostile, msgspec.structs.replace(first, time=HOSTILE), *records
     )
     names = {"OTHER": str(tmp_path / "a.ledger"), "KEY": HOSTILE}
     word, *options = words.split()
-    given = [names.get(one, one) for one in options] + (
+    arguments = [names.get(option, option) for option in options] + (
         ["--epoch", "0", "--samples", "2"] if word == "attest" else []
     )
-    main(["runs", word, str(tmp_path / "b.ledger"), *given])
+    main(["runs", word, str(tmp_path / "b.ledger"), *arguments])
     said = "".join(capsys.readouterr())
     assert "\\x1b" in said or "\\u001b" in said
     assert said.replace("\n", "").isprintable()

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 
 def test_efficiency_is_reported_against_one_rank():
     report = scale_report()
-    found = {(run.num_ranks, run.batch_size): run.efficiency for run in report.measured}
-    assert found[1, 2] == {"weak": 1.0}
-    assert found[4, 2] == pytest.approx({"weak": 100 / 110, "strong": 100 / 110})
-    assert found[2, 4] == pytest.approx({"strong": 400 / 420})
+    efficiencies = {(run.num_ranks, run.batch_size): run.efficiency for run in report.measured}
+    assert efficiencies[1, 2] == {"weak": 1.0}
+    assert efficiencies[4, 2] == pytest.approx({"weak": 100 / 110, "strong": 100 / 110})
+    assert efficiencies[2, 4] == pytest.approx({"strong": 400 / 420})
 
 
 def test_the_model_is_tried_on_every_run_and_those_with_more_ranks_are_held_out():
@@ -60,9 +60,9 @@ def test_page_and_markdown_hold_the_figures(cut_off):
     text = render_markdown(report)
     page = Page(render_page(report))
     page.check()
-    for shown in (text, page.text):
-        assert "110.0" in shown
-        assert ("Partial" in shown) is bool(cut_off)
+    for rendered in (text, page.text):
+        assert "110.0" in rendered
+        assert ("Partial" in rendered) is bool(cut_off)
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
 ):
     place = tmp_path / "checkpoints"
     common = ("--model", "light", "--workers", 1, "--warmup", 3, "--no-html")
-    whole = tmp_path / "whole"
-    assert bench(dataset, whole, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common) == 0
+    whole_run = tmp_path / "whole"
+    assert bench(dataset, whole_run, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common) == 0
     ledger = tmp_path / "a.ledger"
     checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2, "--ledger", ledger)
     assert (
@@ -137,22 +137,24 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     )
     assert sorted(path.name[:13] for path in place.iterdir()) == ["step-00000008", "step-00000009"]
     capsys.readouterr()
-    again = ("--ranks", 1, "--batch-size", 4, "--steps", 20, *common, *checkpoints)
-    assert bench(dataset, tmp_path / "b", *again) == 0
+    arguments = ("--ranks", 1, "--batch-size", 4, "--steps", 20, *common, *checkpoints)
+    assert bench(dataset, tmp_path / "b", *arguments) == 0
     printed = capsys.readouterr().out
     assert "continued after step 9 from checkpoint step-00000009" in printed
     parts = run_history(ledger).stretches
-    assert [(one.first_step, one.num_steps, one.ranks, one.skipped) for one in parts] == [
+    assert [
+        (stretch.first_step, stretch.num_steps, stretch.ranks, stretch.skipped) for stretch in parts
+    ] == [
         (0, 9, 2, False),
         (9, 11, 1, False),
     ]
     report = load_report(tmp_path / "b" / "report.json")
     assert report.checkpoints.restored.world_size == 2
     assert [series.first_step for series in report.series] == [9]
-    undisturbed = load_report(whole / "report.json")
+    undisturbed = load_report(whole_run / "report.json")
     assert report.series[0].loss == pytest.approx(undisturbed.series[0].loss[9:], abs=2e-6)
     for options, said in (
-        (again, "20 of 20"),
+        (arguments, "20 of 20"),
         ((*common, *checkpoints, "--epochs", 3), "epoch 3 of 3"),
     ):
         assert bench(dataset, tmp_path / "c", *options) == 2

@@ -32,21 +32,21 @@ def boxes(rng, size):
 
 def sums_of(steps):
     return [
-        {name: (len(x), float(x.sum()), float((x**2).sum())) for name, x in one.items()}
-        for one in steps
+        {name: (len(x), float(x.sum()), float((x**2).sum())) for name, x in values.items()}
+        for values in steps
     ]
 
 
-def times_of(steps, seed, noise=0.02, base=20 * MS, each=0.0, **terms):
+def times_of(steps, seed, noise=0.02, base=20 * MS, sample_ns=0.0, **terms):
     """The nanoseconds of steps: a part of all, one of each sample, ``terms`` (linear, quadratic), and noise."""
     exact = [
         base
         + sum(
             a * x.sum() + b * (x**2).sum()
-            for (a, b), x in ((terms[name], one[name]) for name in one)
+            for (a, b), x in ((terms[name], values[name]) for name in values)
         )
-        + each * len(next(iter(one.values())))
-        for one in steps
+        + sample_ns * len(next(iter(values.values())))
+        for values in steps
     ]
     return np.array(exact) * np.random.default_rng(seed).normal(1, noise, len(exact))
 
@@ -70,7 +70,9 @@ def test_several_columns_and_a_part_of_each_sample_come_out_and_make_a_cost():
         {"num_tokens": lengths(rng, size), "num_boxes": boxes(rng, size)}
         for size in rng.integers(4, 40, 400)
     ]
-    times = times_of(steps, 2, 0.005, each=3 * MS, num_tokens=(9_000, 30), num_boxes=(200_000, 0))
+    times = times_of(
+        steps, 2, 0.005, sample_ns=3 * MS, num_tokens=(9_000, 30), num_boxes=(200_000, 0)
+    )
     fit = fit_cost(sums_of(steps), times)
     assert list(fit.terms_ns) == ["sample", "num_tokens", "num_tokens squared", "num_boxes"]
     assert (

@@ -84,7 +84,7 @@ def check(folder):
         "name": "outside:Brightness",
         "num_parameters": 41,
     }
-    assert [len(one["loss"]) for one in report["series"]] == [4, 4]
+    assert [len(series["loss"]) for series in report["series"]] == [4, 4]
 
 
 @pytest.mark.slow

@@ -81,9 +81,9 @@ def test_runs_without_figures_make_a_report():
 
 
 def on_another_input():
-    other = log(steps(20))
-    other.input = InputFacts(num_cameras=6, height=32, width=64)
-    return [other]
+    rank_log = log(steps(20))
+    rank_log.input = InputFacts(num_cameras=6, height=32, width=64)
+    return [rank_log]
 
 
 def fed_from_stock():
@@ -148,8 +148,8 @@ def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
     """Ranks that took 20 steps of 2 samples of 1 MB each, for which storage read that much."""
     dataset = msgspec.structs.replace(DATASET, num_samples=num_samples, mean_sample_bytes=1e6)
     logs = [log(steps(20)) for rank in range(ranks)]
-    for each in logs:
-        each.end = msgspec.structs.replace(each.end, read_bytes=read_bytes)
+    for rank_log in logs:
+        rank_log.end = msgspec.structs.replace(rank_log.end, read_bytes=read_bytes)
     settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
     return build_report(settings, logs, machine=MACHINE, dataset=dataset, cut_off=None)
 
@@ -236,10 +236,10 @@ def test_a_model_that_stands_in_the_queue_for_a_cpu_is_said_to():
 
 
 def test_an_own_model_on_an_emulated_gpu_is_said_not_to_be_what_is_timed():
-    own = msgspec.structs.replace(SETTINGS, model="own:Net")
+    own_settings = msgspec.structs.replace(SETTINGS, model="own:Net")
     late = steps(20, overrun_ns=500 * MS, other_ms=500)
     idle = CpuUse(seconds=10.0, own=0.2, others=0.0, usable=2.0)
-    said = " ".join(report_of([log(late)], settings=own, cpu=idle).warnings)
+    said = " ".join(report_of([log(late)], settings=own_settings, cpu=idle).warnings)
     assert "those of test network on one Test GPU, not as those of model 'own:Net'" in said
     assert "--accelerator cpu" in said
     assert "The ranks used 0.2 of 2 CPUs, and yet" in said and "overloaded" not in said

@@ -109,26 +109,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(datasets, tmp_path, kind):
         "local URL": f"local://{tmp_path}/b",
         "object store": f"memory://{tmp_path.name}",
     }
-    _, whole = run(datasets / "one", tmp_path / "a")
+    _, losses = run(datasets / "one", tmp_path / "a")
     first, before = run(datasets / "one", places[kind], 5)
     restored, after = run(datasets / "one", places[kind])
     assert first is None
     assert (restored.step, restored.world_size, restored.skipped) == (4, 1, [])
     # Dropout too: the generator's state is in the checkpoint.
-    assert [*before[:4], *after] == whole
+    assert [*before[:4], *after] == losses
 
 
 def test_the_newest_are_kept_and_what_killed_runs_left_is_removed_with_a_warning(
     datasets, saved, caplog
 ):
-    left = saved / "step-00000009.0123abcd"
-    shutil.copytree(next(saved.glob("step-00000004.*")), left)
-    (left / "checkpoint.json").rename(left / ".checkpoint.json.0123abcd")
+    unfinished = saved / "step-00000009.0123abcd"
+    shutil.copytree(next(saved.glob("step-00000004.*")), unfinished)
+    (unfinished / "checkpoint.json").rename(unfinished / ".checkpoint.json.0123abcd")
     (saved / "notes.txt").write_text("mine")
     restored, _ = run(datasets / "one", saved, keep=2)
     assert restored.step == 4
     assert (
-        f"'{left}' has no checkpoint.json: its save did not finish; it is removed"
+        f"'{unfinished}' has no checkpoint.json: its save did not finish; it is removed"
         in caplog.messages
     )
     (saved / "notes.txt").unlink()

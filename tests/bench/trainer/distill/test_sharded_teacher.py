@@ -68,26 +68,30 @@ def main(folder):
         loaded.extend(tensors.values()),
         load(tensors, **options),
     )
-    made = Teacher(f"{folder}/teacher", shard=True)
+    sharded_teacher = Teacher(f"{folder}/teacher", shard=True)
     teacher.load = load
-    parameters = list(made.parameters())
+    parameters = list(sharded_teacher.parameters())
     assert len(loaded) == len(parameters)
-    assert all(isinstance(one, DTensor) for one in loaded), "no rank makes or reads the whole model"
-    assert made.model.stem.mean.flatten().tolist() == pytest.approx(
+    assert all(isinstance(tensor, DTensor) for tensor in loaded), (
+        "no rank makes or reads the whole model"
+    )
+    assert sharded_teacher.model.stem.mean.flatten().tolist() == pytest.approx(
         [123.675, 116.28, 103.53], abs=0.01
     )
-    assert all(isinstance(one, DTensor) and not one.requires_grad for one in parameters)
-    assert sum(one.to_local().numel() for one in parameters) < 0.6 * sum(
-        one.numel() for one in parameters
+    assert all(isinstance(tensor, DTensor) and not tensor.requires_grad for tensor in parameters)
+    assert sum(tensor.to_local().numel() for tensor in parameters) < 0.6 * sum(
+        tensor.numel() for tensor in parameters
     )
 
-    (taught, predicted), (expected, wanted) = (
+    (taught, predicted), (expected, full_predictions) = (
         losses(folder, sharded=sharded) for sharded in (True, False)
     )
-    assert max(abs(one - other) for one, other in zip(taught, expected, strict=True)) < BOUND
-    for one, other in zip(predicted, wanted, strict=True):
-        assert not one.requires_grad
-        torch.testing.assert_close(one, other, rtol=0, atol=BOUND)
+    assert (
+        max(abs(loss - reference) for loss, reference in zip(taught, expected, strict=True)) < BOUND
+    )
+    for tensor, reference in zip(predicted, full_predictions, strict=True):
+        assert not tensor.requires_grad
+        torch.testing.assert_close(tensor, reference, rtol=0, atol=BOUND)
     assert len(set(taught)) == STEPS
     print("compared", flush=True)
     dist.barrier()

@@ -28,8 +28,8 @@ NUM_DRAWS = 10_000
 def topk(teacher: torch.Tensor, k: int) -> Logits:
     probabilities = teacher.softmax(-1)
     weights, indices = probabilities.topk(k, dim=-1)
-    known = torch.ones(teacher.shape[:-1], dtype=torch.bool)
-    return Logits(indices.int(), weights, 1 - weights.sum(-1), known)
+    known_tokens = torch.ones(teacher.shape[:-1], dtype=torch.bool)
+    return Logits(indices.int(), weights, 1 - weights.sum(-1), known_tokens)
 
 
 def drawn(teacher: torch.Tensor, count: int, generator: torch.Generator) -> Logits:
@@ -49,94 +49,100 @@ def pair():
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_top_k_of_the_whole_vocabulary_is_the_full_divergence(pair, temperature) -> None:
-    own, teacher = pair
-    full = divergence(own, teacher, temperature)
-    found = divergence(own, topk(teacher / temperature, SIZE), temperature)
-    torch.testing.assert_close(found, full, rtol=1e-4, atol=1e-5)
-    wanted, got = (torch.autograd.grad(one.sum(), own)[0] for one in (full, found))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+    student, teacher = pair
+    full = divergence(student, teacher, temperature)
+    listed = divergence(student, topk(teacher / temperature, SIZE), temperature)
+    torch.testing.assert_close(listed, full, rtol=1e-4, atol=1e-5)
+    full_gradient, got = (
+        torch.autograd.grad(values.sum(), student)[0] for values in (full, listed)
+    )
+    torch.testing.assert_close(got, full_gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_the_rest_of_top_k_counts_as_one_token(pair) -> None:
-    own, teacher = pair
+    student, teacher = pair
     stored = topk(teacher, 5)
     q = teacher.softmax(-1)
-    p = own.detach().softmax(-1)
+    p = student.detach().softmax(-1)
     indices = stored.indices.long()
-    left, right = (
-        torch.cat([one.gather(-1, indices), 1 - one.gather(-1, indices).sum(-1, keepdim=True)], -1)
-        for one in (q, p)
+    teacher_shares, student_shares = (
+        torch.cat(
+            [shares.gather(-1, indices), 1 - shares.gather(-1, indices).sum(-1, keepdim=True)], -1
+        )
+        for shares in (q, p)
     )
-    wanted = (left * (left / right).log()).sum(-1)
-    torch.testing.assert_close(divergence(own, stored).detach(), wanted, rtol=1e-4, atol=1e-5)
-    assert (wanted < divergence(own, teacher, 1.0).detach()).all()
+    expected = (teacher_shares * (teacher_shares / student_shares).log()).sum(-1)
+    torch.testing.assert_close(divergence(student, stored).detach(), expected, rtol=1e-4, atol=1e-5)
+    assert (expected < divergence(student, teacher, 1.0).detach()).all()
 
 
 def test_a_student_that_is_sure_of_the_listed_tokens_keeps_a_gradient_towards_the_rest() -> None:
-    own = torch.zeros(1, 10)
-    own[0, :2] = 40.0
-    own.requires_grad_()
+    student = torch.zeros(1, 10)
+    student[0, :2] = 40.0
+    student.requires_grad_()
     stored = Logits(
         torch.tensor([[0, 1]]),
         torch.tensor([[0.5, 0.4]]),
         torch.tensor([0.1]),
         torch.ones(1, dtype=bool),
     )
-    value = divergence(own, stored).sum()
+    value = divergence(student, stored).sum()
     value.backward()
-    assert math.isfinite(value.item()) and own.grad is not None
-    assert own.grad[0, 2:].sum().item() == pytest.approx(-0.1, rel=1e-3)
+    assert math.isfinite(value.item()) and student.grad is not None
+    assert student.grad[0, 2:].sum().item() == pytest.approx(-0.1, rel=1e-3)
 
 
 def test_draws_have_the_gradient_of_the_full_divergence_in_the_mean_and_top_k_has_not(pair) -> None:
-    own, teacher = pair
-    (full,) = torch.autograd.grad(divergence(own, teacher, 1.0).sum(), own)
+    student, teacher = pair
+    (full,) = torch.autograd.grad(divergence(student, teacher, 1.0).sum(), student)
     generator = torch.Generator().manual_seed(5)
-    many = own.detach().expand(NUM_DRAWS, *own.shape).clone().requires_grad_()
-    values = divergence(many, drawn(teacher.expand(NUM_DRAWS, *teacher.shape), 8, generator))
-    (gradients,) = torch.autograd.grad(values.sum(), many)
+    students = student.detach().expand(NUM_DRAWS, *student.shape).clone().requires_grad_()
+    values = divergence(students, drawn(teacher.expand(NUM_DRAWS, *teacher.shape), 8, generator))
+    (gradients,) = torch.autograd.grad(values.sum(), students)
     error = gradients.std(0) / math.sqrt(NUM_DRAWS)
     off = (gradients.mean(0) - full).abs() / error.clamp(min=1e-9)
     assert off[error > 1e-7].square().mean().sqrt() < 1.5 and off[error > 1e-7].max() < 4.5
     entropy = -(teacher.softmax(-1) * teacher.log_softmax(-1)).sum(-1)
-    wanted = divergence(own, teacher, 1.0).detach() + entropy
-    torch.testing.assert_close(values.detach().mean(0), wanted, rtol=0.02, atol=0.02)
+    expected = divergence(student, teacher, 1.0).detach() + entropy
+    torch.testing.assert_close(values.detach().mean(0), expected, rtol=0.02, atol=0.02)
     naive = topk(teacher, 8)
-    kept = naive._replace(weights=naive.weights / naive.weights.sum(-1, keepdim=True), tail=None)
-    (biased,) = torch.autograd.grad(divergence(own, kept).sum(), own)
+    renormalised = naive._replace(
+        weights=naive.weights / naive.weights.sum(-1, keepdim=True), tail=None
+    )
+    (biased,) = torch.autograd.grad(divergence(student, renormalised).sum(), student)
     assert (biased - full).abs().max() > 20 * error.max()
 
 
 def test_masks_and_weights_of_tokens(pair) -> None:
-    own, teacher = pair
+    student, teacher = pair
     stored = topk(teacher, 4)
-    known = torch.tensor([[True, False, True], [True, True, False]])
-    masked = stored.map(lambda part: part * known.view(2, 3, *[1] * (part.ndim - 2)))._replace(
-        known=known
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    masked = stored.map(lambda part: part * mask.view(2, 3, *[1] * (part.ndim - 2)))._replace(
+        known=mask
     )
-    values = divergence(own, masked)
-    assert (values[~known] == 0).all() and (values[known] > 0).all()
+    values = divergence(student, masked)
+    assert (values[~mask] == 0).all() and (values[mask] > 0).all()
     weights = torch.tensor([[1.0, 5.0, 0.5], [2.0, 0.0, 9.0]])
-    alone = divergence(own, stored)
-    wanted = (alone[0, 0] + 0.5 * alone[0, 2] + 2 * alone[1, 0]) / 3.5
-    torch.testing.assert_close(divergence(own, masked, weights=weights), wanted)
-    full = divergence(own, teacher, weights=weights)
-    torch.testing.assert_close(full, (divergence(own, teacher) * weights).sum() / 17.5)
-    none = divergence(own, masked, weights=torch.zeros(2, 3))
+    alone = divergence(student, stored)
+    expected = (alone[0, 0] + 0.5 * alone[0, 2] + 2 * alone[1, 0]) / 3.5
+    torch.testing.assert_close(divergence(student, masked, weights=weights), expected)
+    full = divergence(student, teacher, weights=weights)
+    torch.testing.assert_close(full, (divergence(student, teacher) * weights).sum() / 17.5)
+    none = divergence(student, masked, weights=torch.zeros(2, 3))
     none.backward()
-    assert none.item() == 0 and own.grad is not None and torch.isfinite(own.grad).all()
+    assert none.item() == 0 and student.grad is not None and torch.isfinite(student.grad).all()
 
 
 def test_half_precision_students_and_packed_rows(pair) -> None:
-    own, teacher = pair
+    student, teacher = pair
     stored = topk(teacher, 4)
     rows = Logits(*(part.flatten(0, 1) for part in stored[:4]))._replace(
         offsets=torch.tensor([0, 3, 6])
     )
-    values = divergence(own.flatten(0, 1), rows)
-    assert torch.equal(values.view(2, 3), divergence(own, stored))
-    assert divergence(own.bfloat16(), stored).dtype == torch.float32
-    assert np.isfinite(divergence(own.bfloat16(), stored).detach().numpy()).all()
+    values = divergence(student.flatten(0, 1), rows)
+    assert torch.equal(values.view(2, 3), divergence(student, stored))
+    assert divergence(student.bfloat16(), stored).dtype == torch.float32
+    assert np.isfinite(divergence(student.bfloat16(), stored).detach().numpy()).all()
 
 
 GPT = MODELS["gpt-tiny"]
@@ -196,17 +202,19 @@ def trained(taught, layer: str, **settings) -> list[float]:
 
 @pytest.mark.costly
 def test_the_trainers_decoder_learns_from_either_kind(taught) -> None:
-    whole = trained(taught, "whole", temperature=1.0)
-    assert trained(taught, "all") == pytest.approx(whole, rel=1e-3)
+    full_losses = trained(taught, "whole", temperature=1.0)
+    assert trained(taught, "all") == pytest.approx(full_losses, rel=1e-3)
     assert trained(taught, "soft") == pytest.approx(
         trained(taught, "whole", temperature=2.0), rel=1e-3
     )
-    topk, sampled, some = (trained(taught, name) for name in ("topk", "sampled", "some"))
-    assert all(one < full for one, full in zip(topk, whole, strict=True)), (
+    topk, sampled, partial_losses = (trained(taught, name) for name in ("topk", "sampled", "some"))
+    assert all(loss < full for loss, full in zip(topk, full_losses, strict=True)), (
         "tokens that count as one differ by less"
     )
-    assert len({tuple(one) for one in (whole, topk, sampled, some)}) == 4
-    assert some == pytest.approx(whole, rel=0.5), "a mean over the positions that are stored"
+    assert len({tuple(losses) for losses in (full_losses, topk, sampled, partial_losses)}) == 4
+    assert partial_losses == pytest.approx(full_losses, rel=0.5), (
+        "a mean over the positions that are stored"
+    )
     with pytest.raises(
         ConfigError, match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0"
     ):

@@ -61,9 +61,14 @@ def place(tmp_path_factory):
 
 def losses(place, settings, *, student="bev-tiny", **transforms):
     layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
-    made = Transforms(image=IMAGE, **transforms)
-    with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
-        wrap = lambda model: model
+    loader_transforms = Transforms(image=IMAGE, **transforms)
+    with DataLoader(
+        place / "data", 2, num_workers=1, transforms=loader_transforms, layers=layers
+    ) as loader:
+
+        def wrap(model):
+            return model
+
         teacher = None
         if settings is not None:
             wrap, teacher = distilled(MODELS[student], loader, "cpu", **settings)
@@ -80,7 +85,13 @@ ALL_PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
 def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, largest):
     online = losses(place, {"teacher": str(place / "vit-tiny"), "weights": ALL_PARTS})
     offline = losses(place, {"layer": str(place / store), "weights": ALL_PARTS})
-    assert max(abs(one - other) for one, other in zip(online, offline, strict=True)) < largest
+    assert (
+        max(
+            abs(online_loss - offline_loss)
+            for online_loss, offline_loss in zip(online, offline, strict=True)
+        )
+        < largest
+    )
     assert len(set(online)) == len(online)
 
 
@@ -90,21 +101,22 @@ def test_every_part_and_the_temperature_change_what_the_student_learns(place):
     parts = ("features=1", "targets=1", "labels=1,logits=1")
     settings = [None, teacher, {**teacher, "temperature": 5.0}]
     settings += [{**teacher, "weights": weights} for weights in parts]
-    assert len({tuple(losses(place, one)) for one in settings}) == len(settings)
+    assert len({tuple(losses(place, distillation)) for distillation in settings}) == len(settings)
 
 
 def test_divergence_is_that_of_torchs_distributions():
-    own = torch.randn(2, 5, 7)
-    wanted = torch.randn(2, 5, 7)
+    student = torch.randn(2, 5, 7)
+    teacher = torch.randn(2, 5, 7)
     kinds = (torch.distributions.Bernoulli, True), (torch.distributions.Categorical, False)
     for kind, binary in kinds:
         expected = (
-            torch.distributions.kl_divergence(kind(logits=wanted / 3), kind(logits=own / 3)) * 9
+            torch.distributions.kl_divergence(kind(logits=teacher / 3), kind(logits=student / 3))
+            * 9
         )
         torch.testing.assert_close(
-            divergence(own, wanted, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5
+            divergence(student, teacher, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5
         )
-        assert divergence(own, own, 3.0, binary=binary).abs().max() == 0
+        assert divergence(student, student, 3.0, binary=binary).abs().max() == 0
 
 
 def write(place, name, channels, value):
@@ -161,9 +173,9 @@ def test_detections_of_a_layer_take_the_labels_place(place):
     }
     arrays = [{"name": "box", "dtype": "float32", "shape": [7]}]
     layer = write(place, "detections", [{**table, "arrays": arrays}], boxes)
-    found = losses(place, {"layer": layer, "weights": "targets=1"})
-    assert found != losses(place, None)
-    assert found[-1] < found[0]
+    layer_losses = losses(place, {"layer": layer, "weights": "targets=1"})
+    assert layer_losses != losses(place, None)
+    assert layer_losses[-1] < layer_losses[0]
 
 
 FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}

@@ -16,7 +16,7 @@ SMALL = BevSettings(width=8, num_stages=2, blocks_per_stage=1, subsample=2, grid
 def batch(samples=2, cameras=3, *, boxes=True, seed=0):
     random = torch.Generator().manual_seed(seed)
     focal = torch.tensor([[40.0, 0, 31.5], [0, 40.0, 15.5], [0, 0, 1]])
-    made = {
+    entries = {
         "img": torch.randint(
             0, 256, (samples, cameras, 3, 32, 64), dtype=torch.uint8, generator=random
         ),
@@ -27,12 +27,12 @@ def batch(samples=2, cameras=3, *, boxes=True, seed=0):
         "epoch": 0,
     }
     if boxes:
-        made["gt_boxes_3d"] = [torch.tensor([[5.0, -5.0, 0, 4, 2, 1.5, 0]])] * samples
-    return made
+        entries["gt_boxes_3d"] = [torch.tensor([[5.0, -5.0, 0, 4, 2, 1.5, 0]])] * samples
+    return entries
 
 
-def loss_of(model, made):
-    return model(*model.inputs(made))
+def loss_of(model, entries):
+    return model(*model.inputs(entries))
 
 
 def test_a_cell_is_occupied_where_a_box_has_its_centre():
@@ -88,13 +88,13 @@ def test_a_batch_without_calibration_has_cameras_of_unit_matrices():
     assert torch.equal(loss_of(model, plain), loss_of(model, unit))
 
 
-def absent_camera(made):
-    made["cam_valid"][0, 1] = False
-    made["intrinsics"][0, 1] = 0
+def absent_camera(entries):
+    entries["cam_valid"][0, 1] = False
+    entries["intrinsics"][0, 1] = 0
 
 
-def padding_row(made):
-    made["valid"][1] = False
+def padding_row(entries):
+    entries["valid"][1] = False
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def padding_row(made):
     [
         (absent_camera, "img", (0, 1), False),
         (padding_row, "img", (1,), False),
-        (lambda made: None, "img", (0, 1), True),
-        (lambda made: None, "cam2ego", (slice(None), slice(None), 0, 3), True),
+        (lambda entries: None, "img", (0, 1), True),
+        (lambda entries: None, "cam2ego", (slice(None), slice(None), 0, 3), True),
     ],
     ids=["absent camera", "padding", "pixels", "geometry"],
 )
@@ -112,19 +112,19 @@ def test_pixels_and_geometry_count_where_there_is_a_camera_and_a_sample(
 ):
     torch.manual_seed(0)
     model = BevOccupancy(SMALL)
-    made = batch()
-    change(made)
-    before = loss_of(model, made)
-    made[entry][where] = made[entry][where] + 20
+    entries = batch()
+    change(entries)
+    before = loss_of(model, entries)
+    entries[entry][where] = entries[entry][where] + 20
     assert torch.isfinite(before)
-    assert torch.equal(before, loss_of(model, made)) is not counts
+    assert torch.equal(before, loss_of(model, entries)) is not counts
 
 
 def test_a_sample_without_any_camera_has_a_finite_loss():
-    made = batch()
-    made["cam_valid"][:] = False
-    made["intrinsics"][:] = 0
-    assert torch.isfinite(loss_of(BevOccupancy(SMALL), made))
+    entries = batch()
+    entries["cam_valid"][:] = False
+    entries["intrinsics"][:] = 0
+    assert torch.isfinite(loss_of(BevOccupancy(SMALL), entries))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -132,10 +132,10 @@ def test_it_learns_what_it_is_shown(seed):
     torch.manual_seed(seed)
     model = BevOccupancy(SMALL)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    made = batch(seed=seed)
+    entries = batch(seed=seed)
     losses = []
     for _ in range(12):
-        loss = loss_of(model, made)
+        loss = loss_of(model, entries)
         losses.append(loss.item())
         optimiser.zero_grad()
         loss.backward()

@@ -42,16 +42,16 @@ def tensors(models):
 
 @pytest.mark.parametrize("name", ["bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny"])
 def test_a_filled_draft_is_the_model(name):
-    whole = build(MODELS[name], "cpu", 5)
+    built = build(MODELS[name], "cpu", 5)
     drawn = torch.rand(1)
     model, fill = draft(partial(build_model, MODELS[name]), "cpu", 5)
     assert {value.device.type for value in model.parameters()} == {"meta"}
     fill([model], False)
     assert torch.rand(1) == drawn
-    expected = tensors([whole])
-    found = tensors([model])
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    expected = tensors([built])
+    filled = tensors([model])
+    assert expected.keys() == filled.keys()
+    assert all(torch.equal(value, filled[key]) for key, value in expected.items())
 
 
 @pytest.mark.process
@@ -67,17 +67,22 @@ def divided(size, options):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = []
-    peak = peak_of(lambda: made.append(divided(WIDE, {"strategy": "fsdp2"})))
-    assert sum(value.numel() for value in made[0].models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
+    parallels = []
+    peak = peak_of(lambda: parallels.append(divided(WIDE, {"strategy": "fsdp2"})))
+    assert (
+        sum(value.numel() for value in parallels[0].models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
+    )
     assert WIDE_BYTES / RANKS < peak < 0.4 * WIDE_BYTES, f"{peak} bytes, the model has {WIDE_BYTES}"
     for name, options in DIVIDED:
-        whole = tensors([build(MODELS[name], "cpu", 5)])
-        found = tensors(divided(MODELS[name], options).models)
+        expected = tensors([build(MODELS[name], "cpu", 5)])
+        filled = tensors(divided(MODELS[name], options).models)
         if "pp" not in options.get("mesh", ""):
-            assert found.keys() == whole.keys()
-        assert found
-        assert all(torch.equal(value, whole[key]) for key, value in found.items()), (name, options)
+            assert filled.keys() == expected.keys()
+        assert filled
+        assert all(torch.equal(value, expected[key]) for key, value in filled.items()), (
+            name,
+            options,
+        )
     dist.barrier()
     print("compared", flush=True)
     dist.destroy_process_group()

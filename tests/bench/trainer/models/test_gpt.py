@@ -17,7 +17,7 @@ from support.datasets import build_dataset
 TINY = MODELS["gpt-tiny"]
 
 
-def made(folder, length=33, words=64):
+def build_tokens(folder, length=33, words=64):
     channel = Channel(
         name="tokens",
         kind="tokens",
@@ -37,7 +37,7 @@ def made(folder, length=33, words=64):
 
 
 def test_the_decoder_reads_the_channel_of_the_dataset(tmp_path):
-    place = made(tmp_path / "data", length=40)
+    place = build_tokens(tmp_path / "data", length=40)
     channels = token_channel(str(place), "gpt-tiny")
     chosen = Transforms(image=ImageAugment(height=32, width=48), select=channels)
     with DataLoader(place, 2, shuffle=False, num_workers=1, transforms=chosen) as loader:
@@ -54,7 +54,7 @@ def test_without_the_channel_tokens_are_made_of_the_keys(tmp_path):
 
 
 def test_other_models_read_no_tokens(tmp_path):
-    assert token_channel(str(made(tmp_path / "data")), "bev-tiny") == []
+    assert token_channel(str(build_tokens(tmp_path / "data")), "bev-tiny") == []
 
 
 def test_tokens_that_the_model_cannot_read_are_refused(tmp_path):
@@ -62,6 +62,6 @@ def test_tokens_that_the_model_cannot_read_are_refused(tmp_path):
         ConfigError,
         match=r"shape \[32\]; model 'gpt-tiny' reads kind 'tokens' of any length, or of 33 or more",
     ):
-        token_channel(str(made(tmp_path / "short", length=32)), "gpt-tiny")
+        token_channel(str(build_tokens(tmp_path / "short", length=32)), "gpt-tiny")
     with pytest.raises(ConfigError, match="has 65 words, model 'gpt-tiny' knows 64"):
-        token_channel(str(made(tmp_path / "wordy", words=65)), "gpt-tiny")
+        token_channel(str(build_tokens(tmp_path / "wordy", words=65)), "gpt-tiny")

@@ -35,12 +35,12 @@ def test_absent_cameras_and_padding_do_not_count():
     images = list(inputs(2, 2, 32, 1))
     images[1] = torch.tensor([[1, 0], [1, 1]], dtype=torch.uint8)
     images[5] = torch.tensor([1.0, 0.0])
-    whole = model(*images)
-    only = model(
+    padded_loss = model(*images)
+    real_loss = model(
         *[value[:1, :1] if value.ndim > 2 else value[:1] for value in images[:1]],
         torch.ones(1, 1),
         *images[2:4],
         images[4][:1],
         torch.ones(1),
     )
-    assert torch.allclose(whole, only, rtol=1e-4)
+    assert torch.allclose(padded_loss, real_loss, rtol=1e-4)

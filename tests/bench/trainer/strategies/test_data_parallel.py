@@ -55,8 +55,8 @@ def test_gradients_are_those_of_the_plain_model_and_buckets_are_reported_in_orde
         for model in (plain, wrapped):
             model.zero_grad()
             model(inputs).square().sum().backward()
-        for expected, found in zip(plain.parameters(), wrapped.parameters(), strict=True):
-            assert torch.equal(expected.grad, found.grad)
+        for expected, parameter in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            assert torch.equal(expected.grad, parameter.grad)
         shares = [entry for entry in listener.heard if isinstance(entry, float)]
         assert (
             len(shares) > 1 or number == 0

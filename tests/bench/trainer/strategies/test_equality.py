@@ -56,9 +56,11 @@ FOUR_RANKS = [
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_ranks_train_as_one_process(world, cases, tmp_path):
     compared = measure(world, cases, tmp_path)
-    assert [(one.case, one.difference) for one in compared if not one.holds] == []
+    assert [
+        (comparison.case, comparison.difference) for comparison in compared if not comparison.holds
+    ] == []
     assert len(compared) == len(cases)
-    assert all(one.first_loss != one.last_loss for one in compared)
+    assert all(comparison.first_loss != comparison.last_loss for comparison in compared)
     if world == 4:
         said = (tmp_path / "ranks.log").read_text()
         assert "Warning" not in said, (

@@ -27,9 +27,9 @@ from fuelrail.pipeline.errors import ConfigError
     ],
 )
 def test_degrees_of_a_world(options, world, degrees):
-    found = degrees_of(ParallelSettings(**options), world)
-    assert found == degrees
-    assert found.data * found.pp * found.tp == world
+    world_degrees = degrees_of(ParallelSettings(**options), world)
+    assert world_degrees == degrees
+    assert world_degrees.data * world_degrees.pp * world_degrees.tp == world
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,6 @@ def test_each_real_sample_counts_the_same(world, tiny_dataset, tmp_path):
         root = tiny_dataset({"train": (samples,)}, size=(16, 16)).root
         out = tmp_path / f"{number}.json"
         run_ranks(world, uneven_ranks.__file__, root, out, json.dumps(cases))
-        found = json.loads(out.read_text())
-        wrong = [(case, pair) for case, pair in zip(cases, found, strict=True) if max(pair) > 1e-6]
+        pairs = json.loads(out.read_text())
+        wrong = [(case, pair) for case, pair in zip(cases, pairs, strict=True) if max(pair) > 1e-6]
         assert wrong == []
