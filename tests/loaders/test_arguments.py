@@ -32,8 +32,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (8,)})[0]
+def root(build_once):
+    return build_once({"train": (8,)})[0]
 
 
 SETTINGS = "a dict of its fields, or the path of a YAML file"

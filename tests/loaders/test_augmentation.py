@@ -40,8 +40,8 @@ PIXELS = PixelAugment(
 
 
 @pytest.fixture(scope="module")
-def dataset(made):
-    return made({"train": (6, 6)})[0]
+def dataset(build_once):
+    return build_once({"train": (6, 6)})[0]
 
 
 def augmented(dataset, **options) -> list[dict]:

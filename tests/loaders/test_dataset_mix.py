@@ -36,9 +36,9 @@ MIX = {"city": 3, "highway": 1}
 
 
 @pytest.fixture(scope="module")
-def roots(made):
-    other, _ = made({"train": (7,), "val": (2,)}, seed=5)
-    return {"city": made({"val": (3,), "train": (8, 10)})[0], "highway": other}
+def roots(build_once):
+    other, _ = build_once({"train": (7,), "val": (2,)}, seed=5)
+    return {"city": build_once({"val": (3,), "train": (8, 10)})[0], "highway": other}
 
 
 def make(roots, batch_size=4, **options):
@@ -203,7 +203,7 @@ def test_request_numbers_are_found_in_order():
     assert [numbers(0), numbers(0), numbers(2), numbers(4)] == [0, 0, 4, 11]
 
 
-def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_path):
+def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, build_once, tmp_path):
     channels = open_dataset(roots["highway"]).manifest.channels
     cameras = sum(channel.sensor == "camera" for channel in channels)
     unlike = {
@@ -221,7 +221,7 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_p
         ):
             make({"city": roots["city"], "highway": other})
     with pytest.raises(ConfigError, match="'city' has boxes, 'highway' has no boxes"):
-        make({"city": roots["city"], "highway": made({"train": (4,)}, labelled=False)[0]})
+        make({"city": roots["city"], "highway": build_once({"train": (4,)}, labelled=False)[0]})
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def roots(made):
-    return {name: made({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
+def roots(build_once):
+    return {name: build_once({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,10 +17,10 @@ from support.ranks import TESTS, run_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(made, tmp_path_factory):
+def ranks(build_once, tmp_path_factory):
     """What four real processes found; see support/mesh_ranks.py."""
     root = tmp_path_factory.mktemp("mesh")
-    run_ranks(4, TESTS / "support" / "mesh_ranks.py", made({"train": (9, 15)})[0], root)
+    run_ranks(4, TESTS / "support" / "mesh_ranks.py", build_once({"train": (9, 15)})[0], root)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -32,8 +32,8 @@ def recorded(folder, size):
     }
 
 
-def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
-    root = made({"train": (15, 25)})[0]
+def test_a_job_of_three_that_lost_a_rank_continues_with_two(build_once, tmp_path):
+    root = build_once({"train": (15, 25)})[0]
     out = tmp_path / "run"
     out.mkdir()
     script = TESTS / "support" / "elastic_rank.py"

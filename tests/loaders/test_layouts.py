@@ -53,9 +53,9 @@ def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
         assert unlike(epoch(server.url), expected) == []
 
 
-def test_a_frame_is_read_alone(roots, made):
+def test_a_frame_is_read_alone(roots, build_once):
     dataset = open_dataset(roots / "frame")
-    raw = made(LENGTHS)[1]
+    raw = build_once(LENGTHS)[1]
     reader = SampleReader(dataset, points=False)
     sample = reader.sample(7)
     assert bytes(sample.images["cam_front"]) == raw[sample.key]["cam_front.jpg"]

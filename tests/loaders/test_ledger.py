@@ -129,13 +129,15 @@ def test_only_the_first_process_writes(tiny, path, monkeypatch):
     assert records(path, SegmentStart)[0].ranks == 2
 
 
-def test_bad_samples_are_recorded_with_what_took_their_place(own, tmp_path, path):
-    index = open_dataset(own).index
-    spoil(own, index.row(7))
+def test_bad_samples_are_recorded_with_what_took_their_place(tiny_copy, tmp_path, path):
+    index = open_dataset(tiny_copy).index
+    spoil(tiny_copy, index.row(7))
     options = {"on_error": "substitute", "file": None, "shuffle": False}
-    plain = [key for batch in load(own, 2, image=TINY, **options) for key in batch["sample_key"]]
+    plain = [
+        key for batch in load(tiny_copy, 2, image=TINY, **options) for key in batch["sample_key"]
+    ]
     for rank in range(2):
-        with make(own, path, 1, rank=rank, size=2, **options) as loader:
+        with make(tiny_copy, path, 1, rank=rank, size=2, **options) as loader:
             list(loader)
     assert not records(path, SampleReplaced)
     # The loader looks ahead into the next epoch, so this may have its record too.

@@ -70,8 +70,8 @@ class TestContent:
             key for key, members in raw.items() if b'"split":"train"' in members["meta.json"]
         }
 
-    def test_a_missing_camera_is_zeros_and_flagged(self, made):
-        root, _ = made({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
+    def test_a_missing_camera_is_zeros_and_flagged(self, build_once):
+        root, _ = build_once({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
         batch = next(iter(load(root, 4, shuffle=False)))
         assert batch["cam_valid"].tolist() == [
             [True, True],
@@ -82,8 +82,8 @@ class TestContent:
         assert not batch["img"][2, 1].any()
         assert batch["img"][2, 0].any()
 
-    def test_an_unlabelled_dataset_has_no_box_keys(self, made):
-        batch = next(iter(load(made({"train": (4,)}, labelled=False)[0], 4)))
+    def test_an_unlabelled_dataset_has_no_box_keys(self, build_once):
+        batch = next(iter(load(build_once({"train": (4,)}, labelled=False)[0], 4)))
         assert not [name for name in batch if name.startswith("gt_")]
 
     def test_the_matrices_follow_the_augmented_pixels(self, tiny):
@@ -354,9 +354,11 @@ class TestState:
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())
 
-    def test_a_state_of_another_dataset_is_refused(self, tiny, made):
+    def test_a_state_of_another_dataset_is_refused(self, tiny, build_once):
         with pytest.raises(StateMismatchError, match="dataset: state has"):
-            load(made({"train": (5, 7, 9)}, seed=1)[0]).load_state_dict(load(tiny).state_dict())
+            load(build_once({"train": (5, 7, 9)}, seed=1)[0]).load_state_dict(
+                load(tiny).state_dict()
+            )
 
     def test_more_samples_than_the_epoch_has_are_refused(self, tiny):
         loader = load(tiny)
@@ -387,15 +389,15 @@ class TestErrors:
             load(tmp_path)
 
     def test_a_flipped_bit_is_a_checksum_error_with_shard_and_key_and_the_loader_can_be_used_again(
-        self, own, raw
+        self, tiny_copy, raw
     ):
-        shard = own / "train-000001.tar"
+        shard = tiny_copy / "train-000001.tar"
         good = shard.read_bytes()
         at = (
             good.rindex(b"\xff\xd8\xff") + 300
         )  # in an image: a loader without points does not read lidars
         shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        loader = load(own, 7, shuffle=False)
+        loader = load(tiny_copy, 7, shuffle=False)
         with pytest.raises(ChecksumError, match=r"train-000001\.tar") as caught:
             list(loader)
         assert caught.value.key in raw
@@ -404,11 +406,11 @@ class TestErrors:
             file.write(good)
         assert len(list(loader)) == 3
 
-    def test_a_cut_shard_is_an_error_with_its_name(self, own):
-        shard = own / "train-000000.tar"
+    def test_a_cut_shard_is_an_error_with_its_name(self, tiny_copy):
+        shard = tiny_copy / "train-000000.tar"
         shard.write_bytes(shard.read_bytes()[:-4096])
         with pytest.raises(TruncatedShardError, match=r"train-000000\.tar"):
-            list(load(own))
+            list(load(tiny_copy))
 
     def test_an_image_that_does_not_decode_names_sample_and_camera(self, tmp_path):
         raw = build_dataset(

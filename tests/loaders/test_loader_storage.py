@@ -46,8 +46,8 @@ pytest.importorskip("aiohttp")
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (5, 7, 9)})[0]
+def tiny(build_once):
+    return build_once({"train": (5, 7, 9)})[0]
 
 
 def epochs(loader, count=2):
@@ -327,18 +327,18 @@ def spoil_rows(root, rows):
 
 class TestBadSamples:
     @pytest.fixture
-    def own(self, tiny, tmp_path):
+    def tiny_copy(self, tiny, tmp_path):
         return shutil.copytree(tiny, tmp_path / "own")
 
-    def test_raised_by_default(self, own):
-        spoil_rows(own, [8])
+    def test_raised_by_default(self, tiny_copy):
+        spoil_rows(tiny_copy, [8])
         with pytest.raises(ChecksumError) as caught:
-            keys(load(own))
-        assert caught.value.key == open_dataset(own).index.row(8).key
+            keys(load(tiny_copy))
+        assert caught.value.key == open_dataset(tiny_copy).index.row(8).key
 
-    def test_replaced_by_the_next_of_the_order(self, own, tiny, tmp_path):
+    def test_replaced_by_the_next_of_the_order(self, tiny_copy, tiny, tmp_path):
         bad = [8, 3, 15]
-        spoil_rows(own, bad)
+        spoil_rows(tiny_copy, bad)
         index = open_dataset(tiny).index
         names = {index.row(number).key for number in bad}
         good = keys(load(tiny, seed=2))
@@ -349,21 +349,23 @@ class TestBadSamples:
             expected.append(good[at % 21])
         options = {"on_error": "substitute", "file": tmp_path / "bad.jsonl", "seed": 2}
         for batch_size in (3, 7):
-            loader = load(own, batch_size, **options)
+            loader = load(tiny_copy, batch_size, **options)
             assert keys(loader) == expected
             assert loader.stats().bad_samples == 3
 
-    def test_the_quarantine_file_lists_each_once_with_its_address(self, own, tmp_path, caplog):
-        spoil_rows(own, [8, 3])
+    def test_the_quarantine_file_lists_each_once_with_its_address(
+        self, tiny_copy, tmp_path, caplog
+    ):
+        spoil_rows(tiny_copy, [8, 3])
         file = tmp_path / "bad.jsonl"
-        loader = load(own, seed=2, on_error="substitute", file=file)
+        loader = load(tiny_copy, seed=2, on_error="substitute", file=file)
         with caplog.at_level(logging.WARNING):
             first = keys(loader)
             second = keys(loader)
         assert len(first) == len(second) == 21
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert len(lines) == 2
-        index = open_dataset(own).index
+        index = open_dataset(tiny_copy).index
         for line in lines:
             row = index.row(line["row"])
             assert (line["key"], line["offset"], line["error"]) == (
@@ -376,34 +378,34 @@ class TestBadSamples:
             assert row.key in caplog.text
         assert {line["row"] for line in lines} == {8, 3}
 
-    def test_more_than_allowed_is_an_error(self, own):
-        spoil_rows(own, [8, 3, 15])
-        assert len(keys(load(own, on_error="substitute", max_bad=3, file=None))) == 21
+    def test_more_than_allowed_is_an_error(self, tiny_copy):
+        spoil_rows(tiny_copy, [8, 3, 15])
+        assert len(keys(load(tiny_copy, on_error="substitute", max_bad=3, file=None))) == 21
         with pytest.raises(BadSamplesError, match="3 bad samples, max_bad=2 are allowed; the last"):
-            keys(load(own, on_error="substitute", max_bad=2, file=None))
+            keys(load(tiny_copy, on_error="substitute", max_bad=2, file=None))
 
-    def test_where_nothing_is_good_it_ends(self, own):
-        spoil_rows(own, range(21))
+    def test_where_nothing_is_good_it_ends(self, tiny_copy):
+        spoil_rows(tiny_copy, range(21))
         with pytest.raises(BadSamplesError, match="no sample of the epoch is good"):
-            keys(load(own, on_error="substitute", file=None))
+            keys(load(tiny_copy, on_error="substitute", file=None))
 
-    def test_images_that_do_not_decode_are_replaced_too(self, own, tiny, tmp_path):
-        dataset = open_dataset(own)
+    def test_images_that_do_not_decode_are_replaced_too(self, tiny_copy, tiny, tmp_path):
+        dataset = open_dataset(tiny_copy)
         row = dataset.index.row(6)
         member = next(entry for entry in row.members if entry.name == "cam_front.jpg")
         with dataset.shard_path(row).open("r+b") as file:
             file.seek(row.offset + member.offset)
             file.write(bytes(member.stored_bytes))
         with pytest.raises(ImageError):
-            keys(load(own, verify=False))
+            keys(load(tiny_copy, verify=False))
         file = tmp_path / "bad.jsonl"
-        found = keys(load(own, verify=False, on_error="substitute", file=file))
+        found = keys(load(tiny_copy, verify=False, on_error="substitute", file=file))
         assert len(found) == 21
         assert row.key not in found
         assert json.loads(file.read_text())["member"] == "cam_front"
 
-    def test_augmentation_of_the_substitute_is_its_own(self, own, tiny):
-        spoil_rows(own, [8])
+    def test_augmentation_of_the_substitute_is_its_own(self, tiny_copy, tiny):
+        spoil_rows(tiny_copy, [8])
         image = ImageAugment(height=32, width=48, resize=0.5, flip_prob=0.5, train=True)
 
         def pixels(loader):
@@ -414,17 +416,19 @@ class TestBadSamples:
             }
 
         good = pixels(load(tiny, image=image))
-        replaced = pixels(load(own, image=image, on_error="substitute", file=None))
+        replaced = pixels(load(tiny_copy, image=image, on_error="substitute", file=None))
         assert len(replaced) == 20
         assert all(torch.equal(good[key], picture) for key, picture in replaced.items())
 
-    def test_storage_that_refuses_is_never_replaced(self, own, tmp_path):
-        (own / "train-000001.tar").unlink()
+    def test_storage_that_refuses_is_never_replaced(self, tiny_copy, tmp_path):
+        (tiny_copy / "train-000001.tar").unlink()
         with pytest.raises(StorageError, match=r"train-000001\.tar"):
-            keys(load(own, on_error="substitute", file=tmp_path / "bad.jsonl"))
+            keys(load(tiny_copy, on_error="substitute", file=tmp_path / "bad.jsonl"))
         assert not (tmp_path / "bad.jsonl").exists()
 
-    def test_a_quarantine_file_that_cannot_be_written_stops_nothing(self, own, tmp_path, caplog):
-        spoil_rows(own, [8])
-        assert len(keys(load(own, on_error="substitute", file=tmp_path))) == 21
+    def test_a_quarantine_file_that_cannot_be_written_stops_nothing(
+        self, tiny_copy, tmp_path, caplog
+    ):
+        spoil_rows(tiny_copy, [8])
+        assert len(keys(load(tiny_copy, on_error="substitute", file=tmp_path))) == 21
         assert "quarantine file" in caplog.text

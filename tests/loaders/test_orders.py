@@ -23,8 +23,8 @@ MIXED = OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2}))
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made(LENGTHS)[0]
+def root(build_once):
+    return build_once(LENGTHS)[0]
 
 
 def run(root, batch_size, **options):

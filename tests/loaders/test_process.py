@@ -32,8 +32,8 @@ first = next(iterator)
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (5, 7, 9)})[0]
+def tiny(build_once):
+    return build_once({"train": (5, 7, 9)})[0]
 
 
 def python(root, code):

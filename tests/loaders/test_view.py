@@ -21,8 +21,8 @@ from support.edits import reseal, rewrite
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (6,)})[0]
+def root(build_once):
+    return build_once({"train": (6,)})[0]
 
 
 class TestCommand:
@@ -191,12 +191,12 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert main(["view", str(root), "--layers", "seen"]) == 2
 
 
-def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
+def test_channels_that_a_sample_lacks_are_named(build_once, tmp_path, capsys):
     notes, never = (
         Channel(name=name, kind="text", field=f"{name}.txt", law=Law("fixed"), optional=True)
         for name in ("notes", "never")
     )
-    root = shutil.copytree(made({"train": (2,)})[0], tmp_path / "d")
+    root = shutil.copytree(build_once({"train": (2,)})[0], tmp_path / "d")
     rewrite(root, 1, lambda raw: [*raw.items(), ("notes.txt", b"wet")])
     reseal(
         root,

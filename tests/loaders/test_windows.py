@@ -46,8 +46,8 @@ LENGTHS = {"val": (FIRST,), "train": (9, NUM - 9)}
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made(LENGTHS, missing=frozenset({(11, CAMERAS[1])}))[0]
+def root(build_once):
+    return build_once(LENGTHS, missing=frozenset({(11, CAMERAS[1])}))[0]
 
 
 def shown(row, frames, stride=1, padding="repeat_edge"):

@@ -56,8 +56,8 @@ LAYER = [
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (4, 4)})[0]
+def root(build_once):
+    return build_once({"train": (4, 4)})[0]
 
 
 def loader_of(root, transforms=(), **options):
