@@ -52,12 +52,12 @@ def tiny(build_once):
 
 def epochs(loader, count=2):
     """Key and pixels of every sample of some epochs."""
-    return [
-        (key, batch["img"][at].numpy().tobytes())
-        for _ in range(count)
-        for batch in loader
-        for at, key in enumerate(batch["sample_key"])
-    ]
+    samples = []
+    for _ in range(count):
+        for batch in loader:
+            pixels = [image.numpy().tobytes() for image in batch["img"]]
+            samples += zip(batch["sample_key"], pixels, strict=True)
+    return samples
 
 
 def keys(loader, count=1):
@@ -97,7 +97,7 @@ class TestSameBatches:
             load(server.url, retry=policy, look_ahead_bytes=1) as loader,
         ):
             batches = iter(loader)
-            found = list(next(batches)["sample_key"])
+            loaded_keys = list(next(batches)["sample_key"])
             server.go_down()
 
             def come_back():
@@ -107,9 +107,9 @@ class TestSameBatches:
 
             back = threading.Thread(target=come_back)
             back.start()
-            found += [key for batch in batches for key in batch["sample_key"]]
+            loaded_keys += [key for batch in batches for key in batch["sample_key"]]
             back.join()
-            assert found == expected
+            assert loaded_keys == expected
 
     @pytest.mark.network
     def test_two_ranks_share_a_cache(self, tiny, tmp_path, monkeypatch):
@@ -122,12 +122,12 @@ class TestSameBatches:
                 options = {"cache_dir": tmp_path, "cache_size": "1MB", "look_ahead_bytes": 30_000}
                 loaders.append(load(server.url, 1, rank=rank, size=2, **options))
             for _ in range(3):
-                seen = [key for loader in loaders for key in keys(loader)]
-                assert len(set(seen)) == len(seen) == 20
+                loaded_keys = [key for loader in loaders for key in keys(loader)]
+                assert len(set(loaded_keys)) == len(loaded_keys) == 20
             stats = [loader.stats().storage for loader in loaders]
             # 21 misses, but for what one rank asks for while the other is fetching it; 37 with a cache for each.
-            assert sum(one.cache_misses for one in stats) <= 30
-            assert sum(one.cache_hits for one in stats) >= 30
+            assert sum(rank_stats.cache_misses for rank_stats in stats) <= 30
+            assert sum(rank_stats.cache_hits for rank_stats in stats) >= 30
             for loader in loaders:
                 loader.close()
 
@@ -137,10 +137,10 @@ class TestSameBatches:
             loader = load(server.url, cache_dir=tmp_path)
             assert len(keys(loader)) == 21
             loader.close()
-            asked = len(server.requests)
+            num_requests = len(server.requests)
             server.go_down()
             assert len(keys(loader, 3)) == 63
-            assert len(server.requests) == asked
+            assert len(server.requests) == num_requests
             assert loader.stats().storage.cache_misses == 21
             loader.close()
 
@@ -172,8 +172,8 @@ class TestSameBatches:
         for worker in workers:
             worker.close()
         stats = [worker.stats().storage for worker in workers]
-        assert all(one.cache_bytes <= budget for one in stats)
-        hits = sum(one.cache_hits for one in stats)
+        assert all(worker_stats.cache_bytes <= budget for worker_stats in stats)
+        hits = sum(worker_stats.cache_hits for worker_stats in stats)
         best, lru = (
             policy(np.array(read), lengths, budget).sum()
             for policy in (farthest_first_hits, lru_hits)
@@ -254,32 +254,34 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session = Session()
-            taken = []
+            steps = []
             for ahead in prefetch(
                 scheduled(200), [RequestStream(SampleReader(dataset), session)], limit
             ):
                 held["bytes"] -= ahead.entries[0].length
-                taken.append(ahead.scheduled.step)
-            assert taken == list(range(200))
+                steps.append(ahead.scheduled.step)
+            assert steps == list(range(200))
             assert held["most"] < limit + max(lengths)
             assert session.closed
 
     def test_small_samples_are_bounded_by_number(self, tiny):
         dataset = open_dataset(tiny)
-        asked = []
+        bundle_sizes = []
         session = LayeredStorage(open_storage(dataset)).session()
         real = session.request
-        session.request = lambda rows: asked.append(len(rows)) or real(rows)
+        session.request = lambda rows: bundle_sizes.append(len(rows)) or real(rows)
         ahead = prefetch(scheduled(5000), [RequestStream(SampleReader(dataset), session)], 10**12)
         outstanding = []
-        for taken in range(400):
+        for num_taken in range(400):
             next(ahead)
-            outstanding.append(sum(asked) - taken)
-        assert asked[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], (
+            outstanding.append(sum(bundle_sizes) - num_taken)
+        assert bundle_sizes[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], (
             "the first batch does not wait for the whole window"
         )
         assert max(outstanding) == MAX_SAMPLES
-        assert max(asked[-1:]) > FIRST_BUNDLE, "later ones are large, to be fetched as few ranges"
+        assert max(bundle_sizes[-1:]) > FIRST_BUNDLE, (
+            "later ones are large, to be fetched as few ranges"
+        )
 
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
@@ -343,10 +345,10 @@ class TestBadSamples:
         names = {index.row(number).key for number in bad}
         good = keys(load(tiny, seed=2))
         expected = []
-        for at in range(len(good)):
-            while good[at % 21] in names:
-                at += 1
-            expected.append(good[at % 21])
+        for position in range(len(good)):
+            while good[position % 21] in names:
+                position += 1
+            expected.append(good[position % 21])
         options = {"on_error": "substitute", "file": tmp_path / "bad.jsonl", "seed": 2}
         for batch_size in (3, 7):
             loader = load(tiny_copy, batch_size, **options)
@@ -399,9 +401,9 @@ class TestBadSamples:
         with pytest.raises(ImageError):
             keys(load(tiny_copy, verify=False))
         file = tmp_path / "bad.jsonl"
-        found = keys(load(tiny_copy, verify=False, on_error="substitute", file=file))
-        assert len(found) == 21
-        assert row.key not in found
+        loaded_keys = keys(load(tiny_copy, verify=False, on_error="substitute", file=file))
+        assert len(loaded_keys) == 21
+        assert row.key not in loaded_keys
         assert json.loads(file.read_text())["member"] == "cam_front"
 
     def test_augmentation_of_the_substitute_is_its_own(self, tiny_copy, tiny):
@@ -410,9 +412,9 @@ class TestBadSamples:
 
         def pixels(loader):
             return {
-                key: batch["img"][at]
+                key: batch["img"][index]
                 for batch in loader
-                for at, key in enumerate(batch["sample_key"])
+                for index, key in enumerate(batch["sample_key"])
             }
 
         good = pixels(load(tiny, image=image))

@@ -157,11 +157,19 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     writer.finish(partial=True)
     image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
     bare = fuelrail.view(root, image=image)
-    seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
-    assert seen.selected == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
-    assert len(seen.sheet) == len(bare.sheet) + 5 * 22
-    assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
-    drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
+    with_layer = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
+    assert with_layer.selected == (
+        "seen.depth",
+        "seen.marks",
+        "seen.caption",
+        "seen.words",
+        "seen.loss",
+    )
+    assert len(with_layer.sheet) == len(bare.sheet) + 5 * 22
+    assert all(
+        strip.max() > 100 for strip in with_layer.sheet[len(bare.sheet) :].reshape(5, 22, -1)
+    )
+    drawn = (with_layer.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
     assert (
         drawn[41:49, 21:29].mean() > 0.5
         and drawn[40, 10]

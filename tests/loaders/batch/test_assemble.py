@@ -78,12 +78,12 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
         np.uint8
     )
     flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
-    slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
+    slot = BatchSlot(2, 5, images.reshape((len(samples), len(CAMERAS), 3, OUT[1], OUT[0])), flags)
     return [
         Parsed(
             task=Task(
                 slot=slot,
-                at=row,
+                batch_row=row,
                 source=SOURCE,
                 frames=(FrameTask(100 + row, True, None, None),),
                 current=0,
@@ -119,7 +119,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
         "seed",
         "view",
     }
-    of_packs = {
+    pack_entries = {
         "pack",
         "pack_offsets",
         "cu_seqlens",
@@ -128,7 +128,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
         "sequence_ids",
         "bucket",
     }
-    assert stated.keys() - with_options - of_packs == BATCH.keys()
+    assert stated.keys() - with_options - pack_entries == BATCH.keys()
     for name, value in BATCH.items():
         kind = re.sub(r"\(T(,| of)\) |, \(T\)", "", stated[name][0])
         if kind == "int":

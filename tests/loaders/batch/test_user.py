@@ -73,7 +73,10 @@ class TestTransform:
 
     def test_the_samples_seed_is_another_one_for_each_sample_and_epoch(self, tiny):
         with load(tiny, 7, transform=lambda sample: {"seed": sample["seed"]}) as loader:
-            seeds = [seed for _ in range(2) for batch in loader for seed in batch["seed"].tolist()]
+            seeds = []
+            for _ in range(2):
+                for batch in loader:
+                    seeds += batch["seed"].tolist()
         assert len(set(seeds)) == len(seeds) == 42
 
     def test_an_exception_names_stage_key_and_line_and_keeps_the_traceback(self, tiny):

@@ -328,7 +328,9 @@ def test_bad_images_are_named_and_the_others_come() -> None:
     decoder.decode_batch(encoded, maps, expected)
     damaged = bytearray(encoded[4])
     damaged[damaged.index(b"\xff\xc4") + 5] = 0xFF  # a Huffman table with more codes than fit
-    encoded[1], encoded[4], encoded[8] = b"", bytes(damaged), encoded[8][:-300]
+    encoded[1] = b""
+    encoded[4] = bytes(damaged)
+    encoded[8] = encoded[8][:-300]
     maps[6] = ImageMap.identity((11, 12)).resize(64, 48)
     out = empty(12)
     errors = decoder.decode_batch(encoded, maps, out)

@@ -46,7 +46,9 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
 def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_processes, method):
     view = IterableView(load(tiny, 4))
     plain = load(tiny, 4)
-    context = None if num_processes == 0 else warm() if method == "forkserver" else method
+    context = None
+    if num_processes > 0:
+        context = warm() if method == "forkserver" else method
     outer = TorchLoader(
         view, batch_size=None, num_workers=num_processes, multiprocessing_context=context
     )

@@ -194,7 +194,11 @@ def rows_on(size, num_steps, *arguments, **options):
         iter_run(BatchSampler(*arguments, global_batch=G, world=World(rank, size), **options))
         for rank in range(size)
     ]
-    return np.array([row for _ in range(num_steps) for rank in ranks for row in next(rank)])
+    rows = []
+    for _ in range(num_steps):
+        for rank in ranks:
+            rows += next(rank)
+    return np.array(rows)
 
 
 def iter_run(sampler):

@@ -23,10 +23,8 @@ def facts_of(*roots, verify: bool = True):
 
 
 def test_sizes_are_the_largest_of_all_manifests(build_once) -> None:
-    (wide, _), (high, _) = (
-        build_once({"train": (12,)}, size=(80, 48)),
-        build_once({"train": (4,)}, size=(64, 72)),
-    )
+    wide, _ = build_once({"train": (12,)}, size=(80, 48))
+    high, _ = build_once({"train": (4,)}, size=(64, 72))
     assert facts_of(wide)[:2] == ((80, 48), 1.0)
     assert facts_of(wide, high)[:2] == ((80, 72), 1.0)
 

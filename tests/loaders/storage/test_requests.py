@@ -159,12 +159,12 @@ class TestRetries:
         client = requester(places=1)
         answered = []
 
-        async def one(name, server):
+        async def fetch_and_note(name, server):
             await server.fetched(client)
             answered.append(name)
 
         servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
-        await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
+        await asyncio.gather(*(fetch_and_note(*pair) for pair in enumerate(servers)))
         assert answered[0] == 0
 
     def test_a_stall_ends_with_the_attempts_time(self):
