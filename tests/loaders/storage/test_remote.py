@@ -442,7 +442,12 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         storage = LayeredStorage(open_storage(dataset, "remote"))
         coming = (
             Scheduled(
-                epoch=0, step=step, at=0, position=step, rows=(step * 7 % samples,), valid=True
+                epoch=0,
+                step=step,
+                batch_row=0,
+                position=step,
+                rows=(step * 7 % samples,),
+                valid=True,
             )
             for step in range(samples)
         )
