@@ -10,31 +10,34 @@ from support.datasets import build_dataset
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """``made(splits, **options)``: folder and raw members of `build_dataset`, made once for equal ones; read only."""
+def build_once(tmp_path_factory):
+    """``build_once(splits, **options)``: folder and raw members of `build_dataset`; read only.
+
+    Equal arguments give one dataset.
+    """
     base = tmp_path_factory.mktemp("made")
-    known = {}
+    datasets = {}
 
     def make(splits, **options):
         name = repr((splits, sorted(options.items())))
-        if name not in known:
-            root = base / str(len(known))
-            known[name] = root, build_dataset(root, splits, **options)
-        return known[name]
+        if name not in datasets:
+            root = base / str(len(datasets))
+            datasets[name] = root, build_dataset(root, splits, **options)
+        return datasets[name]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def tiny(made):
+def tiny(build_once):
     """Three shards to train on, of 5, 7 and 9 samples, and one of 4 to evaluate on; read only."""
-    return made({"train": (5, 7, 9), "val": (4,)})[0]
+    return build_once({"train": (5, 7, 9), "val": (4,)})[0]
 
 
 @pytest.fixture(scope="session")
-def raw(made, tiny):
+def raw(build_once, tiny):
     """The members of ``tiny`` by the samples' keys."""
-    return made({"train": (5, 7, 9), "val": (4,)})[1]
+    return build_once({"train": (5, 7, 9), "val": (4,)})[1]
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +47,6 @@ def pristine(tiny):
 
 
 @pytest.fixture
-def own(tiny, tmp_path):
+def tiny_copy(tiny, tmp_path):
     """A copy of ``tiny`` that the test may spoil."""
     return shutil.copytree(tiny, tmp_path / "own")

@@ -32,8 +32,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (8,)})[0]
+def root(build_once):
+    return build_once({"train": (8,)})[0]
 
 
 SETTINGS = "a dict of its fields, or the path of a YAML file"
@@ -245,7 +245,7 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     (tmp_path / "storage.yaml").write_text("backend: pread\nverify: false\n")
     (tmp_path / "order.yaml").write_text("kind: sequential\n")
 
-    def made(**arguments):
+    def read_arguments(**arguments):
         loader = DataLoader(root, 2, world=World(), **arguments)
         return pickle.loads(pickle.dumps(loader))._arguments
 
@@ -258,31 +258,37 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
         tmp_path / "transforms.yaml",
         str(tmp_path / "transforms.yaml"),
     ):
-        assert made(transforms=transforms).transforms == as_struct
+        assert read_arguments(transforms=transforms).transforms == as_struct
     for transforms in ({"image": image}, {"image": str(image)}, Transforms(image=image)):
-        assert made(transforms=transforms).transforms.image.resize == "width"
+        assert read_arguments(transforms=transforms).transforms.image.resize == "width"
     pread = StorageOptions(backend="pread")
     for storage in ("pread", {"backend": "pread"}, pread):
-        assert made(storage=storage).storage == pread
-    assert made(storage=tmp_path / "storage.yaml").storage == StorageOptions(
+        assert read_arguments(storage=storage).storage == pread
+    assert read_arguments(storage=tmp_path / "storage.yaml").storage == StorageOptions(
         backend="pread", verify=False
     )
-    assert made(storage=str(tmp_path / "storage.yaml")).storage == StorageOptions(
+    assert read_arguments(storage=str(tmp_path / "storage.yaml")).storage == StorageOptions(
         backend="pread", verify=False
     )
     for file in (tmp_path / "bad", str(tmp_path / "bad")):
         policy = BadSamplePolicy(on_error="substitute", file=str(tmp_path / "bad"))
-        assert made(bad_samples={"on_error": "substitute", "file": file}).bad_samples == policy
+        assert (
+            read_arguments(bad_samples={"on_error": "substitute", "file": file}).bad_samples
+            == policy
+        )
         assert BadSamplePolicy(on_error="substitute", file=file) == policy
-    assert made(order=tmp_path / "order.yaml").order == made(order={"kind": "sequential"}).order
-    assert made(order=OrderSpec(kind="sequential")).order == OrderSpec(kind="sequential")
-    assert made(window={"frames": [-1, 0]}).window == FrameWindow(frames=(-1, 0))
-    assert made(transforms={"points": {"num_sweeps": 1}}).transforms.points == PointSweeps(
-        num_sweeps=1
+    assert (
+        read_arguments(order=tmp_path / "order.yaml").order
+        == read_arguments(order={"kind": "sequential"}).order
     )
-    assert made(num_workers={"cpus": 2}).budget == Budget(cpus=2)
-    assert made(num_workers="auto").budget == Budget()
-    assert made(num_workers=2).budget is None
+    assert read_arguments(order=OrderSpec(kind="sequential")).order == OrderSpec(kind="sequential")
+    assert read_arguments(window={"frames": [-1, 0]}).window == FrameWindow(frames=(-1, 0))
+    assert read_arguments(
+        transforms={"points": {"num_sweeps": 1}}
+    ).transforms.points == PointSweeps(num_sweeps=1)
+    assert read_arguments(num_workers={"cpus": 2}).budget == Budget(cpus=2)
+    assert read_arguments(num_workers="auto").budget == Budget()
+    assert read_arguments(num_workers=2).budget is None
 
 
 def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
@@ -327,8 +333,8 @@ def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
 
 def test_the_defaults_are_torchs_where_the_names_are():
     ours, torchs = (
-        inspect.signature(one.__init__).parameters
-        for one in (DataLoader, torch.utils.data.DataLoader)
+        inspect.signature(loader_class.__init__).parameters
+        for loader_class in (DataLoader, torch.utils.data.DataLoader)
     )
     for name in ("shuffle", "drop_last", "collate_fn"):
         assert (ours[name].default or None) == (torchs[name].default or None), name

@@ -40,8 +40,8 @@ PIXELS = PixelAugment(
 
 
 @pytest.fixture(scope="module")
-def dataset(made):
-    return made({"train": (6, 6)})[0]
+def dataset(build_once):
+    return build_once({"train": (6, 6)})[0]
 
 
 def augmented(dataset, **options) -> list[dict]:
@@ -112,7 +112,8 @@ def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
 
 def test_each_epoch_draws_again(dataset) -> None:
     with load(dataset, 12, image=IMAGE, ego=BEV, shuffle=False) as loader:
-        (first,), (second,) = list(loader), list(loader)
+        (first,) = loader
+        (second,) = loader
     assert first["sample_key"] == second["sample_key"]
     assert not torch.equal(first["bda_mat"], second["bda_mat"])
     assert not torch.equal(first["ida_mat"], second["ida_mat"])

@@ -66,8 +66,8 @@ def drive(machine, tuner, batches=4000):
     return history
 
 
-def make(start, most, **options):
-    return Autotuner(Tuning(*start), Tuning(*most), window_s=1.0, window_batches=4, **options)
+def make(start, limits, **options):
+    return Autotuner(Tuning(*start), Tuning(*limits), window_s=1.0, window_batches=4, **options)
 
 
 def test_a_trainer_that_does_not_wait_is_left_alone():
@@ -135,21 +135,21 @@ def test_it_says_what_it_does(caplog):
     crowding=st.floats(0, 0.3),
     burst_s=st.floats(0, 1),
     start=st.tuples(st.integers(1, 16), st.integers(1, 4)),
-    most=st.tuples(st.integers(1, 32), st.integers(1, 8)),
+    limits=st.tuples(st.integers(1, 32), st.integers(1, 8)),
 )
 @settings(max_examples=60, deadline=None)
 def test_bounds_are_kept_and_the_result_is_no_slower_than_the_start(
-    step_s, decode_s, cores, crowding, burst_s, start, most
+    step_s, decode_s, cores, crowding, burst_s, start, limits
 ):
-    tuner = make(start, most)
+    tuner = make(start, limits)
     history = drive(
         Machine(step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s),
         tuner,
         1500,
     )
     for tuning in history:
-        assert 1 <= tuning.num_workers <= max(start[0], most[0])
-        assert 1 <= tuning.ready <= max(start[1], most[1])
+        assert 1 <= tuning.num_workers <= max(start[0], limits[0])
+        assert 1 <= tuning.ready <= max(start[1], limits[1])
 
     def pace(tuning):
         fresh = Machine(
@@ -173,6 +173,6 @@ def test_a_restart_forgets_the_window_under_way():
     assert tuner.update(0.0, 0.0, machine.clocks(tuner.tuning)) is None
 
 
-@pytest.mark.parametrize("most", [(1, 1), (2, 2)])
-def test_the_start_is_always_allowed(most):
-    assert make((4, 3), most).tuning == (4, 3)
+@pytest.mark.parametrize("limits", [(1, 1), (2, 2)])
+def test_the_start_is_always_allowed(limits):
+    assert make((4, 3), limits).tuning == (4, 3)

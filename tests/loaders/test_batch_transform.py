@@ -37,16 +37,16 @@ def draws(loader):
 def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
     options = {"batch_transform": noted, "drop_last": False, "shuffle": False, "seed": 4}
     alone = draws(load(tiny, 3, **options))
-    assert len({tuple(one) for one in alone.values()}) == len(alone) == 7
-    of_ranks = [
+    assert len({tuple(numbers) for numbers in alone.values()}) == len(alone) == 7
+    rank_draws = [
         draws(load(tiny, 3, rank=rank, size=2, prefetch_factor=4, num_workers=1, **options))
         for rank in (0, 1)
     ]
-    for one in of_ranks:
-        assert all(alone[place] == drawn for place, drawn in one.items())
-    assert len(of_ranks[0]) == len(of_ranks[1]) == 4
-    others = draws(load(tiny, 3, **{**options, "seed": 5}))
-    assert all(alone[place] != drawn for place, drawn in others.items())
+    for numbers in rank_draws:
+        assert all(alone[place] == drawn for place, drawn in numbers.items())
+    assert len(rank_draws[0]) == len(rank_draws[1]) == 4
+    reseeded = draws(load(tiny, 3, **{**options, "seed": 5}))
+    assert all(alone[place] != drawn for place, drawn in reseeded.items())
     with load(tiny, 3, **options) as loader:
         assert next(islice(loader, 2, None))["drawn"].tolist() == [*alone.values()][2]
         resumed = load(tiny, 3, **options)
@@ -63,10 +63,10 @@ def test_it_is_the_last_step_and_gets_what_the_loop_would_get(tiny):
         "two_views": True,
         "image": TRAIN,
     }
-    seen = []
+    received = []
 
     def look(batch, generator):
-        seen.append(
+        received.append(
             {
                 name: value.clone() if torch.is_tensor(value) else value
                 for name, value in batch.items()
@@ -78,7 +78,7 @@ def test_it_is_the_last_step_and_gets_what_the_loop_would_get(tiny):
         load(tiny, batch_transform=look, **options), load(tiny, **options), strict=True
     ):
         assert unlike(ours, theirs) == []
-        assert unlike(seen.pop(0), theirs) == []
+        assert unlike(received.pop(0), theirs) == []
 
 
 def test_static_batches_take_any_views_of_a_batch(tiny):
@@ -93,9 +93,9 @@ def test_static_batches_take_any_views_of_a_batch(tiny):
     for ours, theirs in zip(
         load(tiny, batch_transform=rolled, **options), load(tiny, **options), strict=True
     ):
-        wanted = theirs["ida_mat"][..., :3, :3] if theirs["step"] % 2 else theirs["intrinsics"]
-        assert torch.equal(ours["intrinsics"], wanted)
-        assert torch.equal(ours["row"], wanted[theirs["step"] % 3])
+        view = theirs["ida_mat"][..., :3, :3] if theirs["step"] % 2 else theirs["intrinsics"]
+        assert torch.equal(ours["intrinsics"], view)
+        assert torch.equal(ours["row"], view[theirs["step"] % 3])
 
 
 def test_an_error_names_the_batch_and_its_samples(tiny):
@@ -153,10 +153,8 @@ SIZE = (96, 64)
 def ramp(row, channel, data):
     """Return a picture whose colours are the place of each pixel: red 2 u + 40, green 3 v + 40; blue is 128."""
     picture = np.full((SIZE[1], SIZE[0], 3), 128, np.uint8)
-    picture[..., 0], picture[..., 1] = (
-        2 * np.arange(SIZE[0]) + 40,
-        3 * np.arange(SIZE[1])[:, None] + 40,
-    )
+    picture[..., 0] = 2 * np.arange(SIZE[0]) + 40
+    picture[..., 1] = 3 * np.arange(SIZE[1])[:, None] + 40
     return encode(picture)
 
 
@@ -181,7 +179,7 @@ def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, opt
     names: dict = {"__name__": "page"}
     for block in blocks_of(page):
         if block.heading == HEADING and any(
-            f"def {one}(" in block.code for one in ("move_pixels", name)
+            f"def {function}(" in block.code for function in ("move_pixels", name)
         ):
             exec(compile(block.code, str(page), "exec"), names)
     arguments = {"root": ramps / "dataset", "batch_size": 4, "shuffle": False, "seed": 2, **options}
@@ -214,8 +212,8 @@ def check_pixels(img: torch.Tensor, ida: torch.Tensor) -> None:
     """
     height, width = img.shape[-2:]
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    at = torch.stack([x, y, torch.ones_like(x)]).flatten(1).double()
-    stored = torch.linalg.inv(ida.double())[..., :3, :3] @ at
+    pixels = torch.stack([x, y, torch.ones_like(x)]).flatten(1).double()
+    stored = torch.linalg.inv(ida.double())[..., :3, :3] @ pixels
     colours = img.double().flatten(-2)
     u = (colours[..., 0, :] - 40) / 2
     v = (colours[..., 1, :] - 40) / 3

@@ -59,12 +59,12 @@ def samples(drive):
 
 def projected(matrix, points):
     """Pixels (..., 2) of points (..., 3) through a (4, 4) projection, NaN behind the camera."""
-    found = (
+    homogeneous = (
         np.concatenate([points, np.ones_like(points[..., :1])], -1)
         @ np.asarray(matrix, np.float64).T
     )
-    depth = np.where(found[..., 2:3] > 0.5, found[..., 2:3], np.nan)
-    return found[..., :2] / depth
+    depth = np.where(homogeneous[..., 2:3] > 0.5, homogeneous[..., 2:3], np.nan)
+    return homogeneous[..., :2] / depth
 
 
 def corners(boxes):
@@ -110,26 +110,26 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
     assert img.shape == (4, 6, 3, 256, 704)
     right = []
     wrong = []
-    for at, key in enumerate(batch["sample_key"]):
+    for row, key in enumerate(batch["sample_key"]):
         sample = samples[key]
-        own = boxes[at].numpy().astype(np.float64)
-        assert len(labels[at]) == len(own) == len(sample.boxes.label)
+        batch_boxes = boxes[row].numpy().astype(np.float64)
+        assert len(labels[row]) == len(batch_boxes) == len(sample.boxes.label)
         stored = sample.geometry.ego2img()
-        ida = batch["ida_mat"][at].numpy()
+        ida = batch["ida_mat"][row].numpy()
         for camera in range(6):
             for points, truth in (
-                (own[:, :3], sample.boxes.boxes3d[:, :3].astype(np.float64)),
-                (corners(own), sample.boxes.corners().astype(np.float64)),
+                (batch_boxes[:, :3], sample.boxes.boxes3d[:, :3].astype(np.float64)),
+                (corners(batch_boxes), sample.boxes.corners().astype(np.float64)),
             ):
                 expected = projected(ida[camera].astype(np.float64) @ stored[camera], truth)
-                found = projected(projection[at, camera], points)
+                pixels = projected(projection[row, camera], points)
                 near = np.isfinite(expected).all(-1) & (np.abs(expected) < 5000).all(-1)
-                np.testing.assert_allclose(found[near], expected[near], atol=0.5)
+                np.testing.assert_allclose(pixels[near], expected[near], atol=0.5)
         clear = sample.boxes.visibility == 4
-        right.append(seen_share(projection[at], ida, own, clear))
+        right.append(seen_share(projection[row], ida, batch_boxes, clear))
         for camera in range(6):
-            matrices = batch["lidar2img"][at, camera], projection[at, camera]
-            apart = np.subtract(*(projected(matrix, own[:, :3]) for matrix in matrices))
+            matrices = batch["lidar2img"][row, camera], projection[row, camera]
+            apart = np.subtract(*(projected(matrix, batch_boxes[:, :3]) for matrix in matrices))
             wrong += np.linalg.norm(apart, axis=1)[np.isfinite(apart).all(1)].tolist()
     assert np.mean(right) > 0.95
     assert np.median(wrong) > 50, "the lidar's matrix puts boxes in ego elsewhere"
@@ -145,43 +145,43 @@ def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
         assert ego["sample_key"] == lidar["sample_key"]
         for name in ("img", "ego2img", "lidar2img", "bda_mat", "lidar2ego"):
             assert torch.equal(ego[name], lidar[name])
-        for at in range(2):
-            own = (at,) if frames is None else (at, -1)
-            a = ego["gt_boxes_3d"][at].numpy()
-            b = lidar["gt_boxes_3d"][at].numpy()
+        for row in range(2):
+            frame_index = (row,) if frames is None else (row, -1)
+            a = ego["gt_boxes_3d"][row].numpy()
+            b = lidar["gt_boxes_3d"][row].numpy()
             assert b.dtype == np.float32
             np.testing.assert_array_equal(a[:, 3:6], b[:, 3:6])
-            lidar2ego = lidar["lidar2ego"][own].numpy().astype(np.float64)
+            lidar2ego = lidar["lidar2ego"][frame_index].numpy().astype(np.float64)
             rotation = lidar2ego[:3, :3]
             np.testing.assert_allclose(
                 b[:, :3] @ rotation.T + lidar2ego[:3, 3], a[:, :3], atol=1e-3
             )
-            velocity = lidar["gt_velocity"][at].numpy() @ rotation.T
-            np.testing.assert_allclose(velocity, ego["gt_velocity"][at].numpy(), atol=1e-3)
+            velocity = lidar["gt_velocity"][row].numpy() @ rotation.T
+            np.testing.assert_allclose(velocity, ego["gt_velocity"][row].numpy(), atol=1e-3)
             for camera in range(6):
                 # The lidar is tilted by half a degree or so, which a yaw cannot say: corners are off by some pixels.
                 for first, second, off_px in (
                     (a[:, :3], b[:, :3], 0.1),
                     (corners(a), corners(b), 3.0),
                 ):
-                    expected = projected(ego["ego2img"][own][camera], first)
-                    found = projected(lidar["lidar2img"][own][camera], second)
-                    near = np.isfinite(expected).all(-1) & np.isfinite(found).all(-1)
+                    expected = projected(ego["ego2img"][frame_index][camera], first)
+                    pixels = projected(lidar["lidar2img"][frame_index][camera], second)
+                    near = np.isfinite(expected).all(-1) & np.isfinite(pixels).all(-1)
                     near &= (np.abs(expected) < 250).all(-1)
-                    np.testing.assert_allclose(found[near], expected[near], atol=off_px)
+                    np.testing.assert_allclose(pixels[near], expected[near], atol=off_px)
                     count += int(near.sum())
     assert count > 100
 
 
 def test_lidar_boxes_are_those_of_nuscenes_devkit(drive, samples):
     (batch,) = load(drive / "OUT", 4, image=IMAGE, box_frame="lidar")
-    for at, key in enumerate(batch["sample_key"]):
+    for row, key in enumerate(batch["sample_key"]):
         sample = samples[key]
         ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
         turn = Quaternion(matrix=ego2lidar[:3, :3], atol=1e-6, rtol=1e-6)
-        found = batch["gt_boxes_3d"][at].numpy()
-        assert len(found) == len(sample.boxes.label)
-        for number, values in enumerate(found):
+        batch_boxes = batch["gt_boxes_3d"][row].numpy()
+        assert len(batch_boxes) == len(sample.boxes.label)
+        for number, values in enumerate(batch_boxes):
             x, y, z, length, width, height, _ = sample.boxes.boxes3d[number].tolist()
             box = Box(
                 [x, y, z],
@@ -195,7 +195,7 @@ def test_lidar_boxes_are_those_of_nuscenes_devkit(drive, samples):
             np.testing.assert_allclose(values[3:6], box.wlh[[1, 0, 2]], rtol=1e-6)
             off = (values[6] - quaternion_yaw(box.orientation) + np.pi) % (2 * np.pi) - np.pi
             assert abs(off) < 1e-4
-            np.testing.assert_allclose(batch["gt_velocity"][at][number], box.velocity, atol=1e-4)
+            np.testing.assert_allclose(batch["gt_velocity"][row][number], box.velocity, atol=1e-4)
 
 
 def test_a_sample_without_a_sweep_is_a_bad_one(tmp_path):

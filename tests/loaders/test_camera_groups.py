@@ -71,12 +71,12 @@ def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window)
         "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
     }
     options |= {"select": ["mask"], **({} if decoder == "dali" else {"pixels": PIXELS})}
-    found = grouped(dataset, **options)
+    grouped_batches = grouped(dataset, **options)
     wide, tall = (batches(dataset, 4, image=image, **OPTIONS, **options) for image in (WIDE, TALL))
     axes = () if window is None else (2,)
-    for batch, front, back in zip(found, wide, tall, strict=True):
+    for batch, front, back in zip(grouped_batches, wide, tall, strict=True):
         shapes = {"tall": (4, *axes, 1, 3, 56, 40), "wide": (4, *axes, 1, 3, 32, 64)}
-        assert {name: one.shape for name, one in batch["img"].items()} == shapes
+        assert {name: images.shape for name, images in batch["img"].items()} == shapes
         assert torch.equal(batch["img"]["wide"], front["img"][..., :1, :, :, :])
         assert torch.equal(batch["img"]["tall"], back["img"][..., 1:, :, :, :])
         for name in (
@@ -94,21 +94,21 @@ def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window)
 
 def test_maps_are_those_of_the_group(dataset) -> None:
     for batch in grouped(dataset):
-        for at, row in enumerate(batch["global_index"].tolist()):
+        for index, row in enumerate(batch["global_index"].tolist()):
             for camera, (augment, size) in enumerate(((WIDE, FRONT), (TALL, BACK))):
                 expected = augment.draw([size], seed=3, epoch=0, sample=row, cameras=[camera])
-                if batch["cam_valid"][at, camera]:
+                if batch["cam_valid"][index, camera]:
                     assert np.allclose(
-                        batch["ida_mat"][at, camera], ida_mats(expected)[0], atol=1e-6
+                        batch["ida_mat"][index, camera], ida_mats(expected)[0], atol=1e-6
                     )
 
 
 def test_one_group_may_hold_cameras_in_any_order(dataset) -> None:
-    both = {"all": {"cameras": ["cam_back", "cam_front"], "image": WIDE}}
-    one_group = batches(dataset, 4, **OPTIONS, camera_groups=both)
-    for found, plain in zip(one_group, batches(dataset, 4, **OPTIONS, image=WIDE), strict=True):
-        assert torch.equal(found["img"]["all"].flip(1), plain["img"])
-        assert torch.equal(found["ego2img"], plain["ego2img"])
+    groups = {"all": {"cameras": ["cam_back", "cam_front"], "image": WIDE}}
+    one_group = batches(dataset, 4, **OPTIONS, camera_groups=groups)
+    for batch, plain in zip(one_group, batches(dataset, 4, **OPTIONS, image=WIDE), strict=True):
+        assert torch.equal(batch["img"]["all"].flip(1), plain["img"])
+        assert torch.equal(batch["ego2img"], plain["ego2img"])
 
 
 def test_normalized_static_and_two_views(dataset) -> None:
@@ -121,14 +121,19 @@ def test_normalized_static_and_two_views(dataset) -> None:
         "static": {"buffers": 2},
     }
     with load(dataset, 4, **OPTIONS, **options) as loader:
-        seen = []
+        addresses = []
         for batch, expected in zip(loader, plain, strict=True):
             assert expected["img"]["tall"].shape == (8, 1, 3, 56, 40)
             for name, images in batch["img"].items():
                 assert torch.allclose(images, normalize.images(expected["img"][name]))
-            seen.append({name: one.data_ptr() for name, one in batch["img"].items()})
-        again = [{name: one.data_ptr() for name, one in batch["img"].items()} for batch in loader]
-    assert again == seen and seen[0] != seen[1]
+            addresses.append(
+                {name: group_images.data_ptr() for name, group_images in batch["img"].items()}
+            )
+        repeated = [
+            {name: group_images.data_ptr() for name, group_images in batch["img"].items()}
+            for batch in loader
+        ]
+    assert repeated == addresses and addresses[0] != addresses[1]
 
 
 def test_the_users_functions_get_the_groups(dataset) -> None:
@@ -136,11 +141,11 @@ def test_the_users_functions_get_the_groups(dataset) -> None:
         sample["img"]["wide"] //= 2
         return sample
 
-    for found, plain in zip(grouped(dataset, transform=darker), grouped(dataset), strict=True):
-        assert torch.equal(found["img"]["wide"], plain["img"]["wide"] // 2)
-        assert torch.equal(found["img"]["tall"], plain["img"]["tall"])
+    for darkened, plain in zip(grouped(dataset, transform=darker), grouped(dataset), strict=True):
+        assert torch.equal(darkened["img"]["wide"], plain["img"]["wide"] // 2)
+        assert torch.equal(darkened["img"]["tall"], plain["img"]["tall"])
     for samples in grouped(dataset, collate_fn=list):
-        assert [one["img"]["tall"].shape for one in samples] == [(1, 3, 56, 40)] * 4
+        assert [sample["img"]["tall"].shape for sample in samples] == [(1, 3, 56, 40)] * 4
 
 
 def test_the_state_names_the_groups(dataset) -> None:

@@ -83,8 +83,8 @@ def part(batch: dict, camera: int) -> dict:
     """What a loader of one camera gives, taken out of a batch of all; windows have one axis more before the cameras."""
     axis = batch["cam_valid"].ndim - 1
     return {
-        name: one.narrow(axis, camera, 1) if name in OF_CAMERAS else one
-        for name, one in batch.items()
+        name: value.narrow(axis, camera, 1) if name in OF_CAMERAS else value
+        for name, value in batch.items()
     }
 
 
@@ -104,12 +104,12 @@ def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
         **DRAWN,
     }
     options |= {} if decoder == "dali" else {"pixels": PIXELS}
-    whole = batches(dataset, 4, seed=3, **options)
-    found = batches(dataset, 4, seed=3, cameras=[camera], **options)
-    assert len(found) == len(whole) == 3
-    for one, all_of in zip(found, whole, strict=True):
-        assert one["img"].shape[-4] == 1 and "lidar2img" in one
-        assert not unlike(one, part(all_of, CAMERAS.index(camera)))
+    all_batches = batches(dataset, 4, seed=3, **options)
+    camera_batches = batches(dataset, 4, seed=3, cameras=[camera], **options)
+    assert len(camera_batches) == len(all_batches) == 3
+    for batch, full_batch in zip(camera_batches, all_batches, strict=True):
+        assert batch["img"].shape[-4] == 1 and "lidar2img" in batch
+        assert not unlike(batch, part(full_batch, CAMERAS.index(camera)))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
 )
 def test_orders_do_not_depend_on_the_cameras(dataset, order) -> None:
     options = {"order": order, "two_views": True, **DRAWN}
-    for one, all_of in zip(
+    for batch, full_batch in zip(
         batches(dataset, 2, cameras=["cam_back"], **options),
         batches(dataset, 2, **options),
         strict=True,
     ):
-        assert not unlike(one, part(all_of, 1))
+        assert not unlike(batch, part(full_batch, 1))
 
 
 @pytest.mark.costly
@@ -160,17 +160,17 @@ def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypa
         decoded.clear()
         options |= {"storage": StorageOptions(backend), "image": {"height": 90, "width": 160}}
         with load(six, 4, shuffle=False, **options) as loader:
-            found = list(loader)
+            loaded = list(loader)
             stats = loader.stats().storage
-            return found, set(decoded), stats.span_bytes / stats.spans
+            return loaded, set(decoded), stats.span_bytes / stats.spans
 
-    whole, num_whole, bytes_whole = run()
-    assert (len(whole), num_whole) == (2, {6})
-    for camera, most in (("cam_front", 0.2), ("cam_back", 0.75)):
-        found, num_found, bytes_found = run(cameras=[camera])
-        assert num_found == {1} and bytes_found < most * bytes_whole
-        for one, all_of in zip(found, whole, strict=True):
-            assert not unlike(one, part(all_of, CHANNELS.index(camera)))
+    all_batches, num_whole, bytes_whole = run()
+    assert (len(all_batches), num_whole) == (2, {6})
+    for camera, max_share in (("cam_front", 0.2), ("cam_back", 0.75)):
+        loaded, num_images, bytes_of_camera = run(cameras=[camera])
+        assert num_images == {1} and bytes_of_camera < max_share * bytes_whole
+        for batch, full_batch in zip(loaded, all_batches, strict=True):
+            assert not unlike(batch, part(full_batch, CHANNELS.index(camera)))
 
 
 def test_what_a_layer_has_of_another_camera_is_left_out(dataset, tmp_path) -> None:
@@ -190,16 +190,17 @@ def test_rigs_that_share_the_cameras_can_be_mixed(six, tmp_path) -> None:
     options = {"mix": {"six": 1, "one": 1}, "shuffle": False}
     with pytest.raises(ConfigError, match="their cameras differ"):
         load(roots, 2, **options)
-    found = batches(roots, 2, cameras=["cam_front"], **options)
+    mixed_batches = batches(roots, 2, cameras=["cam_front"], **options)
     assert all(
-        sorted(batch["dataset"]) == ["one", "six"] and batch["img"].shape[1] == 1 for batch in found
+        sorted(batch["dataset"]) == ["one", "six"] and batch["img"].shape[1] == 1
+        for batch in mixed_batches
     )
 
 
 def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
-    with load(dataset, 2, cameras=["cam_back"]) as one, load(dataset, 2) as both:
-        assert one.cameras == ("cam_back",) and both.cameras == CAMERAS
-        assert one.show().pixels.shape[1] < both.show().pixels.shape[1]
+    with load(dataset, 2, cameras=["cam_back"]) as back_loader, load(dataset, 2) as full_loader:
+        assert back_loader.cameras == ("cam_back",) and full_loader.cameras == CAMERAS
+        assert back_loader.show().pixels.shape[1] < full_loader.show().pixels.shape[1]
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,13 @@ POSES = Channel(
     frame="ego",
     law=Law("ego_poses"),
 )
-OWN = (DEPTH, OCCUPANCY, PROJECTED, POSES)
+ADDED_CHANNELS = (DEPTH, OCCUPANCY, PROJECTED, POSES)
 NAMES = [
     "radar",
     f"boxes2d_{CAMERA}",
     f"instances_{CAMERA}",
     f"depth_{CAMERA}",
-    *(channel.name for channel in OWN),
+    *(channel.name for channel in ADDED_CHANNELS),
 ]
 
 
@@ -100,8 +100,8 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain = open_dataset(base / "plain")
     table = base / "drive" / "v1.0-mini" / "channels.json"
     entries = msgspec.json.decode(table.read_bytes(), type=tuple[Channel, ...])
-    table.write_bytes(msgspec.json.encode((*entries, *OWN)))
-    for channel in OWN:
+    table.write_bytes(msgspec.json.encode((*entries, *ADDED_CHANNELS)))
+    for channel in ADDED_CHANNELS:
         (base / "drive" / "channels" / channel.name).mkdir()
     for number in range(len(plain)):
         sample = plain[number]
@@ -115,7 +115,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "projected": projections(sample.geometry.ego2img()[0], sample.boxes.boxes3d),
             "poses": np.stack([np.eye(4), pose(sample.boxes.boxes3d[0])]),
         }
-        for channel in OWN:
+        for channel in ADDED_CHANNELS:
             file = base / "drive" / channel_file(channel, sample.meta.sample_token)
             file.write_bytes(KINDS[channel.kind].encode(values[channel.name], channel))
     shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1, options={"channels": ["boxes2d"]})
@@ -253,93 +253,95 @@ def stored_places(ida_mat: Array, width: int, height: int) -> Array:
     return places[..., :2]
 
 
-def border(places: Array, seen: Array) -> Array:
+def border(places: Array, bounds: Array) -> Array:
     """Distance [px] of places on the stored image to the border of what the crops leave of it; negative outside."""
-    return np.minimum(places + 0.5 - seen[:2], np.array(seen[2:]) - 0.5 - places).min(-1)
+    return np.minimum(places + 0.5 - bounds[:2], np.array(bounds[2:]) - 0.5 - places).min(-1)
 
 
 @given(augmentations(), st.integers(0, 2**32))
 @settings(max_examples=12)
 def test_every_channel_is_that_of_the_augmented_world(drive, transforms, seed) -> None:
     batch, stored = batches(drive, transforms, seed)
-    for at, values in enumerate(stored):
-        check_mask(batch, at, values)
-        check_depth(batch, at, values)
-        check_true_depth(batch, at, values)
-        check_boxes(batch, at, values, turned=transforms.image.rotate_deg[1] > 0)
-        check_radar(batch, at, values)
-        check_occupancy(batch, at)
-        check_poses(batch, at)
+    for index, values in enumerate(stored):
+        check_mask(batch, index, values)
+        check_depth(batch, index, values)
+        check_true_depth(batch, index, values)
+        check_boxes(batch, index, values, turned=transforms.image.rotate_deg[1] > 0)
+        check_radar(batch, index, values)
+        check_occupancy(batch, index)
+        check_poses(batch, index)
 
 
-def check_mask(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved = batch[f"instances_{CAMERA}"][at].numpy()
+def check_mask(batch: dict[str, Any], index: int, values: dict[str, Any]) -> None:
+    moved = batch[f"instances_{CAMERA}"][index].numpy()
     stored = values[f"instances_{CAMERA}"]
-    places = stored_places(batch["ida_mat"][at, 0].numpy(), moved.shape[1], moved.shape[0])
+    places = stored_places(batch["ida_mat"][index, 0].numpy(), moved.shape[1], moved.shape[0])
     near = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
-    wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0)
+    expected = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0)
     # The matrix is float32: a place on the line between two pixels may fall to either.
     clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-2).all(-1) & (
         abs(border(places, values["seen"])) > 1e-2
     )
     assert moved.dtype == np.uint16
-    np.testing.assert_array_equal(moved[clear], wanted[clear])
+    np.testing.assert_array_equal(moved[clear], expected[clear])
 
 
-def check_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved = batch["depth"][at].numpy()
+def check_depth(batch: dict[str, Any], index: int, values: dict[str, Any]) -> None:
+    moved = batch["depth"][index].numpy()
     height, width = moved.shape
     # Depth is the stored camera's: the ego map is taken off the pose again, the image map stays in the intrinsics.
-    cam2ego = np.linalg.inv(batch["bda_mat"][at].numpy()) @ batch["cam2keyego"][at, 0].numpy()
+    cam2ego = np.linalg.inv(batch["bda_mat"][index].numpy()) @ batch["cam2keyego"][index, 0].numpy()
     afresh = ground_depth(
-        batch["intrinsics"][at, 0].numpy().astype(np.float64), cam2ego, width, height
+        batch["intrinsics"][index, 0].numpy().astype(np.float64), cam2ego, width, height
     )
-    places = stored_places(batch["ida_mat"][at, 0].numpy(), width, height)
+    places = stored_places(batch["ida_mat"][index, 0].numpy(), width, height)
     distance = border(places, values["seen"])
     inner = (distance > 0.6) & (afresh < FAR_M)
     np.testing.assert_allclose(moved[inner], afresh[inner], atol=0.03)
     assert (moved[distance < -0.01] == -1.0).all()
 
 
-def check_true_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
+def check_true_depth(batch: dict[str, Any], index: int, values: dict[str, Any]) -> None:
     """The depth of the drive, at a quarter of the image: exactly the value of the stored pixel that is nearest."""
-    moved = batch[f"depth_{CAMERA}"][at].numpy()
+    moved = batch[f"depth_{CAMERA}"][index].numpy()
     stored = values[f"depth_{CAMERA}"]
-    places = stored_places(batch["ida_mat"][at, 0].numpy(), moved.shape[1], moved.shape[0])
+    places = stored_places(batch["ida_mat"][index, 0].numpy(), moved.shape[1], moved.shape[0])
     cells = (places + 0.5) / DEPTH_FRACTION
     near = np.floor(cells).astype(int).clip(0, np.array(stored.shape[::-1]) - 1)
-    wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0.0)
+    expected = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0.0)
     clear = (abs(cells - np.rint(cells)) > 1e-2).all(-1) & (
         abs(border(places, values["seen"])) > 1e-2
     )
     assert moved.dtype == np.float32
-    np.testing.assert_array_equal(moved[clear], wanted[clear])
+    np.testing.assert_array_equal(moved[clear], expected[clear])
 
 
-def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turned: bool) -> None:
-    ida = batch["ida_mat"][at, 0].numpy().astype(np.float64)
+def check_boxes(batch: dict[str, Any], index: int, values: dict[str, Any], *, turned: bool) -> None:
+    ida = batch["ida_mat"][index, 0].numpy().astype(np.float64)
     height, width = batch["img"].shape[-2:]
-    moved = {name: arrays[at].numpy() for name, arrays in batch["projected"].items()}
+    moved = {name: arrays[index].numpy() for name, arrays in batch["projected"].items()}
     afresh = projections(
-        batch["ego2img"][at, 0].numpy().astype(np.float64), batch["gt_boxes_3d"][at].numpy()
+        batch["ego2img"][index, 0].numpy().astype(np.float64), batch["gt_boxes_3d"][index].numpy()
     )
-    kept = np.isin(moved["row"], afresh["row"]), np.isin(afresh["row"], moved["row"])
-    assert kept[0].sum() >= len(moved["row"]) - 1  # the ego's scale moves the line at 3 m
-    np.testing.assert_allclose(moved["centre"][kept[0]], afresh["centre"][kept[1]], atol=0.05)
+    is_common = np.isin(moved["row"], afresh["row"]), np.isin(afresh["row"], moved["row"])
+    assert is_common[0].sum() >= len(moved["row"]) - 1  # the ego's scale moves the line at 3 m
+    np.testing.assert_allclose(
+        moved["centre"][is_common[0]], afresh["centre"][is_common[1]], atol=0.05
+    )
     if not turned:
         corners = (np.array(values["seen"]).reshape(2, 2) - 0.5) @ ida[:2, :2].T + ida[:2, 2]
         low = corners.min(0).clip(-0.5, None)
         high = corners.max(0).clip(None, (width - 0.5, height - 0.5))
         low = low.clip(None, (width - 0.5, height - 0.5))
         high = high.clip(-0.5, None)
-        boxes = afresh["box"][kept[1]].reshape(-1, 2, 2).clip(low, high).reshape(-1, 4)
-        np.testing.assert_allclose(moved["box"][kept[0]], boxes, atol=0.05)
+        boxes = afresh["box"][is_common[1]].reshape(-1, 2, 2).clip(low, high).reshape(-1, 4)
+        np.testing.assert_allclose(moved["box"][is_common[0]], boxes, atol=0.05)
     # The boxes of the source: bounds of the turned corners, cut off at the output.
-    own = batch[f"boxes2d_{CAMERA}"]
-    known = values[f"boxes2d_{CAMERA}"]
+    batch_boxes = batch[f"boxes2d_{CAMERA}"]
+    stored_boxes = values[f"boxes2d_{CAMERA}"]
     left, top, right, bottom = np.array(values["seen"]) - 0.5
     kept_boxes = (
-        known["box"]
+        stored_boxes["box"]
         .astype(np.float64)
         .reshape(-1, 2, 2)
         .clip((left, top), (right, bottom))
@@ -351,22 +353,24 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
     bounds = np.concatenate(
         [corners.min(1).clip(-0.5, limits), corners.max(1).clip(-0.5, limits)], 1
     )
-    np.testing.assert_allclose(own["box"][at].numpy(), bounds, atol=0.01)
+    np.testing.assert_allclose(batch_boxes["box"][index].numpy(), bounds, atol=0.01)
     sides = np.minimum(bounds[:, 2:] - bounds[:, :2], kept_boxes[:, 2:] - kept_boxes[:, :2]).min(1)
     clear = (sides > 0.02) | (sides <= 0)
-    np.testing.assert_array_equal(own["visible"][at].numpy()[clear], (sides > 0)[clear])
-    np.testing.assert_array_equal(own["instance_id"][at].numpy(), known["instance_id"])
+    np.testing.assert_array_equal(batch_boxes["visible"][index].numpy()[clear], (sides > 0)[clear])
+    np.testing.assert_array_equal(
+        batch_boxes["instance_id"][index].numpy(), stored_boxes["instance_id"]
+    )
 
 
-def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved = batch["radar"][at].numpy().astype(np.float64)
+def check_radar(batch: dict[str, Any], index: int, values: dict[str, Any]) -> None:
+    moved = batch["radar"][index].numpy().astype(np.float64)
     stored = values["radar"].astype(np.float64)
-    bda = batch["bda_mat"][at].numpy().astype(np.float64)
+    bda = batch["bda_mat"][index].numpy().astype(np.float64)
     np.testing.assert_allclose(moved[:, :3], stored[:, :3] @ bda[:3, :3].T + bda[:3, 3], atol=1e-3)
     np.testing.assert_allclose(moved[:, 3:5], stored[:, 3:5] @ bda[:2, :2].T, atol=1e-4)
     np.testing.assert_array_equal(moved[:, 5:], stored[:, 5:])
     # They are on the sides of the augmented boxes where they are on those of the stored ones, and as far from the rest.
-    afresh = depth_inside(moved[:, :3], batch["gt_boxes_3d"][at].numpy().astype(np.float64))
+    afresh = depth_inside(moved[:, :3], batch["gt_boxes_3d"][index].numpy().astype(np.float64))
     scale = abs(np.linalg.det(bda[:2, :2])) ** 0.5
     np.testing.assert_allclose(
         afresh, scale * depth_inside(stored[:, :3], values["gt_boxes_3d"]), atol=2e-3
@@ -374,11 +378,11 @@ def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     assert (abs(afresh) < 2e-3).mean() > 0.5
 
 
-def check_occupancy(batch: dict[str, Any], at: int) -> None:
-    moved = batch["occupancy"][at].numpy()
+def check_occupancy(batch: dict[str, Any], index: int) -> None:
+    moved = batch["occupancy"][index].numpy()
     centres = cell_centres()
-    bda = batch["bda_mat"][at].numpy().astype(np.float64)
-    afresh = depth_inside(centres, batch["gt_boxes_3d"][at].numpy().astype(np.float64))
+    bda = batch["bda_mat"][index].numpy().astype(np.float64)
+    afresh = depth_inside(centres, batch["gt_boxes_3d"][index].numpy().astype(np.float64))
     back = (centres - bda[:3, 3]) @ np.linalg.inv(bda[:3, :3]).T
     inside = np.minimum(back - EXTENT[:3], np.array(EXTENT[3:]) - back).min(-1)
     half_cell = abs(np.linalg.det(bda[:2, :2])) ** 0.5 * math.sqrt(3 * 0.5**2) + 1e-3
@@ -388,11 +392,11 @@ def check_occupancy(batch: dict[str, Any], at: int) -> None:
     assert not moved[inside < -1e-3].any()
 
 
-def check_poses(batch: dict[str, Any], at: int) -> None:
-    bda = batch["bda_mat"][at].numpy().astype(np.float64)
-    box = batch["gt_boxes_3d"][at][0].numpy().astype(np.float64)
-    moved = batch["poses"][at, 1].numpy()
+def check_poses(batch: dict[str, Any], index: int) -> None:
+    bda = batch["bda_mat"][index].numpy().astype(np.float64)
+    box = batch["gt_boxes_3d"][index][0].numpy().astype(np.float64)
+    moved = batch["poses"][index, 1].numpy()
     np.testing.assert_allclose(moved[:3, 3], box[:3], atol=1e-3)
     np.testing.assert_allclose(moved[:2, 0], (math.cos(box[6]), math.sin(box[6])), atol=1e-4)
     assert abs(np.linalg.det(moved[:3, :3]) - 1) < 1e-9
-    np.testing.assert_allclose(batch["poses"][at, 0, :3, 3].numpy(), bda[:3, 3], atol=1e-6)
+    np.testing.assert_allclose(batch["poses"][index, 0, :3, 3].numpy(), bda[:3, 3], atol=1e-6)

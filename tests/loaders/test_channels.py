@@ -193,9 +193,9 @@ def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
     )
 
 
-def batches(made: DataLoader) -> list[dict[str, Any]]:
-    with made:
-        return list(made)
+def batches(data_loader: DataLoader) -> list[dict[str, Any]]:
+    with data_loader:
+        return list(data_loader)
 
 
 def test_channels_of_little_work_are_parsed_by_one_thread_which_leaves_the_others_to_images() -> (
@@ -252,8 +252,10 @@ def test_windows_put_an_axis_of_frames_behind_the_samples(root) -> None:
     window = FrameWindow(frames=(-1, 0), pad="mask")
     (batch, *_) = batches(loader(root, window=window, transforms=AUGMENTED))
     singles = {}
-    for made in batches(loader(root, transforms=PLAIN)):
-        singles |= {row: (made, at) for at, row in enumerate(made["global_index"].tolist())}
+    for single in batches(loader(root, transforms=PLAIN)):
+        singles |= {
+            row: (single, index) for index, row in enumerate(single["global_index"].tolist())
+        }
     assert batch["frame_valid"].tolist() == [
         [False, True],
         [True, True],
@@ -263,64 +265,66 @@ def test_windows_put_an_axis_of_frames_behind_the_samples(root) -> None:
     assert batch["topics"].shape == (4, 2, 3)
     assert batch["mask"].shape == (4, 2, 32, 48)
     assert batch["words"].offsets.tolist() == [0, 0, 0, 0, 1, 2, 2, 2, 5]
-    for at, rows in enumerate(batch["frame_global_index"].tolist()):
+    for index, rows in enumerate(batch["frame_global_index"].tolist()):
         for frame, row in enumerate(rows):
-            shown = bool(batch["frame_valid"][at, frame])
+            is_shown = bool(batch["frame_valid"][index, frame])
             for channel in CHANNELS:
-                there = shown and stored(channel.name, row) is not None
-                assert batch[f"{channel.name}_valid"][at, frame] == there
-            wanted = stored("caption", row) if shown else None
-            assert batch["caption"][at][frame] == wanted
-            speed = batch["agents"]["speed"][at][frame]
-            assert (speed is None) == (wanted is None)
+                is_present = is_shown and stored(channel.name, row) is not None
+                assert batch[f"{channel.name}_valid"][index, frame] == is_present
+            caption = stored("caption", row) if is_shown else None
+            assert batch["caption"][index][frame] == caption
+            speed = batch["agents"]["speed"][index][frame]
+            assert (speed is None) == (caption is None)
             assert speed is None or speed.tolist() == list(range(row))
-            if not shown:
-                assert batch["radar"][at][frame] is batch["returns"][at][frame] is None
-                assert not batch["topics"][at, frame].any()
-            elif wanted is not None:
-                bda = batch["bda_mat"][at].numpy().astype(np.float64)
+            if not is_shown:
+                assert batch["radar"][index][frame] is batch["returns"][index][frame] is None
+                assert not batch["topics"][index, frame].any()
+            elif caption is not None:
+                bda = batch["bda_mat"][index].numpy().astype(np.float64)
                 moved = stored("radar", row) @ bda[:3, :3].T + bda[:3, 3]
-                np.testing.assert_allclose(batch["radar"][at][frame], moved, atol=1e-4)
+                np.testing.assert_allclose(batch["radar"][index][frame], moved, atol=1e-4)
 
 
 def test_points_of_a_lidar_move_as_the_lidars_own(root) -> None:
     (batch, *_) = batches(loader(root, transforms=AUGMENTED, points=True))
     bda = batch["bda_mat"].double()
     lidar2ego = batch["lidar2ego"].double()
-    for at, row in enumerate(batch["global_index"].tolist()):
-        matrix = (torch.linalg.inv(lidar2ego[at]) @ bda[at] @ lidar2ego[at]).numpy()
+    for index, row in enumerate(batch["global_index"].tolist()):
+        matrix = (torch.linalg.inv(lidar2ego[index]) @ bda[index] @ lidar2ego[index]).numpy()
         afresh = stored("returns", row) @ matrix[:3, :3].T + matrix[:3, 3]
-        np.testing.assert_allclose(batch["returns"][at], afresh, atol=1e-4)
+        np.testing.assert_allclose(batch["returns"][index], afresh, atol=1e-4)
 
 
 def test_a_lidar_may_be_selected_by_name(root) -> None:
     (points, *_) = batches(loader(root, transforms=AUGMENTED, points=True, select=None))
     (named, *_) = batches(loader(root, transforms=AUGMENTED, select=[LIDAR]))
     assert named[f"{LIDAR}_valid"].all() and "points" not in named
-    for one, other in zip(named[LIDAR], points["points"], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for cloud, lidar_points in zip(named[LIDAR], points["points"], strict=True):
+        np.testing.assert_allclose(cloud, lidar_points, atol=1e-5)
     with pytest.raises(ConfigError, match=f"'{LIDAR}' is in the batch as `points` already"):
         loader(root, points=True, select=[LIDAR])
 
 
 @pytest.mark.parametrize("window", [None, FrameWindow(frames=(-1, 0))])
 def test_samples_for_a_transform_have_them_too(root, window) -> None:
-    seen = []
+    samples = []
 
-    def other(sample: dict[str, Any]) -> dict[str, Any]:
-        seen.append(sample)
+    def replace_entries(sample: dict[str, Any]) -> dict[str, Any]:
+        samples.append(sample)
         return {
             "agents": sample["caption"],
             "words": len(sample["words"]),
             "caption": sample["sample_key"],
         }
 
-    (batch, *_) = batches(loader(root, transform=other, transforms=AUGMENTED, window=window))
-    sample = next(one for one in seen if one["sample_key"] == "clip-0000-000003")
+    (batch, *_) = batches(
+        loader(root, transform=replace_entries, transforms=AUGMENTED, window=window)
+    )
+    sample = next(entry for entry in samples if entry["sample_key"] == "clip-0000-000003")
     assert sample["mask"].shape == ((32, 48) if window is None else (2, 32, 48))
     if window is None:
         assert sample["agents"]["speed"].tolist() == [0.0, 1.0, 2.0]
-        assert seen[0].keys() - {*NAMES, *(f"{name}_valid" for name in NAMES)} <= OWN_NAMES
+        assert samples[0].keys() - {*NAMES, *(f"{name}_valid" for name in NAMES)} <= OWN_NAMES
         # What a transform leaves in the place of an entry is joined as any other thing of the user's.
         assert batch["agents"] == ["frame 0", "frame 1", None, "frame 3"]
         assert batch["words"] == [0, 1, 0, 3]
@@ -340,13 +344,14 @@ def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
 
 
 def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> None:
-    (nothing, *_), (some, *_) = (
-        batches(loader(root, select=None)),
-        batches(loader(root, select=("words", "score"))),
-    )
-    assert some.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
-    assert [name for name in some if name in NAMES] == ["score", "words"]  # in the table's order
-    assert unlike({name: some[name] for name in nothing}, nothing) == []
+    nothing = batches(loader(root, select=None))[0]
+    selected = batches(loader(root, select=("words", "score")))[0]
+    assert selected.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
+    assert [name for name in selected if name in NAMES] == [
+        "score",
+        "words",
+    ]  # in the table's order
+    assert unlike({name: selected[name] for name in nothing}, nothing) == []
     build(tmp_path / "d")
     spoil(tmp_path / "d", "occupancy", shape=(8, 7))
     assert len(batches(loader(tmp_path / "d", select=["radar"]))) == 3
@@ -381,19 +386,21 @@ def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, 
         ]
         return sum(-(-end // 512) * 512 for end in ends)
 
-    whole = sum(row.length for row in rows)
+    num_bytes = sum(row.length for row in rows)
     nothing = read(root, None, backend=storage)
-    assert nothing.span_bytes == up_to(f"{LIDAR}.npy") < 0.7 * whole
+    assert nothing.span_bytes == up_to(f"{LIDAR}.npy") < 0.7 * num_bytes
     assert nothing.request_bytes == (nothing.span_bytes if storage == "remote" else 0)
-    assert read(root, ["occupancy"], backend=storage).span_bytes == up_to("occupancy.npy") < whole
-    assert read(root, NAMES, backend=storage).span_bytes == whole
-    with loader(root, 12, select=None, storage=storage) as made:
-        next(iter(made))
-        stats = made.stats().storage
-    assert stats.span_bytes < 0.7 * whole * stats.spans / len(rows)
+    assert (
+        read(root, ["occupancy"], backend=storage).span_bytes == up_to("occupancy.npy") < num_bytes
+    )
+    assert read(root, NAMES, backend=storage).span_bytes == num_bytes
+    with loader(root, 12, select=None, storage=storage) as data_loader:
+        next(iter(data_loader))
+        stats = data_loader.stats().storage
+    assert stats.span_bytes < 0.7 * num_bytes * stats.spans / len(rows)
     if storage == "remote":  # what is cached serves loaders that select others
         options = {"backend": "remote", "cache_dir": tmp_path / "cache"}
-        assert read(root, None, **options).request_bytes == whole
+        assert read(root, None, **options).request_bytes == num_bytes
         assert read(root, ["radar"], **options).cache_hits == len(rows)
 
 
@@ -406,9 +413,9 @@ def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -
     shard = tmp_path / "d" / ("train-000000.tar.zst" if layout == "frame" else "train-000000.tar")
     for name, is_read in (("topics.npy", layout == "frame"), ("cam_back.jpg", True)):
         entry = next(entry for entry in row.members if entry.name == name)
-        at = row.offset + min(entry.offset, row.length - 9)
+        position = row.offset + min(entry.offset, row.length - 9)
         data = bytearray(shard.read_bytes())
-        data[at] ^= 1
+        data[position] ^= 1
         shard.write_bytes(data)
         if is_read:
             text = (
@@ -420,15 +427,15 @@ def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -
             assert len(batches(loader(tmp_path / "d", **chosen))) == 3
         with pytest.raises(ChecksumError, match="checksum mismatch"):
             batches(loader(tmp_path / "d", storage="pread"))
-        data[at] ^= 1
+        data[position] ^= 1
         shard.write_bytes(data)
 
 
 def spoil(root: Path, name: str, **changes: Any) -> None:
     def edit(manifest: Any) -> Any:
         table = [
-            msgspec.structs.replace(one, **changes) if one.name == name else one
-            for one in manifest.channels
+            msgspec.structs.replace(channel, **changes) if channel.name == name else channel
+            for channel in manifest.channels
         ]
         return msgspec.structs.replace(manifest, channels=tuple(table))
 
@@ -483,8 +490,8 @@ def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
 def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
     build(tmp_path / "same")
     spoil(tmp_path / "same", "topics", optional=True, description="of somebody else")
-    both = {"a": root, "b": tmp_path / "same"}
-    batch = next(iter(batches(loader(both, mix={"a": 1, "b": 1}))))
+    roots = {"a": root, "b": tmp_path / "same"}
+    batch = next(iter(batches(loader(roots, mix={"a": 1, "b": 1}))))
     assert batch["dataset"].count("b") == 2
     assert batch["topics"].shape == (4, 3)
     build(tmp_path / "other")
@@ -506,17 +513,17 @@ def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
 
 def test_a_state_names_the_channels(root) -> None:
     with (
-        loader(root, select=["words", "radar"]) as one,
-        loader(root, select=["radar", "words"]) as other,
+        loader(root, select=["words", "radar"]) as saved,
+        loader(root, select=["radar", "words"]) as restored,
     ):
-        other.load_state_dict(one.state_dict())
+        restored.load_state_dict(saved.state_dict())
     with loader(root, select=["radar"]) as less:
         with pytest.raises(
             StateMismatchError,
             match=re.escape("channels: state has ['radar', 'words'], loader has"),
         ):
-            less.load_state_dict(one.state_dict())
-        less.load_state_dict(one.state_dict(), strict=False)
+            less.load_state_dict(saved.state_dict())
+        less.load_state_dict(saved.state_dict(), strict=False)
     with loader(root, select=None) as none, loader(root, select=[]) as empty:
         empty.load_state_dict(none.state_dict())
 
@@ -532,11 +539,11 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     for window in (None, FrameWindow(frames=(-1, 0))):
         with loader(
             tmp_path / "d", select=["caption", "mask"], bad_samples=policy, window=window
-        ) as made:
-            found = [row for batch in made for row in batch["global_index"].tolist()]
-            assert made.stats().bad_samples == 2
-        assert {2, 7} & set(found) == set()
-        assert len(found) == 12
+        ) as data_loader:
+            rows = [row for batch in data_loader for row in batch["global_index"].tolist()]
+            assert data_loader.stats().bad_samples == 2
+        assert {2, 7} & set(rows) == set()
+        assert len(rows) == 12
     assert '"member":"caption.txt"' in (tmp_path / "bad.jsonl").read_text().replace('": "', '":"')
 
 
@@ -544,9 +551,9 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     "parts", [{"decode"}, {"decompression"}, {"storage"}, {"storage", "decompression", "decode"}]
 )
 def test_parts_that_are_left_out_leave_the_shapes(root, parts) -> None:
-    made = loader(root, transforms=AUGMENTED)
-    made.leave_out(parts)
-    (batch, *_) = batches(made)
+    data_loader = loader(root, transforms=AUGMENTED)
+    data_loader.leave_out(parts)
+    (batch, *_) = batches(data_loader)
     assert batch["mask"].shape == (4, 32, 48)
     assert len(batch["radar"]) == len(batch["agents"]["speed"]) == 4
     assert isinstance(batch["words"], Packed)

@@ -62,8 +62,8 @@ def sampled(
     height = TRAIN.height
     width = TRAIN.width
     v, u = np.mgrid[:height, :width].astype(np.float64)
-    there = np.linalg.inv(ida_mat[:3, :3]) @ np.stack((u.ravel(), v.ravel(), np.ones(u.size)))
-    x, y = there[:2]
+    rays = np.linalg.inv(ida_mat[:3, :3]) @ np.stack((u.ravel(), v.ravel(), np.ones(u.size)))
+    x, y = rays[:2]
     inside = (x > 4) & (x < WH[0] - 5) & (y > 4) & (y < WH[1] - 5)
     if has_lens:
         x, y = bent((x - camera[0, 2]) / camera[0, 0], (y - camera[1, 2]) / camera[1, 1])
@@ -81,34 +81,34 @@ def sampled(
 
 
 def check_frame(
-    batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]
+    batch: dict, index: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]
 ) -> float:
-    """Matrices and pixels of one frame, ``at`` its place in the batch; the lowest PSNR of its cameras in dB."""
+    """Matrices and pixels of one frame, ``index`` its place in the batch; the lowest PSNR of its cameras in dB."""
     geometry = sample.geometry
-    bda = batch["bda_mat"][at[0]].double().numpy()
+    bda = batch["bda_mat"][index[0]].double().numpy()
     lowest = 99.0
     for camera, channel in enumerate(CAMERAS):
-        here = (*at, camera)
-        ida_mat = batch["ida_mat"][here].double().numpy()
+        camera_index = (*index, camera)
+        ida_mat = batch["ida_mat"][camera_index].double().numpy()
         k = geometry.intrinsics[camera]
         assert_allclose(
-            batch["intrinsics"][here].numpy(), ida_mat[:3, :3] @ k, rtol=1e-5, atol=1e-4
+            batch["intrinsics"][camera_index].numpy(), ida_mat[:3, :3] @ k, rtol=1e-5, atol=1e-4
         )
         cam2global = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
         cam2ego = np.linalg.solve(geometry.ego2global, cam2global)
         k4 = np.eye(4)
         k4[:3, :3] = k
         ego2img = ida_mat @ k4 @ np.linalg.inv(cam2ego) @ np.linalg.inv(bda)
-        assert_allclose(batch["ego2img"][here].numpy(), ego2img, rtol=1e-4, atol=2e-2)
+        assert_allclose(batch["ego2img"][camera_index].numpy(), ego2img, rtol=1e-4, atol=2e-2)
         cam2keyego = bda @ np.linalg.solve(key2global, cam2global)
-        assert_allclose(batch["cam2keyego"][here].numpy(), cam2keyego, rtol=1e-4, atol=2e-3)
+        assert_allclose(batch["cam2keyego"][camera_index].numpy(), cam2keyego, rtol=1e-4, atol=2e-3)
         expected, inside = sampled(sample.images[channel], ida_mat, k, has_lens=lenses[camera])
-        planes = batch["img"][here].numpy()
+        planes = batch["img"][camera_index].numpy()
         # A crop before a rotation leaves black corners.
         inside &= cv2.erode((planes.max(axis=0) > 0).astype(np.uint8), np.ones((5, 5))) > 0
         assert inside.mean() > 0.4
         lowest = min(lowest, psnr_db(planes, expected, inside))
-    assert_allclose(batch["ego2global"][at].numpy() @ bda, geometry.ego2global, atol=1e-4)
+    assert_allclose(batch["ego2global"][index].numpy() @ bda, geometry.ego2global, atol=1e-4)
     return lowest
 
 
@@ -142,7 +142,7 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(
                 lenses = (undistort is not None, False)
                 lowest.append(
                     check_frame(
-                        batch, at=(b, t), sample=sample, key2global=key2global, lenses=lenses
+                        batch, index=(b, t), sample=sample, key2global=key2global, lenses=lenses
                     )
                 )
                 bda = batch["bda_mat"][b].double().numpy()
@@ -165,7 +165,7 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     readers = {name: SampleReader(open_dataset(folder)) for name, folder in roots.items()}
     base = {"city": 0, "highway": 8}
     options = {"frames": [-2, 0], "ego": BEV, "image": TRAIN, "seed": 7}
-    seen = set()
+    entries = set()
     for batch in batches(roots, 4, mix={"city": 1, "highway": 1}, **options):
         for b, (name, rows) in enumerate(
             zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)
@@ -184,16 +184,16 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
                 assert (
                     check_frame(
                         batch,
-                        at=(b, t),
+                        index=(b, t),
                         sample=sample,
                         key2global=key2global,
                         lenses=(False, False),
                     )
                     > 36.0
                 )
-            seen.add((name, rows[1]))
-    assert {name for name, _ in seen} == {"city", "highway"}
-    assert len(seen) == 16
+            entries.add((name, rows[1]))
+    assert {name for name, _ in entries} == {"city", "highway"}
+    assert len(entries) == 16
 
 
 @pytest.mark.costly
@@ -218,20 +218,26 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(
         "decoder": backend,
     }
     reader = SampleReader(open_dataset(prepared))
-    for one, other in zip(
+    for plain_batch, prepared_batch in zip(
         batches(root, 2, **options), batches(prepared, 2, **options), strict=True
     ):
-        assert one["sample_key"] == other["sample_key"]
+        assert plain_batch["sample_key"] == prepared_batch["sample_key"]
         for name in ("ida_mat", "intrinsics", "ego2img"):
-            assert (one[name] == other[name]).all()
-        assert psnr_db(one["img"].flatten(0, 2).numpy(), other["img"].flatten(0, 2).numpy()) > 40.0
-        for b, rows in enumerate(other["frame_global_index"].tolist()):
+            assert (plain_batch[name] == prepared_batch[name]).all()
+        assert (
+            psnr_db(
+                plain_batch["img"].flatten(0, 2).numpy(),
+                prepared_batch["img"].flatten(0, 2).numpy(),
+            )
+            > 40.0
+        )
+        for b, rows in enumerate(prepared_batch["frame_global_index"].tolist()):
             sample = reader.sample(rows[1])
             least_db = 36.0 if backend == "turbo" else 27.0
             assert (
                 check_frame(
-                    other,
-                    at=(b, 1),
+                    prepared_batch,
+                    index=(b, 1),
                     sample=sample,
                     key2global=sample.geometry.ego2global,
                     lenses=(True, False),
@@ -273,11 +279,11 @@ def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> 
         "file": notes,
         "decoder": backend,
     }
-    found = keys(batches(tmp_path / "d", 4, image=image, shuffle=False, **options))
+    loaded_keys = keys(batches(tmp_path / "d", 4, image=image, shuffle=False, **options))
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     assert {line["key"]: line["member"] for line in lines} == {
         key: channel for key, (channel, _) in refused.items()
     }
     assert all(refused[line["key"]][1] in line["message"] for line in lines)
-    assert len(found) == 80
-    assert set(found) == set(raw) - set(refused)
+    assert len(loaded_keys) == 80
+    assert set(loaded_keys) == set(raw) - set(refused)

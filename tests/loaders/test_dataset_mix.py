@@ -36,9 +36,9 @@ MIX = {"city": 3, "highway": 1}
 
 
 @pytest.fixture(scope="module")
-def roots(made):
-    other, _ = made({"train": (7,), "val": (2,)}, seed=5)
-    return {"city": made({"val": (3,), "train": (8, 10)})[0], "highway": other}
+def roots(build_once):
+    highway, _ = build_once({"train": (7,), "val": (2,)}, seed=5)
+    return {"city": build_once({"val": (3,), "train": (8, 10)})[0], "highway": highway}
 
 
 def make(roots, batch_size=4, **options):
@@ -67,7 +67,7 @@ def test_every_batch_has_the_shares_and_every_sample_comes_equally_often(roots):
     assert {row for name, row in counts if name == "city"} == set(range(3, 21))
     assert {row for name, row in counts if name == "highway"} == set(range(7))
     for name in MIX:
-        times = [count for (of, _), count in counts.items() if of == name]
+        times = [count for (dataset, _), count in counts.items() if dataset == name]
         assert (
             max(times) - min(times) <= 1 + 7
         )  # at most one copy an epoch lies in what drop_last leaves out
@@ -82,15 +82,15 @@ def test_samples_are_those_of_the_datasets_alone(roots):
     with make(roots, points=True) as loader:
         assert loader.dataset.root == roots["city"]
         assert list(loader.datasets) == ["city", "highway"]
-        found = list(loader)
-        assert len(found) == len(loader) == 7
+        mixed_batches = list(loader)
+        assert len(mixed_batches) == len(loader) == 7
         assert loader.stats().storage.spans >= 28
-    for batch in found:
-        for at, entry in enumerate(named([batch])[0]):
+    for batch in mixed_batches:
+        for index, entry in enumerate(named([batch])[0]):
             for field in ("img", "ego2img", "ego2global", "timestamp_ns"):
-                assert torch.equal(batch[field][at], alone[entry][field][0]), field
-            assert torch.equal(batch["points"][at], alone[entry]["points"][0])
-            assert batch["sample_key"][at] == alone[entry]["sample_key"][0]
+                assert torch.equal(batch[field][index], alone[entry][field][0]), field
+            assert torch.equal(batch["points"][index], alone[entry]["points"][0])
+            assert batch["sample_key"][index] == alone[entry]["sample_key"][0]
 
 
 def test_filters_weights_windows_and_epoch_length_hold_in_each_dataset(roots):
@@ -115,7 +115,7 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tiny):
     prints = {name: open_dataset(root).manifest.fingerprint for name, root in roots.items()}
     assert json.loads(state["identity"])["dataset"] == prints
     assert json.loads(state["identity"])["order"]["mix"] == MIX
-    others = [
+    mismatches = [
         (make({**roots, "highway": tiny}), "dataset: state has"),
         (
             make(roots, mix={"city": 2, "highway": 1}),
@@ -124,9 +124,9 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tiny):
         (make({"highway": roots["highway"], "city": roots["city"]}), "order: state has"),
         (load(roots["city"], 4), "dataset: state has"),
     ]
-    for other, text in others:
-        with other, pytest.raises(StateMismatchError, match=text):
-            other.load_state_dict(state)
+    for mismatched, text in mismatches:
+        with mismatched, pytest.raises(StateMismatchError, match=text):
+            mismatched.load_state_dict(state)
 
 
 def test_pickled_it_continues_as_the_same_mix(roots):
@@ -149,8 +149,8 @@ def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
     ]
     order = OrderSpec(seed=2, epoch_length=24)
     with make(roots, order=order, mix=stages) as loader:
-        whole = [entries for _ in range(4) for entries in named(loader)]
-    shares = [sum(name == "highway" for name, _ in entries) for entries in whole]
+        all_entries = [entries for _ in range(4) for entries in named(loader)]
+    shares = [sum(name == "highway" for name, _ in entries) for entries in all_entries]
     assert shares[:16] == [(block + 1) ** 2 // 16 - block**2 // 16 for block in range(16)]
     assert set(shares[16:]) == {2}
     with make(roots, order=order, mix=stages) as loader:
@@ -162,10 +162,10 @@ def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
     for rank in ranks:
         rank.load_state_dict(state)
     rest = [a + b for _ in range(3) for a, b in zip(*map(named, ranks), strict=True)]
-    assert [*sum(epochs, []), *rest] == whole  # noqa: RUF017
-    other = make(roots, order=order, mix=stages[1:])
-    with other, pytest.raises(StateMismatchError, match="order: state has"):
-        other.load_state_dict(state)
+    assert [*sum(epochs, []), *rest] == all_entries  # noqa: RUF017
+    later_stages = make(roots, order=order, mix=stages[1:])
+    with later_stages, pytest.raises(StateMismatchError, match="order: state has"):
+        later_stages.load_state_dict(state)
     with pytest.raises(ConfigError, match="a list of MixStage"):
         make(roots, mix=[{"city": 1}])
 
@@ -203,7 +203,7 @@ def test_request_numbers_are_found_in_order():
     assert [numbers(0), numbers(0), numbers(2), numbers(4)] == [0, 0, 4, 11]
 
 
-def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_path):
+def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, build_once, tmp_path):
     channels = open_dataset(roots["highway"]).manifest.channels
     cameras = sum(channel.sensor == "camera" for channel in channels)
     unlike = {
@@ -211,17 +211,19 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_p
         "classes": {"classes": ("car", "bicycle")},
         "origins of the ego frame": {"ego_origin": "imu"},
     }
-    for what, changes in unlike.items():
-        other = shutil.copytree(roots["highway"], tmp_path / what)
+    for field, changes in unlike.items():
+        changed_root = shutil.copytree(roots["highway"], tmp_path / field)
         reseal(
-            other, lambda manifest, changes=changes: msgspec.structs.replace(manifest, **changes)
+            changed_root,
+            lambda manifest, changes=changes: msgspec.structs.replace(manifest, **changes),
         )
         with pytest.raises(
-            ConfigError, match=rf"'city' and 'highway' cannot .* their {what} differ: 'city' has .*"
+            ConfigError,
+            match=rf"'city' and 'highway' cannot .* their {field} differ: 'city' has .*",
         ):
-            make({"city": roots["city"], "highway": other})
+            make({"city": roots["city"], "highway": changed_root})
     with pytest.raises(ConfigError, match="'city' has boxes, 'highway' has no boxes"):
-        make({"city": roots["city"], "highway": made({"train": (4,)}, labelled=False)[0]})
+        make({"city": roots["city"], "highway": build_once({"train": (4,)}, labelled=False)[0]})
 
 
 @pytest.mark.parametrize(
@@ -271,9 +273,9 @@ def test_the_state_goes_through_torchs_distributed_checkpoint(roots, tmp_path):
         next(iterator)
         dcp.save({"loader": loader}, checkpoint_id=tmp_path / "step")
         rest = named(iterator)
-    with make(roots, 2, size=2, **options) as other:
-        dcp.load({"loader": other}, checkpoint_id=tmp_path / "step")
-        assert named(other) == [batch[:2] for batch in rest]
+    with make(roots, 2, size=2, **options) as restored:
+        dcp.load({"loader": restored}, checkpoint_id=tmp_path / "step")
+        assert named(restored) == [batch[:2] for batch in rest]
     # It is loaded in place, into a loader that has neither of these settings: what only the state has is seen too.
     with (
         make(roots) as unlike,
@@ -307,8 +309,8 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
     """Each sample is as its dataset alone gives it, its cameras in the order of the mapping."""
     monkeypatch.setattr("support.datasets.CAMERAS", ("left", "right"))
     build_dataset(tmp_path / "other", {"train": (7,)}, seed=5, missing=frozenset({(2, "left")}))
-    both = {"city": roots["city"], "other": tmp_path / "other"}
-    given = {"city": ["cam_front", "cam_back"], "other": ["right", "left"]}
+    datasets = {"city": roots["city"], "other": tmp_path / "other"}
+    camera_names = {"city": ["cam_front", "cam_back"], "other": ["right", "left"]}
     options = {
         "mix": {"city": 1, "other": 1},
         "order": OrderSpec(),
@@ -317,23 +319,23 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
     }
     alone = {
         (name, int(batch["global_index"])): batch
-        for name, root in both.items()
+        for name, root in datasets.items()
         for batch in batches(root, 1, shuffle=False, decoder="turbo", window=window)
     }
-    with load(both, 4, cameras=given, **options) as loader:
+    with load(datasets, 4, cameras=camera_names, **options) as loader:
         assert loader.cameras == ("cam_front", "cam_back")
         state = loader.state_dict()
-        found = list(loader)
-    for batch in found:
-        for at, (name, row) in enumerate(
+        mixed_batches = list(loader)
+    for batch in mixed_batches:
+        for index, (name, row) in enumerate(
             zip(batch["dataset"], batch["global_index"].tolist(), strict=True)
         ):
             axis = 0 if window is None else 1
             for entry in OF_CAMERAS:
-                own = alone[name, row][entry][0]
-                own = own.flip(axis) if name == "other" else own
-                assert torch.equal(batch[entry][at], own), (name, entry)
-    exchanged = load(both, 4, cameras={**given, "other": ["left", "right"]}, **options)
+                value = alone[name, row][entry][0]
+                value = value.flip(axis) if name == "other" else value
+                assert torch.equal(batch[entry][index], value), (name, entry)
+    exchanged = load(datasets, 4, cameras={**camera_names, "other": ["left", "right"]}, **options)
     with exchanged, pytest.raises(StateMismatchError, match="cameras"):
         exchanged.load_state_dict(state)
     for wrong, text in (
@@ -342,9 +344,9 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
             "as many names as the first, and 'other' has",
         ),
         ({"city": ["cam_front"]}, "'other' has none"),
-        ({**given, "other": ["right", "top"]}, "has no camera 'top'"),
-        ({**given, "other": ["right", "right"]}, "each once"),
+        ({**camera_names, "other": ["right", "top"]}, "has no camera 'top'"),
+        ({**camera_names, "other": ["right", "right"]}, "each once"),
         (None, "their cameras differ"),
     ):
         with pytest.raises(ConfigError, match=text):
-            load(both, 4, cameras=wrong, **options)
+            load(datasets, 4, cameras=wrong, **options)

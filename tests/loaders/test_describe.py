@@ -27,8 +27,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def roots(made):
-    return {name: made({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
+def roots(build_once):
+    return {name: build_once({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,12 +106,12 @@ def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
         "collate",
         "transfer",
     ]
-    made = [makes for _, _, makes, _ in rows[:-2]]
-    assert [takes.strip("`") for _, takes, _, _ in rows[1:-2]] == made[:-1]
+    record_names = [makes for _, _, makes, _ in rows[:-2]]
+    assert [takes.strip("`") for _, takes, _, _ in rows[1:-2]] == record_names[:-1]
     defined = [
         name
         for name, kind in vars(records).items()
         if isinstance(kind, type) and hasattr(kind, "_fields")
     ]
-    assert [name for name in defined if name in made] == list(dict.fromkeys(made))
+    assert [name for name in defined if name in record_names] == list(dict.fromkeys(record_names))
     assert all(getattr(records, name).__doc__ for name in defined)

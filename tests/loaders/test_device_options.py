@@ -67,12 +67,16 @@ def flipped(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]
     """A user's transform of a batch: kernels that read what was copied, make tensors, and change some in place."""
     flips = torch.rand(len(batch["valid"]), generator=generator, device=batch["valid"].device) < 0.5
     groups = batch["img"] if isinstance(batch["img"], dict) else {"": batch["img"]}
-    made = {
+    flipped_images = {
         name: torch.where(flips[:, None, None, None, None], img.flip(-1), img)
         for name, img in groups.items()
     }
     batch["intrinsics"].mul_(2)
-    return {**batch, "img": made if isinstance(batch["img"], dict) else made[""], "flips": flips}
+    return {
+        **batch,
+        "img": flipped_images if isinstance(batch["img"], dict) else flipped_images[""],
+        "flips": flips,
+    }
 
 
 def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,15 +248,21 @@ BEFORE_DECODING = {
     "trace",
     "check_ranks",
 }
-EACH_CASE = [
-    pytest.param(
-        case, *decoder.values, id=f"{name}-{number}-{decoder.values[0]}", marks=decoder.marks
-    )
-    for name, cases in CASES.items()
-    for number, case in enumerate(cases)
-    for decoder in (pytest.param("turbo"), DALI)
-    if decoder.values[0] == "turbo" or name not in BEFORE_DECODING
-]
+
+
+def each_case() -> list[Any]:
+    """The cases of each option, with each decoder that the option can be used with."""
+    parameters = []
+    for name, cases in CASES.items():
+        decoders = [pytest.param("turbo")]
+        if name not in BEFORE_DECODING:
+            decoders.append(DALI)
+        for number, case in enumerate(cases):
+            for decoder in decoders:
+                (backend,) = decoder.values
+                case_id = f"{name}-{number}-{backend}"
+                parameters.append(pytest.param(case, backend, id=case_id, marks=decoder.marks))
+    return parameters
 
 
 @pytest.fixture(scope="module")
@@ -300,22 +310,30 @@ def cuda(monkeypatch):
 
 def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[str, Any]:
     """The loader's arguments of a case."""
-    given = {"device": device, "transforms": {"image": IMAGE}, "seed": 3, "num_workers": 2, **case}
-    given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
+    loader_arguments = {
+        "device": device,
+        "transforms": {"image": IMAGE},
+        "seed": 3,
+        "num_workers": 2,
+        **case,
+    }
+    loader_arguments["transforms"] = Transforms(
+        **{**loader_arguments["transforms"], "decoder": decoder}
+    )
     root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
     if "layers" in case:
-        given["layers"] = {
+        loader_arguments["layers"] = {
             name: {"path": roots / name, **options} for name, options in case["layers"].items()
         }
-    if given["transforms"].select and "layers" not in case:
+    if loader_arguments["transforms"].select and "layers" not in case:
         root = roots / "channels"
     if "ledger" in case:
-        given["ledger"] = {"path": roots / f"{uuid4()}.ledger", **case["ledger"]}
+        loader_arguments["ledger"] = {"path": roots / f"{uuid4()}.ledger", **case["ledger"]}
     if case.get("bad_samples"):
         root = roots / "bad"
-        given["storage"] = {"verify": False}
-        given["bad_samples"] = {**case["bad_samples"], "file": roots / "bad.jsonl"}
-    return {"dataset": root, "batch_size": BATCH, **given}
+        loader_arguments["storage"] = {"verify": False}
+        loader_arguments["bad_samples"] = {**case["bad_samples"], "file": roots / "bad.jsonl"}
+    return {"dataset": root, "batch_size": BATCH, **loader_arguments}
 
 
 def consume(loader: DataLoader, epochs: int = 2) -> list[Any]:
@@ -337,18 +355,18 @@ def test_every_option_is_in_the_table():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("case", "decoder"), EACH_CASE)
+@pytest.mark.parametrize(("case", "decoder"), each_case())
 def test_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots, cuda):
     if decoder != "turbo" and "pixels" in case.get("transforms", {}):
         pytest.skip("pixel values are changed in host memory only")
     on_host = {name: value for name, value in case.items() if name not in ("device", "pin_memory")}
     expected = consume(DataLoader(**arguments(roots, on_host, decoder, None)))
-    given = arguments(roots, case, decoder, "cuda")
-    found = consume(DataLoader(**given))
+    on_device = arguments(roots, case, decoder, "cuda")
+    device_batches = consume(DataLoader(**on_device))
     assert cuda.finish() == []
-    assert len(found) == len(expected) > 0
-    home = cuda.device(given["device"])
-    for want, have in zip(expected, found, strict=True):
+    assert len(device_batches) == len(expected) > 0
+    home = cuda.device(on_device["device"])
+    for want, have in zip(expected, device_batches, strict=True):
         assert have.keys() == want.keys()
         for name, value in want.items():
             _compare(name, want=value, have=have[name], home=home, decoder=decoder)
@@ -359,10 +377,10 @@ def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) 
     if decoder == "turbo" or name not in ("img", "mean"):
         assert unlike(want, have) == [], name
         return
-    for one, other in zip(tensors_of(want), tensors_of(have), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+    for expected, actual in zip(tensors_of(want), tensors_of(have), strict=True):
+        assert (expected.dtype, expected.shape) == (actual.dtype, actual.shape), name
         levels = [
-            tensor.cpu().flatten().float() for tensor in (one, other)
+            tensor.cpu().flatten().float() for tensor in (expected, actual)
         ]  # another graph: equal in meaning
         assert (levels[0] - levels[1]).abs().mean() < 0.02 * (
             levels[0].max() - levels[0].min() + 1
@@ -370,9 +388,9 @@ def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) 
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return found
+    tensors: list[torch.Tensor] = []
+    map_tensors(value, tensors.append)
+    return tensors
 
 
 @pytest.mark.costly
@@ -382,9 +400,9 @@ def test_a_consumer_on_a_stream_of_its_own_is_served(decoder, roots, cuda):
         assert consume(DataLoader(**arguments(roots, POINTS, decoder, "cuda")))
 
 
-def broken(monkeypatch, what: str) -> None:
+def broken(monkeypatch, edge: str) -> None:
     """Take one edge out of the product."""
-    if what == "hand_over":
+    if edge == "hand_over":
         monkeypatch.setattr(CudaTransfer, "hand_over", lambda self, moved: moved.batch)
     else:
         for waits in (FakeStream, FakeEvent):
@@ -392,15 +410,15 @@ def broken(monkeypatch, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "finding"),
+    ("edge", "finding"),
     [("hand_over", "was freed while"), ("synchronize", "without waiting for")],
 )
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
-def test_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
+def test_an_edge_that_is_missing_is_found(edge, finding, decoder, roots, monkeypatch):
     if decoder == "dali":
         dali_on_host(monkeypatch)
     cuda = FakeCuda(monkeypatch)
-    broken(monkeypatch, what)
+    broken(monkeypatch, edge)
     consume(DataLoader(**arguments(roots, {}, decoder, "cuda")))
     assert any(finding in text for text in cuda.finish())
 

@@ -17,10 +17,10 @@ from support.ranks import TESTS, run_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(made, tmp_path_factory):
+def ranks(build_once, tmp_path_factory):
     """What four real processes found; see support/mesh_ranks.py."""
     root = tmp_path_factory.mktemp("mesh")
-    run_ranks(4, TESTS / "support" / "mesh_ranks.py", made({"train": (9, 15)})[0], root)
+    run_ranks(4, TESTS / "support" / "mesh_ranks.py", build_once({"train": (9, 15)})[0], root)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 
@@ -42,8 +42,8 @@ class TestFourProcesses:
         self, ranks, mesh, expected
     ):
         size = len(set(expected))
-        assert [found[mesh]["world"] for found in ranks] == [[rank, size] for rank in expected]
-        keys = [tuple(found[mesh]["keys"]) for found in ranks]
+        assert [report[mesh]["world"] for report in ranks] == [[rank, size] for rank in expected]
+        keys = [tuple(report[mesh]["keys"]) for report in ranks]
         for a in range(4):
             for b in range(4):
                 assert (keys[a] == keys[b]) == (expected[a] == expected[b])
@@ -51,15 +51,15 @@ class TestFourProcesses:
 
     def test_without_a_mesh_every_process_is_a_rank_before_and_after_initialisation(self, ranks):
         for case in ("early", "detected", "unnamed"):
-            assert [found[case] for found in ranks] == [[rank, 4] for rank in range(4)]
+            assert [report[case] for report in ranks] == [[rank, 4] for rank in range(4)]
 
     def test_an_axis_that_could_be_either_is_refused_and_can_be_reported(self, ranks):
         assert all(
-            "'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"]
-            for found in ranks
+            "'ep'" in report["unclear"] and "mesh_world(mesh, data_axes" in report["unclear"]
+            for report in ranks
         )
         for case in ("stated", "submesh"):
-            assert [found[case] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+            assert [report[case] for report in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
     @pytest.mark.parametrize(
         ("case", "said"),
@@ -77,7 +77,7 @@ class TestFourProcesses:
     def test_ranks_that_do_not_agree_are_reported_on_every_rank_with_both_sides(
         self, ranks, case, said
     ):
-        assert all(said in found[case] for found in ranks)
+        assert all(said in report[case] for report in ranks)
 
 
 class TestEnvironment:

@@ -39,38 +39,38 @@ def pretend_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
 
 
-def about(subject: str) -> commands.Finding:
+def finding_about(subject: str) -> commands.Finding:
     return next(finding for finding in commands.doctor().findings if finding.subject == subject)
 
 
 def test_every_backend_is_spoken_of() -> None:
     subjects = [finding.subject for finding in commands.doctor().findings]
     assert {f"decoder={name}" for name in (*BACKENDS, "auto")} <= set(subjects)
-    assert about("decoder=turbo").state.startswith("ready: simplejpeg ")
+    assert finding_about("decoder=turbo").state.startswith("ready: simplejpeg ")
 
 
 def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, simplejpeg="1.9.0")
-    assert "pip install pillow" in about("decoder=pillow").advice
-    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
+    assert "pip install pillow" in finding_about("decoder=pillow").advice
+    assert "pip install -e '.[dali]'" in finding_about("decoder=dali").advice
     pretend(monkeypatch, simplejpeg="1.9.0", pillow="12.0", nvidia_dali_cuda120="2.4.0")
-    assert about("decoder=pillow").state == "ready, without SIMD: pillow 12.0"
-    assert "'.[simd]'" in about("decoder=pillow").advice
-    assert "nvidia-dali-cuda120 2.4.0" in about("decoder=dali").state
+    assert finding_about("decoder=pillow").state == "ready, without SIMD: pillow 12.0"
+    assert "'.[simd]'" in finding_about("decoder=pillow").advice
+    assert "nvidia-dali-cuda120 2.4.0" in finding_about("decoder=dali").state
     pretend(monkeypatch, simplejpeg="1.9.0", pillow_simd="9.5")
-    assert about("decoder=pillow") == commands.Finding(
+    assert finding_about("decoder=pillow") == commands.Finding(
         "decoder=pillow", "ready, with SIMD: pillow-simd 9.5"
     )
     monkeypatch.setattr(commands.shutil, "which", lambda name: None)
-    assert "libjpeg-turbo-progs" in about("jpegtran").advice
+    assert "libjpeg-turbo-progs" in finding_about("jpegtran").advice
 
 
 @pytest.fixture
 def incomplete_dali(tmp_path: Path) -> Path:
     """A folder to import from, with DALI as `pip install --no-deps` leaves it."""
-    found = tmp_path / "nvidia_dali_cuda120-2.4.0.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text(
+    dist_info = tmp_path / "nvidia_dali_cuda120-2.4.0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.4.0\nRequires-Dist: numpy\n"
         "Requires-Dist: nvidia-nvimgcodec-cu12-of-nobody[all]<0.10.0,>=0.9.0\nRequires-Dist: optree-of-nobody\n"
         "Requires-Dist: unneeded-of-nobody; extra == 'more'\n"
@@ -88,8 +88,8 @@ def test_dali_without_what_it_requires_is_not_ready(
     incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(incomplete_dali)
-    assert about("decoder=dali").state == f"not ready: {MISSING}"
-    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
+    assert finding_about("decoder=dali").state == f"not ready: {MISSING}"
+    assert "pip install -e '.[dali]'" in finding_about("decoder=dali").advice
 
 
 @pytest.mark.process
@@ -115,10 +115,10 @@ def test_a_dali_that_is_too_old_is_one_sentence(
     )
     monkeypatch.syspath_prepend(incomplete_dali)
     assert (
-        about("decoder=dali").state
+        finding_about("decoder=dali").state
         == "not ready: nvidia-dali-cuda120 2.1.1 is too old: 2.2 or newer is needed"
     )
-    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
+    assert "pip install -e '.[dali]'" in finding_about("decoder=dali").advice
 
 
 CUDA12 = {
@@ -183,9 +183,9 @@ def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
     )
     pretend_gpus(monkeypatch, 1, gpu, capability)
     monkeypatch.setattr(dali_install, "has_libnvcuvid", lambda: loads)
-    found = about("GPU decoding")
-    assert found.state.startswith(state)
-    assert (advice in found.advice) if advice else not found.advice
+    finding = finding_about("GPU decoding")
+    assert finding.state.startswith(state)
+    assert (advice in finding.advice) if advice else not finding.advice
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

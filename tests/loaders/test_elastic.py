@@ -32,8 +32,8 @@ def recorded(folder, size):
     }
 
 
-def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
-    root = made({"train": (15, 25)})[0]
+def test_a_job_of_three_that_lost_a_rank_continues_with_two(build_once, tmp_path):
+    root = build_once({"train": (15, 25)})[0]
     out = tmp_path / "run"
     out.mkdir()
     script = TESTS / "support" / "elastic_rank.py"
@@ -50,9 +50,11 @@ def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
     assert list(after) == list(range(resumed, NUM_STEPS))
 
     expected = []
-    with load(root, GLOBAL_BATCH, seed=5) as whole:
+    with load(root, GLOBAL_BATCH, seed=5) as uninterrupted:
         while len(expected) < NUM_STEPS:
-            expected += [((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in whole]
+            expected += [
+                ((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in uninterrupted
+            ]
     assert [(before | after)[step] for step in range(NUM_STEPS)] == expected[:NUM_STEPS]
     assert [before[step] for step in range(resumed, KILL_STEP)] == expected[
         resumed:KILL_STEP

@@ -34,8 +34,8 @@ def tars(root, members):
     root.mkdir()
     with tarfile.open(root / "a.tar", "w") as tar:
         for number in range(NUM):
-            of_number = {ending: of(number) for ending, of in members.items()}
-            for ending, data in {"jpg": JPEG, **of_number}.items():
+            labels = {ending: make_member(number) for ending, make_member in members.items()}
+            for ending, data in {"jpg": JPEG, **labels}.items():
                 info = tarfile.TarInfo(f"{number:04}.{ending}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -58,14 +58,14 @@ def manifest(root):
     return f"manifest:{root}"
 
 
-def of_json(number) -> bytes:
+def encode_json(number) -> bytes:
     return json.dumps({"label": number % 3, "caption": f"picture {number}"}).encode()
 
 
 SETS = {
     "class folders": (class_folders, "cls"),
-    "tars, .cls": (lambda root: tars(root, {"cls": lambda at: b"%d" % (at % 3)}), "cls"),
-    "tars, JSON": (lambda root: tars(root, {"json": of_json}), "label"),
+    "tars, .cls": (lambda root: tars(root, {"cls": lambda number: b"%d" % (number % 3)}), "cls"),
+    "tars, JSON": (lambda root: tars(root, {"json": encode_json}), "label"),
     "a manifest": (manifest, "label"),
 }
 
@@ -114,9 +114,9 @@ def test_a_state_of_a_loader_with_the_label_fits_one_that_names_it(labelled) -> 
 @pytest.mark.parametrize("form", ["json", "txt"])
 def test_a_caption_is_selected_alike_wherever_it_is(tmp_path, form, capsys) -> None:
     if form == "json":
-        source = tars(tmp_path / "tars", {"json": of_json})
+        source = tars(tmp_path / "tars", {"json": encode_json})
     else:
-        source = tars(tmp_path / "tars", {"txt": lambda at: f"picture {at}".encode()})
+        source = tars(tmp_path / "tars", {"txt": lambda number: f"picture {number}".encode()})
     name = {"json": "caption", "txt": "txt"}[form]
     fr.shard(source, tmp_path / "out", workers=1)
     batch = loaded(tmp_path / "out", transforms={"select": [name]})
@@ -137,7 +137,7 @@ def test_a_caption_is_selected_alike_wherever_it_is(tmp_path, form, capsys) -> N
 
 
 def test_channels_and_attributes_of_one_dataset_are_selected_together(tmp_path) -> None:
-    members = {"txt": lambda at: f"text {at}".encode(), "json": of_json}
+    members = {"txt": lambda number: f"text {number}".encode(), "json": encode_json}
     fr.shard(tars(tmp_path / "tars", members), tmp_path / "out", workers=1)
     names = ["caption", "txt", "label", "key"]
     batch = loaded(tmp_path / "out", transforms={"select": names})

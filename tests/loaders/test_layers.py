@@ -84,14 +84,14 @@ def rows_of(base, layers, present=range(12), **options) -> list[int]:
 def check(batch, name="t", present=range(12)) -> list[int]:
     """Each sample of the batch has the values that were written for its row."""
     rows = batch["global_index"].tolist()
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         is_there = row in present
-        wanted = values_of(row)
-        assert batch[f"{name}.loss_valid"][at].item() is is_there
-        assert batch[f"{name}.loss"][at].item() == (wanted["loss"] if is_there else 0)
-        logits = wanted["logits"] if is_there else np.zeros(10, np.float16)
-        np.testing.assert_array_equal(batch[f"{name}.logits"][at].numpy(), logits)
-        assert batch[f"{name}.caption"][at] == (wanted.get("caption") if is_there else None)
+        values = values_of(row)
+        assert batch[f"{name}.loss_valid"][index].item() is is_there
+        assert batch[f"{name}.loss"][index].item() == (values["loss"] if is_there else 0)
+        logits = values["logits"] if is_there else np.zeros(10, np.float16)
+        np.testing.assert_array_equal(batch[f"{name}.logits"][index].numpy(), logits)
+        assert batch[f"{name}.caption"][index] == (values.get("caption") if is_there else None)
     return rows
 
 
@@ -152,9 +152,9 @@ def test_what_is_not_a_layer_is_refused(base, layers, words) -> None:
 def test_windows_lanes_and_two_layers(base, layer, part) -> None:
     with make(base, {"a": layer, "b": part}, missing="mask", window={"frames": [-1, 0]}) as loader:
         for batch in loader:
-            for at, rows in enumerate(batch["frame_global_index"].tolist()):
-                assert batch["a.loss"][at].tolist() == [row / 2 for row in rows]
-                assert batch["b.loss_valid"][at].tolist() == [row in PRESENT for row in rows]
+            for index, rows in enumerate(batch["frame_global_index"].tolist()):
+                assert batch["a.loss"][index].tolist() == [row / 2 for row in rows]
+                assert batch["b.loss_valid"][index].tolist() == [row in PRESENT for row in rows]
     assert rows_of(base, {"t": layer}, order=OrderSpec(kind="lanes", pieces_per_clip=2))
 
 
@@ -219,14 +219,14 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
             "select": [],
             "order": OrderSpec(seed=2, stages=stages, epoch_length=64),
         }
-        given = {name: layers[name] for name in names}
+        run_layers = {name: layers[name] for name in names}
         return [
-            make(base, given, batch_size=4 // size, rank=rank, size=size, **options)
+            make(base, run_layers, batch_size=4 // size, rank=rank, size=size, **options)
             for rank in range(size)
         ]
 
     def drawn(ranks, state, num_steps):
-        found = []
+        rank_batches = []
         for rank in ranks:
             with rank as loader:
                 if state is not None:
@@ -234,33 +234,33 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
                 batches = itertools.islice(
                     (batch for _ in itertools.count() for batch in loader), num_steps
                 )
-                found.append([batch["global_index"].tolist() for batch in batches])
+                rank_batches.append([batch["global_index"].tolist() for batch in batches])
                 after = json.loads(json.dumps(loader.state_dict()))
-        return [sum(parts, []) for parts in zip(*found, strict=True)], after  # noqa: RUF017
+        return [sum(parts, []) for parts in zip(*rank_batches, strict=True)], after  # noqa: RUF017
 
-    whole, _ = drawn(ranks_of(1, layers, *stages), None, 40)
-    assert 0 not in {row for batch in whole[:10] for row in batch}
-    of_v3 = [
+    uninterrupted, _ = drawn(ranks_of(1, layers, *stages), None, 40)
+    assert 0 not in {row for batch in uninterrupted[:10] for row in batch}
+    rows_of_v3 = [
         row
-        for number, row in enumerate(sum(whole[10:30], []))  # noqa: RUF017
+        for number, row in enumerate(sum(uninterrupted[10:30], []))  # noqa: RUF017
         if (number + 1) ** 2 // 160 > number**2 // 160
     ]
-    assert len(of_v3) == 40
-    assert all(row % 3 != 1 for row in [*of_v3, *sum(whole[30:], [])])  # noqa: RUF017
+    assert len(rows_of_v3) == 40
+    assert all(row % 3 != 1 for row in [*rows_of_v3, *sum(uninterrupted[30:], [])])  # noqa: RUF017
     step = 0
     state = None
     draw = np.random.default_rng(3)
     while step < 36:
         size = int(draw.choice([1, 2, 4], p=[0.6, 0.3, 0.1]))
         num_steps = int(draw.integers(1, 6))
-        known = ("v1",) if step + num_steps <= 10 else layers
-        of_run = stages if known is layers else (OrderStage(weights=weights["v1"]),)
-        found, state = drawn(ranks_of(size, known, *of_run), state, num_steps)
-        assert found == whole[step : step + num_steps]
+        layer_names = ("v1",) if step + num_steps <= 10 else layers
+        run_stages = stages if layer_names is layers else (OrderStage(weights=weights["v1"]),)
+        rank_batches, state = drawn(ranks_of(size, layer_names, *run_stages), state, num_steps)
+        assert rank_batches == uninterrupted[step : step + num_steps]
         step += num_steps
     names = json.loads(state["identity"])
     assert names["layers"].keys() == layers.keys()
-    assert [one["order"].get("filter") for one in names["order"]["stages"]] == [
+    assert [stage["order"].get("filter") for stage in names["order"]["stages"]] == [
         None,
         "v2.loss > 0",
         None,
@@ -301,7 +301,7 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "filtered", "says"),
+    ("name", "position", "filtered", "says"),
     [
         (
             "rows.npy",
@@ -323,9 +323,13 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
         ),
     ],
 )
-def test_damage_of_a_layer_names_its_file(base, part, tmp_path, name, at, filtered, says) -> None:
+def test_damage_of_a_layer_names_its_file(
+    base, part, tmp_path, name, position, filtered, says
+) -> None:
     shutil.copytree(part, tmp_path / "bad")
-    (tmp_path / "bad" / name).unlink() if at is None else flip(tmp_path / "bad" / name, at, 0x80)
+    (tmp_path / "bad" / name).unlink() if position is None else flip(
+        tmp_path / "bad" / name, position, 0x80
+    )
     with pytest.raises(IndexFileError, match=says):
         rows_of(
             base, {"t": tmp_path / "bad"}, PRESENT, missing="mask", order=OrderSpec(filter=filtered)
@@ -334,17 +338,17 @@ def test_damage_of_a_layer_names_its_file(base, part, tmp_path, name, at, filter
 
 def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
     build_dataset(tmp_path / "other", {"train": (4, 4)}, seed=9)
-    other = write_layer(tmp_path / "other", tmp_path / "of_other")
+    second_layer = write_layer(tmp_path / "other", tmp_path / "of_other")
     data = {"a": base, "b": tmp_path / "other"}
-    with make(data, {"a": {"t": layer}, "b": {"t": other}}, mix={"a": 1, "b": 1}) as loader:
+    with make(data, {"a": {"t": layer}, "b": {"t": second_layer}}, mix={"a": 1, "b": 1}) as loader:
         for batch in loader:
             check(batch)
         assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
-    for name, of_one in (("a", layer), ("b", other)):
+    for name, layer_folder in (("a", layer), ("b", second_layer)):
         with pytest.raises(
             ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"
         ):
-            make(data, {name: {"t": of_one}}, mix={"a": 1, "b": 1})
+            make(data, {name: {"t": layer_folder}}, mix={"a": 1, "b": 1})
     with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
         make(data, {"c": {"t": layer}}, mix={"a": 1, "b": 1})
 
@@ -389,11 +393,11 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
             next(iter(loader))
         loader.set_epoch(2)
         batch = next(iter(loader))
-        for at, row in enumerate(batch["global_index"].tolist()):
+        for index, row in enumerate(batch["global_index"].tolist()):
             stored = torch.tensor([row, 2.0, 3.0, 1.0])
-            assert batch["seen.point"][at][0].tolist() == [row, 2, 3]
+            assert batch["seen.point"][index][0].tolist() == [row, 2, 3]
             torch.testing.assert_close(
-                batch["fixed.point"][at][0], (batch["bda_mat"][at] @ stored)[:3]
+                batch["fixed.point"][index][0], (batch["bda_mat"][index] @ stored)[:3]
             )
     with pytest.raises(ConfigError, match="seed: layer has 7, loader has 8"):
         DataLoader(base, 4, shuffle=True, drop_last=True, seed=8, transforms=train, layers=layers)

@@ -24,12 +24,9 @@ LENGTHS = {"train": (4, 3, 5)}
 def roots(tmp_path_factory):
     base = tmp_path_factory.mktemp("layouts")
     raw = build_dataset(base / "member", LENGTHS)
-    small = [
-        data
-        for members in raw.values()
-        for name, data in members.items()
-        if name.endswith(("json", "tensors"))
-    ]
+    small = []
+    for members in raw.values():
+        small += [data for name, data in members.items() if name.endswith(("json", "tensors"))]
     build_dataset(base / "none", LENGTHS, layout="none")
     build_dataset(base / "frame", LENGTHS, layout="frame")
     build_dataset(base / "dictionary", LENGTHS, dictionary=train_dictionary(small, 2048, 3))
@@ -53,9 +50,9 @@ def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
         assert unlike(epoch(server.url), expected) == []
 
 
-def test_a_frame_is_read_alone(roots, made):
+def test_a_frame_is_read_alone(roots, build_once):
     dataset = open_dataset(roots / "frame")
-    raw = made(LENGTHS)[1]
+    raw = build_once(LENGTHS)[1]
     reader = SampleReader(dataset, points=False)
     sample = reader.sample(7)
     assert bytes(sample.images["cam_front"]) == raw[sample.key]["cam_front.jpg"]
@@ -106,6 +103,6 @@ def test_a_cut_frame_shard_is_named(framed, storage):
 def test_a_frame_that_does_not_decode_is_a_bad_sample(framed):
     dataset, row = framed
     spoil(dataset.root, row)
-    found = keys(batches(dataset.root, verify=False, on_error="substitute", file=None))
-    assert len(found) == 12
-    assert row.key not in found
+    loaded_keys = keys(batches(dataset.root, verify=False, on_error="substitute", file=None))
+    assert len(loaded_keys) == 12
+    assert row.key not in loaded_keys

@@ -29,11 +29,14 @@ NUM = 21
 
 
 def records(path, kind):
-    return [one for one in read_ledger(path).records if isinstance(one, kind)]
+    return [record for record in read_ledger(path).records if isinstance(record, kind)]
 
 
-def kept(path):
-    return [(one.start.place, one.end) for one in seen_by_weights(read_ledger(path).records)[0]]
+def segments(path):
+    return [
+        (segment.start.place, segment.end)
+        for segment in seen_by_weights(read_ledger(path).records)[0]
+    ]
 
 
 @pytest.fixture
@@ -52,8 +55,8 @@ def test_epochs_are_one_segment_and_a_resumption_another(tiny, path):
             for step, _ in enumerate(loader):
                 if (epoch, step) == (1, 3):
                     state = loader.state_dict()
-    assert [one.place for one in records(path, SegmentStart)] == [(0, 0)]
-    assert [(one.place, one.why) for one in records(path, PlaceReached)] == [
+    assert [record.place for record in records(path, SegmentStart)] == [(0, 0)]
+    assert [(record.place, record.why) for record in records(path, PlaceReached)] == [
         ((1, 0), "epoch"),
         ((1, 8), "state"),
         ((2, 0), "epoch"),
@@ -63,11 +66,11 @@ def test_epochs_are_one_segment_and_a_resumption_another(tiny, path):
     with make(tiny, path, 3) as loader:  # of another batch size, as in another world
         loader.load_state_dict(json.loads(json.dumps(state)))
         list(loader)
-    assert kept(path) == [((0, 0), (1, 8)), ((1, 8), (2, 0))]
+    assert segments(path) == [((0, 0), (1, 8)), ((1, 8), (2, 0))]
     setup = records(path, RunSetup)[0]
-    again = records(path, SegmentStart)[1]
+    resumed = records(path, SegmentStart)[1]
     assert len(records(path, RunSetup)) == 1, "what has not changed is not repeated"
-    assert (again.global_batch, again.restored) == (3, (1, 8))
+    assert (resumed.global_batch, resumed.restored) == (3, (1, 8))
     assert setup.decoder == "turbo"
     assert setup.loader["datasets"] == {open_dataset(tiny).manifest.name: str(tiny)}
     assert path.stat().st_size - size < 1000
@@ -81,8 +84,11 @@ def test_a_break_ends_a_segment(tiny, path):
     for _ in loader:
         pass
     loader.close()
-    assert kept(path) == [((0, 0), (0, 6)), ((1, 0), (2, 0))]
-    assert [one.skipped for one in seen_by_weights(read_ledger(path).records)[0]] == [False, True]
+    assert segments(path) == [((0, 0), (0, 6)), ((1, 0), (2, 0))]
+    assert [segment.skipped for segment in seen_by_weights(read_ledger(path).records)[0]] == [
+        False,
+        True,
+    ]
 
 
 def test_an_iteration_without_a_batch_leaves_no_trace(tiny, path):
@@ -97,22 +103,22 @@ def test_states_in_each_step_are_not_all_checkpoints(tiny, path):
     with make(tiny, path, 1) as loader:
         for _ in loader:
             loader.state_dict()
-    assert [one.place for one in records(path, PlaceReached)] == [(0, NUM - 1), (1, 0)]
+    assert [record.place for record in records(path, PlaceReached)] == [(0, NUM - 1), (1, 0)]
     far = path.with_name("far.ledger")
     with make(tiny, far, 1) as loader:
         for step, _ in enumerate(loader):
             if step in (2, 4):
                 loader.state_dict()
-    assert [one.place for one in records(far, PlaceReached)] == [(0, 3), (0, 5), (1, 0)]
+    assert [record.place for record in records(far, PlaceReached)] == [(0, 3), (0, 5), (1, 0)]
 
 
 def test_digests_are_those_of_the_batches(tiny, path):
     with make(tiny, {"path": str(path), "digest_every": 4}) as loader:
-        found = [f"{batch_digest(batch) % 2**64:016x}" for batch in loader]
-    assert [(one.place, one.xxh3) for one in records(path, BatchDigest)] == [
-        ((0, 0), found[0]),
-        ((0, 8), found[4]),
-        ((0, 16), found[8]),
+        digests = [f"{batch_digest(batch) % 2**64:016x}" for batch in loader]
+    assert [(record.place, record.xxh3) for record in records(path, BatchDigest)] == [
+        ((0, 0), digests[0]),
+        ((0, 8), digests[4]),
+        ((0, 16), digests[8]),
     ]
 
 
@@ -129,21 +135,23 @@ def test_only_the_first_process_writes(tiny, path, monkeypatch):
     assert records(path, SegmentStart)[0].ranks == 2
 
 
-def test_bad_samples_are_recorded_with_what_took_their_place(own, tmp_path, path):
-    index = open_dataset(own).index
-    spoil(own, index.row(7))
+def test_bad_samples_are_recorded_with_what_took_their_place(tiny_copy, tmp_path, path):
+    index = open_dataset(tiny_copy).index
+    spoil(tiny_copy, index.row(7))
     options = {"on_error": "substitute", "file": None, "shuffle": False}
-    plain = [key for batch in load(own, 2, image=TINY, **options) for key in batch["sample_key"]]
+    plain = [
+        key for batch in load(tiny_copy, 2, image=TINY, **options) for key in batch["sample_key"]
+    ]
     for rank in range(2):
-        with make(own, path, 1, rank=rank, size=2, **options) as loader:
+        with make(tiny_copy, path, 1, rank=rank, size=2, **options) as loader:
             list(loader)
     assert not records(path, SampleReplaced)
     # The loader looks ahead into the next epoch, so this may have its record too.
-    found = records(path.with_name("a.ledger.rank00001"), SampleReplaced)[0]
-    assert found == SampleReplaced(
+    replacement = records(path.with_name("a.ledger.rank00001"), SampleReplaced)[0]
+    assert replacement == SampleReplaced(
         since=(0, 0), rank=1, epoch=0, position=7, key=index.row(7).key, replaced_by=plain[7]
     )
-    assert found.replaced_by == index.row(8).key
+    assert replacement.replaced_by == index.row(8).key
 
 
 def test_what_cannot_be_one_run_is_refused(tiny, path):
@@ -153,9 +161,11 @@ def test_what_cannot_be_one_run_is_refused(tiny, path):
         StateMismatchError, match=r"is of another run: give this one its own; .*order: state has"
     ):
         make(tiny, path, seed=1, order=OrderSpec(seed=1))
-    with make(tiny, path, seed=1, order=OrderSpec()) as other:  # settings of the content may change
-        other.load_state_dict(loader.state_dict(), strict=False)
-        list(other)
+    with make(
+        tiny, path, seed=1, order=OrderSpec()
+    ) as restored:  # settings of the content may change
+        restored.load_state_dict(loader.state_dict(), strict=False)
+        list(restored)
     assert len(records(path, RunSetup)) == 2
     with pytest.raises(LedgerError, match="was written to by another loader"):
         list(loader) and list(loader)
@@ -184,12 +194,12 @@ def test_a_sampler_has_a_ledger_too(path):
     for step, _ in enumerate(loader):
         if step == 4:
             state = loader.state_dict()
-    again = BatchSampler(
+    resumed = BatchSampler(
         100, OrderSpec(seed=3), global_batch=20, world=World(), ledger=str(path)
     ).count()
-    again.load_state_dict(state)
-    list(again)
-    assert kept(path) == [((0, 0), (0, 40)), ((0, 40), (1, 0))]
+    resumed.load_state_dict(state)
+    list(resumed)
+    assert segments(path) == [((0, 0), (0, 40)), ((0, 40), (1, 0))]
     assert records(path, RunSetup)[0].loader is None
 
 

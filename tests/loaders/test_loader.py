@@ -39,21 +39,21 @@ NUM_TRAIN = 21
 
 class TestContent:
     def test_every_value_equals_the_source(self, tiny, raw):
-        seen = set()
+        seen_keys = set()
         for batch in load(tiny, 7, image=FULL, points=True):
-            for at, key in enumerate(batch["sample_key"]):
+            for index, key in enumerate(batch["sample_key"]):
                 expected = decode_sample(key, raw[key])
-                seen.add(key)
+                seen_keys.add(key)
                 for camera, channel in enumerate(CAMERAS):
                     pixels = simplejpeg.decode_jpeg(raw[key][f"{channel}.jpg"], "RGB")
                     np.testing.assert_array_equal(
-                        batch["img"][at, camera].permute(1, 2, 0).numpy(), pixels
+                        batch["img"][index, camera].permute(1, 2, 0).numpy(), pixels
                     )
                 geometry = expected.geometry
                 np.testing.assert_allclose(
-                    batch["intrinsics"][at], geometry.intrinsics, rtol=1e-6, atol=1e-6
+                    batch["intrinsics"][index], geometry.intrinsics, rtol=1e-6, atol=1e-6
                 )
-                np.testing.assert_allclose(batch["cam2ego"][at], geometry.cam2ego, rtol=1e-6)
+                np.testing.assert_allclose(batch["cam2ego"][index], geometry.cam2ego, rtol=1e-6)
                 for name, value in {
                     "ego2global": geometry.ego2global,
                     "img_timestamp_ns": geometry.cam_timestamp_ns,
@@ -64,14 +64,14 @@ class TestContent:
                     "points": expected.points["lidar_top"],
                     "frame": expected.meta.frame_idx,
                 }.items():
-                    np.testing.assert_array_equal(batch[name][at], value, name)
-                assert batch["clip_id"][at] == expected.meta.clip_id
-        assert seen == {
+                    np.testing.assert_array_equal(batch[name][index], value, name)
+                assert batch["clip_id"][index] == expected.meta.clip_id
+        assert seen_keys == {
             key for key, members in raw.items() if b'"split":"train"' in members["meta.json"]
         }
 
-    def test_a_missing_camera_is_zeros_and_flagged(self, made):
-        root, _ = made({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
+    def test_a_missing_camera_is_zeros_and_flagged(self, build_once):
+        root, _ = build_once({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
         batch = next(iter(load(root, 4, shuffle=False)))
         assert batch["cam_valid"].tolist() == [
             [True, True],
@@ -82,8 +82,8 @@ class TestContent:
         assert not batch["img"][2, 1].any()
         assert batch["img"][2, 0].any()
 
-    def test_an_unlabelled_dataset_has_no_box_keys(self, made):
-        batch = next(iter(load(made({"train": (4,)}, labelled=False)[0], 4)))
+    def test_an_unlabelled_dataset_has_no_box_keys(self, build_once):
+        batch = next(iter(load(build_once({"train": (4,)}, labelled=False)[0], 4)))
         assert not [name for name in batch if name.startswith("gt_")]
 
     def test_the_matrices_follow_the_augmented_pixels(self, tiny):
@@ -102,9 +102,9 @@ class TestContent:
 
     def test_a_batch_that_is_kept_is_never_overwritten(self, tiny):
         loader = load(tiny, 2)
-        kept = [(batch["img"], batch["img"].clone()) for batch in loader]
-        assert len(list(loader)) == len(kept)
-        assert all(torch.equal(image, copy) for image, copy in kept)
+        copies = [(batch["img"], batch["img"].clone()) for batch in loader]
+        assert len(list(loader)) == len(copies)
+        assert all(torch.equal(image, copy) for image, copy in copies)
 
 
 class TestOrder:
@@ -146,9 +146,9 @@ class TestOrder:
         assert sorted(first) == sorted(second)
         loader.set_epoch(0)
         assert keys(loader) == first
-        other = load(tiny, 7, seed=1)
-        other.set_epoch(1)
-        assert keys(other) not in (first, second)
+        reseeded = load(tiny, 7, seed=1)
+        reseeded.set_epoch(1)
+        assert keys(reseeded) not in (first, second)
 
     @pytest.mark.costly
     def test_the_next_epoch_continues_in_the_same_threads_and_another_one_does_not_see_them(
@@ -202,65 +202,65 @@ class TestOrder:
 
         monkeypatch.setattr(loader._runner, "start", slow_start)
         with ThreadPoolExecutor(2) as pool:
-            others = [pool.submit(iter, loader)]
+            futures = [pool.submit(iter, loader)]
             assert stopped.wait(200)
-            others.append(pool.submit(iter, loader))
+            futures.append(pool.submit(iter, loader))
             with pytest.raises(FuelrailError, match="ended this one after 1 of 7 batches"):
                 next(first)
             go_on.set()
-            second, third = [other.result() for other in others]
+            second, third = [future.result() for future in futures]
         with pytest.raises(FuelrailError, match="ended this one after 0 of 7 batches"):
             next(second)
         assert len(list(third)) == len(loader)
 
     @pytest.mark.costly
     def test_each_iteration_is_an_epoch_of_its_own_however_far_the_one_before_it_went(self, tiny):
-        whole = [keys(loader) for loader in [load(tiny)] for _ in range(6)]
+        epochs = [keys(loader) for loader in [load(tiny)] for _ in range(6)]
         loader = load(tiny)
-        assert keys(islice(loader, 2)) == whole[0][:6]
+        assert keys(islice(loader, 2)) == epochs[0][:6]
         assert loader.state_dict()["samples_consumed"] == 6, "where it was left"
-        assert next(iter(loader))["sample_key"] == whole[1][:3]
-        assert keys(loader) == whole[2]
+        assert next(iter(loader))["sample_key"] == epochs[1][:3]
+        assert keys(loader) == epochs[2]
         iter(loader)
         iter(loader)  # iterations that give no batch do not count
         running = iter(loader)
-        assert next(running)["sample_key"] == whole[3][:3]
-        other = iter(loader)
-        assert next(other)["sample_key"] == whole[4][:3], (
+        assert next(running)["sample_key"] == epochs[3][:3]
+        newer = iter(loader)
+        assert next(newer)["sample_key"] == epochs[4][:3], (
             "one that another one ended has been an epoch too"
         )
-        assert keys(loader) == whole[5]
+        assert keys(loader) == epochs[5]
 
     def test_a_restored_position_is_that_of_one_iteration(self, tiny):
-        whole = [keys(loader) for loader in [load(tiny)] for _ in range(3)]
-        left = load(tiny)
-        assert keys(islice(left, 2)) == whole[0][:6]
+        epochs = [keys(loader) for loader in [load(tiny)] for _ in range(3)]
+        stopped = load(tiny)
+        assert keys(islice(stopped, 2)) == epochs[0][:6]
         loader = load(tiny)
-        loader.load_state_dict(left.state_dict())
+        loader.load_state_dict(stopped.state_dict())
         iter(loader)
-        assert keys(islice(loader, 2)) == whole[0][6:12]
-        assert keys(loader) == whole[1]
-        loader.load_state_dict(left.state_dict())
+        assert keys(islice(loader, 2)) == epochs[0][6:12]
+        assert keys(loader) == epochs[1]
+        loader.load_state_dict(stopped.state_dict())
         loader.set_epoch(1)  # the state was saved at a break: the run went on with the next epoch
-        assert keys(loader) == whole[1]
+        assert keys(loader) == epochs[1]
 
     @pytest.mark.costly
     def test_an_epoch_that_is_set_is_the_next_iterations_wherever_the_one_before_is(self, tiny):
-        whole = [keys(loader) for loader in [load(tiny)] for _ in range(4)]
+        epochs = [keys(loader) for loader in [load(tiny)] for _ in range(4)]
         loader = load(tiny)
-        assert keys(islice(loader, 2)) == whole[0][:6]
+        assert keys(islice(loader, 2)) == epochs[0][:6]
         loader.set_epoch(0)
         assert loader.state_dict()["samples_consumed"] == 0
-        assert keys(loader) == whole[0]
+        assert keys(loader) == epochs[0]
         running = iter(loader)
         loader.set_epoch(3)  # before its first batch
         assert next(running)["epoch"] == 1
-        assert keys(loader) == whole[3]
+        assert keys(loader) == epochs[3]
         running = iter(loader)
         next(running)
         loader.set_epoch(2)  # in its middle
         assert next(running)["epoch"] == 4
-        assert keys(loader) == whole[2]
+        assert keys(loader) == epochs[2]
 
     @pytest.mark.costly
     def test_a_validation_loader_that_only_changes_its_class_gives_the_same_samples(self, tiny):
@@ -272,13 +272,12 @@ class TestOrder:
                 key for batch in torch.utils.data.DataLoader(train, batch_size) for key in batch
             ]
             with DataLoader(tiny, batch_size, transforms={"image": SMALL}) as loader:
-                found = list(loader)
-            assert [
-                key
-                for b in found
-                for key, once in zip(b["sample_key"], b["valid"], strict=True)
-                if once
-            ] == theirs
+                loaded = list(loader)
+            valid_keys = []
+            for batch in loaded:
+                samples = zip(batch["sample_key"], batch["valid"], strict=True)
+                valid_keys += [key for key, is_valid in samples if is_valid]
+            assert valid_keys == theirs
         for rank in range(2):
             sampler = torch.utils.data.DistributedSampler(
                 train, num_replicas=2, rank=rank, shuffle=False
@@ -311,7 +310,7 @@ class TestState:
         assert repr(json.loads(state["identity"])[word]) in str(caught.value)
 
     @pytest.mark.parametrize(
-        ("options", "both"),
+        ("options", "message"),
         [
             ({"seed": 9}, "seed: state has 0, loader has 9"),
             ({"image": FULL}, "image.height: state has "),
@@ -329,20 +328,22 @@ class TestState:
             ({"two_views": True}, "two_views: state has none, loader has True"),
         ],
     )
-    def test_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
+    def test_a_state_of_another_augmentation_is_refused_unless_allowed(
+        self, tiny, options, message
+    ):
         order = OrderSpec(seed=3)
         with load(tiny, order=order) as saved:
             next(iter(saved))
             state = saved.state_dict()
-        for one in (
+        for loader in (
             load(tiny, order=order, **options),
             IterableView(load(tiny, order=order, **options)),
         ):
             with pytest.raises(StateMismatchError, match="other settings") as caught:
-                one.load_state_dict(state)
-            assert both in str(caught.value)
-            one.load_state_dict(state, strict=False)
-            assert one.state_dict()["samples_consumed"] == state["samples_consumed"] > 0
+                loader.load_state_dict(state)
+            assert message in str(caught.value)
+            loader.load_state_dict(state, strict=False)
+            assert loader.state_dict()["samples_consumed"] == state["samples_consumed"] > 0
         with pytest.raises(StateMismatchError, match="another training sequence"):
             load(tiny, order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
 
@@ -351,12 +352,14 @@ class TestState:
             "pixels": PixelAugment(train=False, hue_deg=18.0),
             "ego": BevAugment(train=False, flip_x_prob=0.5),
         }
-        other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
-        other.load_state_dict(load(tiny).state_dict())
+        changed = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
+        changed.load_state_dict(load(tiny).state_dict())
 
-    def test_a_state_of_another_dataset_is_refused(self, tiny, made):
+    def test_a_state_of_another_dataset_is_refused(self, tiny, build_once):
         with pytest.raises(StateMismatchError, match="dataset: state has"):
-            load(made({"train": (5, 7, 9)}, seed=1)[0]).load_state_dict(load(tiny).state_dict())
+            load(build_once({"train": (5, 7, 9)}, seed=1)[0]).load_state_dict(
+                load(tiny).state_dict()
+            )
 
     def test_more_samples_than_the_epoch_has_are_refused(self, tiny):
         loader = load(tiny)
@@ -365,11 +368,11 @@ class TestState:
 
     def test_a_restored_position_survives_set_epoch_of_its_own_epoch_only(self, tiny):
         loader = load(tiny)
-        whole = keys(loader)
+        epoch_keys = keys(loader)
         state = loader.state_dict() | {"epoch": 0, "samples_consumed": 6}
         loader.load_state_dict(state)
         loader.set_epoch(0)
-        assert keys(loader) == whole[6:]
+        assert keys(loader) == epoch_keys[6:]
         loader.load_state_dict(state)
         loader.set_epoch(2)
         assert len(keys(loader)) == NUM_TRAIN
@@ -387,15 +390,15 @@ class TestErrors:
             load(tmp_path)
 
     def test_a_flipped_bit_is_a_checksum_error_with_shard_and_key_and_the_loader_can_be_used_again(
-        self, own, raw
+        self, tiny_copy, raw
     ):
-        shard = own / "train-000001.tar"
+        shard = tiny_copy / "train-000001.tar"
         good = shard.read_bytes()
-        at = (
+        offset = (
             good.rindex(b"\xff\xd8\xff") + 300
         )  # in an image: a loader without points does not read lidars
-        shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        loader = load(own, 7, shuffle=False)
+        shard.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        loader = load(tiny_copy, 7, shuffle=False)
         with pytest.raises(ChecksumError, match=r"train-000001\.tar") as caught:
             list(loader)
         assert caught.value.key in raw
@@ -404,11 +407,11 @@ class TestErrors:
             file.write(good)
         assert len(list(loader)) == 3
 
-    def test_a_cut_shard_is_an_error_with_its_name(self, own):
-        shard = own / "train-000000.tar"
+    def test_a_cut_shard_is_an_error_with_its_name(self, tiny_copy):
+        shard = tiny_copy / "train-000000.tar"
         shard.write_bytes(shard.read_bytes()[:-4096])
         with pytest.raises(TruncatedShardError, match=r"train-000000\.tar"):
-            list(load(own))
+            list(load(tiny_copy))
 
     def test_an_image_that_does_not_decode_names_sample_and_camera(self, tmp_path):
         raw = build_dataset(

@@ -46,18 +46,18 @@ pytest.importorskip("aiohttp")
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (5, 7, 9)})[0]
+def tiny(build_once):
+    return build_once({"train": (5, 7, 9)})[0]
 
 
 def epochs(loader, count=2):
     """Key and pixels of every sample of some epochs."""
-    return [
-        (key, batch["img"][at].numpy().tobytes())
-        for _ in range(count)
-        for batch in loader
-        for at, key in enumerate(batch["sample_key"])
-    ]
+    samples = []
+    for _ in range(count):
+        for batch in loader:
+            pixels = [image.numpy().tobytes() for image in batch["img"]]
+            samples += zip(batch["sample_key"], pixels, strict=True)
+    return samples
 
 
 def keys(loader, count=1):
@@ -97,7 +97,7 @@ class TestSameBatches:
             load(server.url, retry=policy, look_ahead_bytes=1) as loader,
         ):
             batches = iter(loader)
-            found = list(next(batches)["sample_key"])
+            loaded_keys = list(next(batches)["sample_key"])
             server.go_down()
 
             def come_back():
@@ -107,9 +107,9 @@ class TestSameBatches:
 
             back = threading.Thread(target=come_back)
             back.start()
-            found += [key for batch in batches for key in batch["sample_key"]]
+            loaded_keys += [key for batch in batches for key in batch["sample_key"]]
             back.join()
-            assert found == expected
+            assert loaded_keys == expected
 
     @pytest.mark.network
     def test_two_ranks_share_a_cache(self, tiny, tmp_path, monkeypatch):
@@ -122,12 +122,12 @@ class TestSameBatches:
                 options = {"cache_dir": tmp_path, "cache_size": "1MB", "look_ahead_bytes": 30_000}
                 loaders.append(load(server.url, 1, rank=rank, size=2, **options))
             for _ in range(3):
-                seen = [key for loader in loaders for key in keys(loader)]
-                assert len(set(seen)) == len(seen) == 20
+                loaded_keys = [key for loader in loaders for key in keys(loader)]
+                assert len(set(loaded_keys)) == len(loaded_keys) == 20
             stats = [loader.stats().storage for loader in loaders]
             # 21 misses, but for what one rank asks for while the other is fetching it; 37 with a cache for each.
-            assert sum(one.cache_misses for one in stats) <= 30
-            assert sum(one.cache_hits for one in stats) >= 30
+            assert sum(rank_stats.cache_misses for rank_stats in stats) <= 30
+            assert sum(rank_stats.cache_hits for rank_stats in stats) >= 30
             for loader in loaders:
                 loader.close()
 
@@ -137,10 +137,10 @@ class TestSameBatches:
             loader = load(server.url, cache_dir=tmp_path)
             assert len(keys(loader)) == 21
             loader.close()
-            asked = len(server.requests)
+            num_requests = len(server.requests)
             server.go_down()
             assert len(keys(loader, 3)) == 63
-            assert len(server.requests) == asked
+            assert len(server.requests) == num_requests
             assert loader.stats().storage.cache_misses == 21
             loader.close()
 
@@ -172,8 +172,8 @@ class TestSameBatches:
         for worker in workers:
             worker.close()
         stats = [worker.stats().storage for worker in workers]
-        assert all(one.cache_bytes <= budget for one in stats)
-        hits = sum(one.cache_hits for one in stats)
+        assert all(worker_stats.cache_bytes <= budget for worker_stats in stats)
+        hits = sum(worker_stats.cache_hits for worker_stats in stats)
         best, lru = (
             policy(np.array(read), lengths, budget).sum()
             for policy in (farthest_first_hits, lru_hits)
@@ -224,7 +224,9 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
 
 def scheduled(count):
     return (
-        Scheduled(epoch=0, step=number, at=0, position=number, rows=(number % 21,), valid=True)
+        Scheduled(
+            epoch=0, step=number, batch_row=0, position=number, rows=(number % 21,), valid=True
+        )
         for number in range(count)
     )
 
@@ -254,37 +256,39 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session = Session()
-            taken = []
+            steps = []
             for ahead in prefetch(
                 scheduled(200), [RequestStream(SampleReader(dataset), session)], limit
             ):
                 held["bytes"] -= ahead.entries[0].length
-                taken.append(ahead.scheduled.step)
-            assert taken == list(range(200))
+                steps.append(ahead.scheduled.step)
+            assert steps == list(range(200))
             assert held["most"] < limit + max(lengths)
             assert session.closed
 
     def test_small_samples_are_bounded_by_number(self, tiny):
         dataset = open_dataset(tiny)
-        asked = []
+        bundle_sizes = []
         session = LayeredStorage(open_storage(dataset)).session()
         real = session.request
-        session.request = lambda rows: asked.append(len(rows)) or real(rows)
+        session.request = lambda rows: bundle_sizes.append(len(rows)) or real(rows)
         ahead = prefetch(scheduled(5000), [RequestStream(SampleReader(dataset), session)], 10**12)
         outstanding = []
-        for taken in range(400):
+        for num_taken in range(400):
             next(ahead)
-            outstanding.append(sum(asked) - taken)
-        assert asked[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], (
+            outstanding.append(sum(bundle_sizes) - num_taken)
+        assert bundle_sizes[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], (
             "the first batch does not wait for the whole window"
         )
         assert max(outstanding) == MAX_SAMPLES
-        assert max(asked[-1:]) > FIRST_BUNDLE, "later ones are large, to be fetched as few ranges"
+        assert max(bundle_sizes[-1:]) > FIRST_BUNDLE, (
+            "later ones are large, to be fetched as few ranges"
+        )
 
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
         coming = (
-            Scheduled(epoch=0, step=n, at=0, position=n, rows=(row,), valid=True)
+            Scheduled(epoch=0, step=n, batch_row=0, position=n, rows=(row,), valid=True)
             for n, row in enumerate((3, 4, 99, 5))
         )
         stream = prefetch(
@@ -327,43 +331,45 @@ def spoil_rows(root, rows):
 
 class TestBadSamples:
     @pytest.fixture
-    def own(self, tiny, tmp_path):
+    def tiny_copy(self, tiny, tmp_path):
         return shutil.copytree(tiny, tmp_path / "own")
 
-    def test_raised_by_default(self, own):
-        spoil_rows(own, [8])
+    def test_raised_by_default(self, tiny_copy):
+        spoil_rows(tiny_copy, [8])
         with pytest.raises(ChecksumError) as caught:
-            keys(load(own))
-        assert caught.value.key == open_dataset(own).index.row(8).key
+            keys(load(tiny_copy))
+        assert caught.value.key == open_dataset(tiny_copy).index.row(8).key
 
-    def test_replaced_by_the_next_of_the_order(self, own, tiny, tmp_path):
+    def test_replaced_by_the_next_of_the_order(self, tiny_copy, tiny, tmp_path):
         bad = [8, 3, 15]
-        spoil_rows(own, bad)
+        spoil_rows(tiny_copy, bad)
         index = open_dataset(tiny).index
         names = {index.row(number).key for number in bad}
         good = keys(load(tiny, seed=2))
         expected = []
-        for at in range(len(good)):
-            while good[at % 21] in names:
-                at += 1
-            expected.append(good[at % 21])
+        for position in range(len(good)):
+            while good[position % 21] in names:
+                position += 1
+            expected.append(good[position % 21])
         options = {"on_error": "substitute", "file": tmp_path / "bad.jsonl", "seed": 2}
         for batch_size in (3, 7):
-            loader = load(own, batch_size, **options)
+            loader = load(tiny_copy, batch_size, **options)
             assert keys(loader) == expected
             assert loader.stats().bad_samples == 3
 
-    def test_the_quarantine_file_lists_each_once_with_its_address(self, own, tmp_path, caplog):
-        spoil_rows(own, [8, 3])
+    def test_the_quarantine_file_lists_each_once_with_its_address(
+        self, tiny_copy, tmp_path, caplog
+    ):
+        spoil_rows(tiny_copy, [8, 3])
         file = tmp_path / "bad.jsonl"
-        loader = load(own, seed=2, on_error="substitute", file=file)
+        loader = load(tiny_copy, seed=2, on_error="substitute", file=file)
         with caplog.at_level(logging.WARNING):
             first = keys(loader)
             second = keys(loader)
         assert len(first) == len(second) == 21
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert len(lines) == 2
-        index = open_dataset(own).index
+        index = open_dataset(tiny_copy).index
         for line in lines:
             row = index.row(line["row"])
             assert (line["key"], line["offset"], line["error"]) == (
@@ -376,55 +382,57 @@ class TestBadSamples:
             assert row.key in caplog.text
         assert {line["row"] for line in lines} == {8, 3}
 
-    def test_more_than_allowed_is_an_error(self, own):
-        spoil_rows(own, [8, 3, 15])
-        assert len(keys(load(own, on_error="substitute", max_bad=3, file=None))) == 21
+    def test_more_than_allowed_is_an_error(self, tiny_copy):
+        spoil_rows(tiny_copy, [8, 3, 15])
+        assert len(keys(load(tiny_copy, on_error="substitute", max_bad=3, file=None))) == 21
         with pytest.raises(BadSamplesError, match="3 bad samples, max_bad=2 are allowed; the last"):
-            keys(load(own, on_error="substitute", max_bad=2, file=None))
+            keys(load(tiny_copy, on_error="substitute", max_bad=2, file=None))
 
-    def test_where_nothing_is_good_it_ends(self, own):
-        spoil_rows(own, range(21))
+    def test_where_nothing_is_good_it_ends(self, tiny_copy):
+        spoil_rows(tiny_copy, range(21))
         with pytest.raises(BadSamplesError, match="no sample of the epoch is good"):
-            keys(load(own, on_error="substitute", file=None))
+            keys(load(tiny_copy, on_error="substitute", file=None))
 
-    def test_images_that_do_not_decode_are_replaced_too(self, own, tiny, tmp_path):
-        dataset = open_dataset(own)
+    def test_images_that_do_not_decode_are_replaced_too(self, tiny_copy, tiny, tmp_path):
+        dataset = open_dataset(tiny_copy)
         row = dataset.index.row(6)
         member = next(entry for entry in row.members if entry.name == "cam_front.jpg")
         with dataset.shard_path(row).open("r+b") as file:
             file.seek(row.offset + member.offset)
             file.write(bytes(member.stored_bytes))
         with pytest.raises(ImageError):
-            keys(load(own, verify=False))
+            keys(load(tiny_copy, verify=False))
         file = tmp_path / "bad.jsonl"
-        found = keys(load(own, verify=False, on_error="substitute", file=file))
-        assert len(found) == 21
-        assert row.key not in found
+        loaded_keys = keys(load(tiny_copy, verify=False, on_error="substitute", file=file))
+        assert len(loaded_keys) == 21
+        assert row.key not in loaded_keys
         assert json.loads(file.read_text())["member"] == "cam_front"
 
-    def test_augmentation_of_the_substitute_is_its_own(self, own, tiny):
-        spoil_rows(own, [8])
+    def test_augmentation_of_the_substitute_is_its_own(self, tiny_copy, tiny):
+        spoil_rows(tiny_copy, [8])
         image = ImageAugment(height=32, width=48, resize=0.5, flip_prob=0.5, train=True)
 
         def pixels(loader):
             return {
-                key: batch["img"][at]
+                key: batch["img"][index]
                 for batch in loader
-                for at, key in enumerate(batch["sample_key"])
+                for index, key in enumerate(batch["sample_key"])
             }
 
         good = pixels(load(tiny, image=image))
-        replaced = pixels(load(own, image=image, on_error="substitute", file=None))
+        replaced = pixels(load(tiny_copy, image=image, on_error="substitute", file=None))
         assert len(replaced) == 20
         assert all(torch.equal(good[key], picture) for key, picture in replaced.items())
 
-    def test_storage_that_refuses_is_never_replaced(self, own, tmp_path):
-        (own / "train-000001.tar").unlink()
+    def test_storage_that_refuses_is_never_replaced(self, tiny_copy, tmp_path):
+        (tiny_copy / "train-000001.tar").unlink()
         with pytest.raises(StorageError, match=r"train-000001\.tar"):
-            keys(load(own, on_error="substitute", file=tmp_path / "bad.jsonl"))
+            keys(load(tiny_copy, on_error="substitute", file=tmp_path / "bad.jsonl"))
         assert not (tmp_path / "bad.jsonl").exists()
 
-    def test_a_quarantine_file_that_cannot_be_written_stops_nothing(self, own, tmp_path, caplog):
-        spoil_rows(own, [8])
-        assert len(keys(load(own, on_error="substitute", file=tmp_path))) == 21
+    def test_a_quarantine_file_that_cannot_be_written_stops_nothing(
+        self, tiny_copy, tmp_path, caplog
+    ):
+        spoil_rows(tiny_copy, [8])
+        assert len(keys(load(tiny_copy, on_error="substitute", file=tmp_path))) == 21
         assert "quarantine file" in caplog.text

@@ -20,7 +20,7 @@ from support.batches import TINY, batches, load
 from support.datasets import build_dataset
 
 WORDS = Vocabulary("words", 1000)
-MADE: dict[str, Any] = {"law": Law("fixed"), "vocabulary": WORDS}
+FORM: dict[str, Any] = {"law": Law("fixed"), "vocabulary": WORDS}
 TOP = Channel(
     name="top",
     kind="logits_topk",
@@ -29,7 +29,7 @@ TOP = Channel(
     axes=("position", "token"),
     shape=(3, 4),
     optional=True,
-    **MADE,
+    **FORM,
 )
 DRAWN = Channel(
     name="drawn",
@@ -38,7 +38,7 @@ DRAWN = Channel(
     axes=("position", "token"),
     shape=(None, 5),
     optional=True,
-    **MADE,
+    **FORM,
 )
 TOKENS = Channel(
     name="words",
@@ -47,7 +47,7 @@ TOKENS = Channel(
     dtype="int64",
     axes=("token",),
     shape=(None,),
-    **MADE,
+    **FORM,
 )
 NAMES = ["words", "top", "drawn"]
 LACKING = (2, 7)
@@ -57,7 +57,7 @@ def length(row: int) -> int:
     return 2 * (row % 4) + 1
 
 
-def given(name: str, row: int) -> Any:
+def make_value(name: str, row: int) -> Any:
     """What the dataset stores of a row."""
     rng = np.random.default_rng((NAMES.index(name), row))
     if name == "words":
@@ -71,7 +71,7 @@ def given(name: str, row: int) -> Any:
 
 
 def stored(channel: Channel, row: int) -> Logits | None:
-    value = given(channel.name, row)
+    value = make_value(channel.name, row)
     return (
         None
         if value is None
@@ -82,7 +82,10 @@ def stored(channel: Channel, row: int) -> Logits | None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logits") / "d"
-    extra = [(one, lambda row, one=one: given(one.name, row)) for one in (TOKENS, TOP, DRAWN)]
+    extra = [
+        (channel, lambda row, channel=channel: make_value(channel.name, row))
+        for channel in (TOKENS, TOP, DRAWN)
+    ]
     build_dataset(folder, {"train": (7, 5)}, extra=extra, size=(16, 16))
     return folder
 
@@ -91,14 +94,14 @@ def options(**more: Any) -> dict[str, Any]:
     return {"image": TINY, "select": NAMES, "decoder": "pillow", **more}
 
 
-def same(found: Logits, wanted: Logits | None, form: Logits) -> None:
+def same(actual: Logits, expected: Logits | None, form: Logits) -> None:
     """A sample's logits, of a batch with this form, are those that were stored."""
-    if wanted is None:
-        assert not found.known.any() and not found.weights.any()
+    if expected is None:
+        assert not actual.known.any() and not actual.weights.any()
         return
-    assert (found.tail is None) == (wanted.tail is None) == (form.tail is None)
-    for name, part in wanted.parts.items():
-        np.testing.assert_array_equal(getattr(found, name), part)
+    assert (actual.tail is None) == (expected.tail is None) == (form.tail is None)
+    for name, part in expected.parts.items():
+        np.testing.assert_array_equal(getattr(actual, name), part)
 
 
 def check(batch: dict[str, Any]) -> int:
@@ -112,11 +115,13 @@ def check(batch: dict[str, Any]) -> int:
     )
     assert drawn.offsets.dtype == torch.int64
     ends = list(pairwise(drawn.offsets.tolist()))
-    for at, row in enumerate(rows):
-        same(top.map(lambda part, at=at: part[at]), stored(TOP, row), top)
-        same(drawn.map(lambda part, end=ends[at]: part[slice(*end)]), stored(DRAWN, row), drawn)
+    for index, row in enumerate(rows):
+        same(top.map(lambda part, index=index: part[index]), stored(TOP, row), top)
+        same(drawn.map(lambda part, end=ends[index]: part[slice(*end)]), stored(DRAWN, row), drawn)
         assert (
-            batch["top_valid"][at].item() is batch["drawn_valid"][at].item() is (row not in LACKING)
+            batch["top_valid"][index].item()
+            is batch["drawn_valid"][index].item()
+            is (row not in LACKING)
         )
     return len(rows)
 
@@ -140,26 +145,26 @@ def test_windows_and_transforms_keep_frames_apart(root) -> None:
 
     window = FrameWindow(frames=(-1, 0), pad="repeat_edge")
     plain = batches(root, 4, **options(window=window))
-    for batch, other in zip(
+    for batch, transformed in zip(
         plain, batches(root, 4, **options(window=window, transform=identity)), strict=True
     ):
         rows = batch["frame_global_index"]
         assert batch["top"].weights.shape == (4, 2, 3, 4)
         for number, row in enumerate(rows.flatten().tolist()):
             same(
-                batch["top"].map(lambda part, at=number: part.flatten(0, 1)[at]),
+                batch["top"].map(lambda part, index=number: part.flatten(0, 1)[index]),
                 stored(TOP, row),
                 batch["top"],
             )
-            own = slice(*batch["drawn"].offsets[number : number + 2].tolist())
+            tokens = slice(*batch["drawn"].offsets[number : number + 2].tolist())
             same(
-                batch["drawn"].map(lambda part, own=own: part[own]),
+                batch["drawn"].map(lambda part, tokens=tokens: part[tokens]),
                 stored(DRAWN, row),
                 batch["drawn"],
             )
         for name in ("top", "drawn"):
-            for part, one in batch[name].parts.items():
-                assert torch.equal(one, getattr(other[name], part)), (name, part)
+            for part, values in batch[name].parts.items():
+                assert torch.equal(values, getattr(transformed[name], part)), (name, part)
 
 
 @pytest.mark.parametrize("truncate", [False, True])
@@ -180,15 +185,15 @@ def test_packs_have_the_logits_of_their_tokens(root, truncate) -> None:
 
 
 def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
-    made = options(select=["top"], static={"buffers": 2}, shuffle=False)
-    with load(root, 4, **made) as loader:
-        seen = [
+    settings = options(select=["top"], static={"buffers": 2}, shuffle=False)
+    with load(root, 4, **settings) as loader:
+        records = [
             (batch["top"].weights.data_ptr(), batch["top"].weights.clone(), batch)
             for batch in loader
         ]
-    assert seen[0][0] == seen[2][0] != seen[1][0]
+    assert records[0][0] == records[2][0] != records[1][0]
     for (_, weights, _), batch in zip(
-        seen, batches(root, 4, **options(shuffle=False)), strict=True
+        records, batches(root, 4, **options(shuffle=False)), strict=True
     ):
         assert torch.equal(weights, batch["top"].weights)
     with pytest.raises(ConfigError, match="'drawn' is a Logits of tensors"):

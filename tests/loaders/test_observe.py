@@ -44,16 +44,17 @@ class TestMetrics:
         loader = load(tiny, rank=1, size=2)
         with serve_metrics(loader) as server:
             count = len(list(loader))
-            found = scraped(server)
+            metrics = scraped(server)
         values = {
-            (name, labels.get("stage"), labels.get("state")): value for name, labels, value in found
+            (name, labels.get("stage"), labels.get("state")): value
+            for name, labels, value in metrics
         }
-        for name, each in (("batches", 1), ("samples", 3), ("images", 6)):
-            assert values[f"fuelrail_{name}_total", None, None] == each * count
+        for name, per_batch in (("batches", 1), ("samples", 3), ("images", 6)):
+            assert values[f"fuelrail_{name}_total", None, None] == per_batch * count
         assert values["fuelrail_stage_items_total", "decode", None] >= 3 * count
         assert values["fuelrail_stage_seconds_total", "decode", "busy"] > 0
         assert values["fuelrail_storage_spans_total", None, None] >= 3 * count
-        assert found[0].labels == {"dataset": "tiny", "rank": "1", "world_size": "2"}
+        assert metrics[0].labels == {"dataset": "tiny", "rank": "1", "world_size": "2"}
 
     @pytest.mark.costly
     def test_it_does_not_keep_the_loader_alive(self, tiny):

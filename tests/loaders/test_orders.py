@@ -23,23 +23,23 @@ MIXED = OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2}))
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made(LENGTHS)[0]
+def root(build_once):
+    return build_once(LENGTHS)[0]
 
 
 def run(root, batch_size, **options):
     return batches(root, batch_size, image=TINY, **options)
 
 
-def column(found, name):
+def column(batches, name):
     """The entries of all batches (steps, batch)."""
     return np.array(
-        [batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name] for batch in found]
+        [batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name] for batch in batches]
     )
 
 
 def test_a_filter_leaves_exactly_what_it_selects(root):
-    found = run(
+    batches = run(
         root,
         4,
         order=OrderSpec(filter="frame >= 2 and clip_id != 'clip-0002'", seed=3),
@@ -47,15 +47,17 @@ def test_a_filter_leaves_exactly_what_it_selects(root):
     )
     every = np.arange(FIRST, FIRST + NUM)
     selected = every[(every % 4 >= 2) & (every // 4 != 2)]
-    assert len(found) == -(-len(selected) // 4)
-    assert np.array_equal(np.sort(column(found, "global_index")[column(found, "valid")]), selected)
+    assert len(batches) == -(-len(selected) // 4)
+    assert np.array_equal(
+        np.sort(column(batches, "global_index")[column(batches, "valid")]), selected
+    )
 
 
 def in_order(root, **options):
     """The rows of an epoch, by a loader of exactly these options."""
     with DataLoader(root, 5, world=World(), transforms={"image": TINY}, **options) as loader:
-        found = list(loader)
-    return column(found, "global_index")[column(found, "valid")].tolist()
+        batches = list(loader)
+    return column(batches, "global_index")[column(batches, "valid")].tolist()
 
 
 @pytest.mark.parametrize("form", [OrderSpec, dict], ids=["a spec", "a dict"])
@@ -94,11 +96,11 @@ def test_a_shuffle_that_contradicts_the_order_is_refused(root, shuffle, fields):
 
 
 def test_weights_repeat_samples_in_one_epoch(root):
-    found = run(
+    batches = run(
         root, 4, order=OrderSpec(weights=(AttributeWeights(attribute="frame"),), epoch_length=40)
     )
-    assert len(found) == 10
-    counts = np.bincount(column(found, "frame").ravel(), minlength=4)
+    assert len(batches) == 10
+    counts = np.bincount(column(batches, "frame").ravel(), minlength=4)
     assert counts[0] == 0
     assert counts[3] > counts[2] > counts[1] > 0
 
@@ -110,11 +112,11 @@ def test_a_mix_holds_in_every_global_batch(root):
 
 
 def test_lanes_follow_clips_and_say_when_to_forget(root):
-    found = run(root, 4, order=LANES)
+    batches = run(root, 4, order=LANES)
     rows, exists, valid, clips = (
-        column(found, name) for name in ("global_index", "prev_exists", "valid", "clip_id")
+        column(batches, name) for name in ("global_index", "prev_exists", "valid", "clip_id")
     )
-    assert (column(found, "lane") == np.arange(4)).all()
+    assert (column(batches, "lane") == np.arange(4)).all()
     assert np.array_equal(np.sort(rows[valid]), np.arange(FIRST, FIRST + NUM))
     assert not exists[0].any()
     assert (rows[1:][exists[1:]] == rows[:-1][exists[1:]] + 1).all()
@@ -127,17 +129,17 @@ def test_lanes_follow_clips_and_say_when_to_forget(root):
 
 def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
     build_dataset(tmp_path / "OUT", LENGTHS)
-    whole = column(run(root, 4, order=LANES), "global_index")
-    spoil(tmp_path / "OUT", open_dataset(root).index.row(int(whole[1, 2])))
-    found = column(
+    expected = column(run(root, 4, order=LANES), "global_index")
+    spoil(tmp_path / "OUT", open_dataset(root).index.row(int(expected[1, 2])))
+    actual = column(
         run(tmp_path / "OUT", 4, order=LANES, on_error="substitute", file=None), "global_index"
     )
-    assert found[1, 2] == whole[2, 2]
-    found[1, 2] = whole[1, 2]
-    assert np.array_equal(found, whole)
+    assert actual[1, 2] == expected[2, 2]
+    actual[1, 2] = expected[1, 2]
+    assert np.array_equal(actual, expected)
 
 
-OTHERS = [
+ORDERS = [
     OrderSpec(),
     MIXED,
     OrderSpec(filter="frame > 0"),
@@ -149,12 +151,12 @@ OTHERS = [
 
 
 def test_states_of_other_orders_are_refused(root):
-    loaders = [load(root, 2, order=order) for order in OTHERS]
+    loaders = [load(root, 2, order=order) for order in ORDERS]
     states = [loader.state_dict() for loader in loaders]
-    for loader, own in zip(loaders, states, strict=True):
-        loader.load_state_dict(own)
+    for loader, own_state in zip(loaders, states, strict=True):
+        loader.load_state_dict(own_state)
         for state in states:
-            if state is not own:
+            if state is not own_state:
                 with pytest.raises(StateMismatchError, match=r"order: state has .* loader has"):
                     loader.load_state_dict(state)
     with pytest.raises(

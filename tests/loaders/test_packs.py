@@ -68,7 +68,7 @@ def packs(batch):
 
 @pytest.mark.parametrize("decoder", ["turbo", "pillow"])
 def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
-    seen = []
+    all_rows = []
     for batch in run(root, drop_last=False, decoder=decoder):
         rows = batch["global_index"].tolist()
         tokens = batch["words"]
@@ -93,14 +93,14 @@ def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
         )
         assert batch["max_seqlen"] == max(len(words(row)) for row in rows)
         assert batch["position_ids"].tolist() == [
-            at for row in rows for at in range(len(words(row)))
+            position for row in rows for position in range(len(words(row)))
         ]
         assert batch["sequence_ids"].tolist() == [
-            at for at, row in enumerate(rows) for _ in words(row)
+            number for number, row in enumerate(rows) for _ in words(row)
         ]
         assert len(batch["img"]) == len(batch["sample_key"]) == len(batch["valid"]) == len(rows)
-        seen += [row for row, valid in zip(rows, batch["valid"].tolist(), strict=True) if valid]
-    assert sorted(seen) == list(range(NUM))
+        all_rows += [row for row, valid in zip(rows, batch["valid"].tolist(), strict=True) if valid]
+    assert sorted(all_rows) == list(range(NUM))
 
 
 def test_a_sample_in_a_pack_is_the_sample_alone(root):
@@ -109,9 +109,9 @@ def test_a_sample_in_a_pack_is_the_sample_alone(root):
         for batch in batches(root, 1, image=TINY, select=["words"])
     }
     for batch in run(root):
-        for at, row in enumerate(batch["global_index"].tolist()):
+        for index, row in enumerate(batch["global_index"].tolist()):
             for name in ("img", "ego2img", "timestamp_ns"):
-                assert torch.equal(batch[name][at], alone[row][name][0])
+                assert torch.equal(batch[name][index], alone[row][name][0])
 
 
 @pytest.mark.parametrize(
@@ -123,21 +123,23 @@ def test_ranks_and_threads_share_the_same_packs(root, spec):
             packs(batch) if "pack" in batch else [[row] for row in batch["global_index"].tolist()]
         )
 
-    whole = run(root, 12, order=spec, num_workers=3, drop_last=False)
-    of_ranks = [run(root, 4, order=spec, rank=rank, size=3, drop_last=False) for rank in range(3)]
-    assert len(whole) == len(of_ranks[0])
-    for batch, *parts in zip(whole, *of_ranks, strict=True):
-        found = [pack for part in parts for pack in rows(part)]
-        assert sorted(found) == sorted(rows(batch))
+    all_batches = run(root, 12, order=spec, num_workers=3, drop_last=False)
+    rank_batches = [
+        run(root, 4, order=spec, rank=rank, size=3, drop_last=False) for rank in range(3)
+    ]
+    assert len(all_batches) == len(rank_batches[0])
+    for batch, *parts in zip(all_batches, *rank_batches, strict=True):
+        rank_packs = [pack for part in parts for pack in rows(part)]
+        assert sorted(rank_packs) == sorted(rows(batch))
         if spec is ORDER:
-            assert found == rows(batch)
+            assert rank_packs == rows(batch)
 
 
 def stop_and_go(root, num_stops, seed):
     """Stop at random steps, continue on other ranks with a batch that divides; every sample once in each epoch."""
     draw = random.Random(seed)
     state = None
-    found = []
+    all_rows = []
     epoch = 0
     for _ in range(num_stops):
         size, batch = draw.choice([(1, 4), (2, 2), (4, 1), (1, 2), (2, 1)])
@@ -150,17 +152,17 @@ def stop_and_go(root, num_stops, seed):
             ) as loader:
                 if state is not None:
                     loader.load_state_dict(json.loads(state))
-                made = [*islice(loader, steps)]
+                received = [*islice(loader, steps)]
                 states.append(json.dumps(loader.state_dict()))
-                parts.append(made)
+                parts.append(received)
         assert len(set(states)) == 1
-        for of_step in zip(*parts, strict=True):
-            for one in of_step:
-                found += one["global_index"][one["valid"]].tolist()
+        for step_batches in zip(*parts, strict=True):
+            for rank_batch in step_batches:
+                all_rows += rank_batch["global_index"][rank_batch["valid"]].tolist()
         state = states[0]
         epoch = json.loads(state)["epoch"]
     for number in range(epoch):
-        assert sorted(found[NUM * number : NUM * (number + 1)]) == list(range(NUM))
+        assert sorted(all_rows[NUM * number : NUM * (number + 1)]) == list(range(NUM))
     return epoch
 
 
@@ -191,22 +193,22 @@ def test_an_epoch_without_a_full_batch_is_passed_over(root, num_processes):
         if num_processes is not None:
             view = IterableView(loader)
             iterated = torch.utils.data.DataLoader(view, batch_size=None, num_workers=num_processes)
-        found = [[batch["epoch"] for batch in iterated] for _ in epochs]
-    assert found == [[epoch] for epoch in epochs]
+        loaded_epochs = [[batch["epoch"] for batch in iterated] for _ in epochs]
+    assert loaded_epochs == [[epoch] for epoch in epochs]
 
 
 def test_batches_are_of_one_bucket_on_any_ranks(root):
     order = OrderSpec(seed=3, bucket=Bucket(by="frame", bounds=(0, 2, 3), window=20))
-    whole = run(root, 6, order=order)  # the rests of buckets come with drop_last, too
-    of_ranks = [run(root, 2, order=order, rank=rank, size=3) for rank in range(3)]
-    seen = []
-    for batch, *parts in zip(whole, *of_ranks, strict=True):
+    all_batches = run(root, 6, order=order)  # the rests of buckets come with drop_last, too
+    rank_batches = [run(root, 2, order=order, rank=rank, size=3) for rank in range(3)]
+    all_rows = []
+    for batch, *parts in zip(all_batches, *rank_batches, strict=True):
         rows = batch["global_index"].tolist()
         assert [row for part in parts for row in part["global_index"].tolist()] == rows
         (bucket,) = {(0, 1, 1, 2)[row % 4] for row in rows}
         assert batch["bucket"].tolist() == [bucket] * 6
-        seen += batch["global_index"][batch["valid"]].tolist()
-    assert sorted(seen) == list(range(NUM))
+        all_rows += batch["global_index"][batch["valid"]].tolist()
+    assert sorted(all_rows) == list(range(NUM))
     with pytest.raises(ConfigError, match="substitute' cannot be used with an order in buckets"):
         load(root, 6, image=TINY, order=order, on_error="substitute")
 
@@ -265,8 +267,8 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
                     assert got[name] == value
             if images:
                 assert all(
-                    torch.equal(got["img"][name][:num], one)
-                    for name, one in expected["img"].items()
+                    torch.equal(got["img"][name][:num], group_images)
+                    for name, group_images in expected["img"].items()
                 )
     assert len(shapes) == 1
     assert len(places) == 2  # the sets of buffers

@@ -32,8 +32,8 @@ first = next(iterator)
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (5, 7, 9)})[0]
+def tiny(build_once):
+    return build_once({"train": (5, 7, 9)})[0]
 
 
 def python(root, code):
@@ -109,9 +109,9 @@ class TestRanks:
             match=r"made as World\(rank=0, size=1\), but the process is World\(rank=1, size=2\)",
         ):
             iter(loader)
-        given = DataLoader(tiny, 2, world=World(0, 1))
-        assert len(next(iter(given))["sample_key"]) == 2
-        given.close()
+        with_world = DataLoader(tiny, 2, world=World(0, 1))
+        assert len(next(iter(with_world))["sample_key"]) == 2
+        with_world.close()
 
     def test_a_batch_larger_than_the_dataset(self, tiny):
         with pytest.raises(

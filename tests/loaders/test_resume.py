@@ -235,29 +235,27 @@ def test_on_other_ranks_with_another_batch_each_remaining_sample_comes_once(
     options = {"drop_last": False, "image": TINY}
     loaders = [load(tiny, sizes[0], rank=rank, size=before, **options) for rank in range(before)]
     stop = data.draw(st.integers(0, len(loaders[0])))
-    found = [batch for loader in loaders for batch in islice(loader, stop)]
-    state, *others = [loader.state_dict() for loader in loaders]
-    assert all(other == state for other in others)
+    received = [batch for loader in loaders for batch in islice(loader, stop)]
+    state, *rank_states = [loader.state_dict() for loader in loaders]
+    assert all(rank_state == state for rank_state in rank_states)
     for loader in loaders:
         loader.close()
     for rank in range(after):
         with load(tiny, sizes[1], rank=rank, size=after, **options) as restored:
             restored.load_state_dict(state)
             restored.set_epoch(0)
-            found += list(restored)
-    seen = [
-        key
-        for batch in found
-        for key, valid in zip(batch["sample_key"], batch["valid"], strict=True)
-        if valid
-    ]
-    assert len(seen) == len(set(seen)) == 21
+            received += list(restored)
+    seen_keys = []
+    for batch in received:
+        samples = zip(batch["sample_key"], batch["valid"], strict=True)
+        seen_keys += [key for key, valid in samples if valid]
+    assert len(seen_keys) == len(set(seen_keys)) == 21
 
 
 def test_padding_is_the_epochs_beginning_and_flagged(tiny):
-    found = batches(tiny, 6, drop_last=False)
-    assert [batch["valid"].tolist() for batch in found] == [[True] * 6] * 3 + [
+    padded_batches = batches(tiny, 6, drop_last=False)
+    assert [batch["valid"].tolist() for batch in padded_batches] == [[True] * 6] * 3 + [
         [True] * 3 + [False] * 3
     ]
-    assert len(set(keys(found)[:21])) == 21
-    assert keys(found)[21:] == keys(found)[:3]
+    assert len(set(keys(padded_batches)[:21])) == 21
+    assert keys(padded_batches)[21:] == keys(padded_batches)[:3]

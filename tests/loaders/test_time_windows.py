@@ -43,31 +43,36 @@ GEAR = Channel(name="gear", kind="array", field="gear.npy", dtype="int16", law=L
 CAN = series_channel("can", "float64", (2,), unit="m/s")
 
 
-def read_by_time(times, values, wanted, interpolation, max_staleness_ns):
+def read_by_time(times, values, target_ns, interpolation, max_staleness_ns):
     """A measurement at a time, found by looking at all of them; None where there is none."""
-    known = sorted(zip(times, values, strict=True), key=lambda one: one[0])
-    before = [one for one in known if one[0] <= wanted]
-    after = [one for one in known if one[0] >= wanted]
+    measurements = sorted(zip(times, values, strict=True), key=lambda measurement: measurement[0])
+    before = [measurement for measurement in measurements if measurement[0] <= target_ns]
+    after = [measurement for measurement in measurements if measurement[0] >= target_ns]
     far = float("inf") if max_staleness_ns is None else max_staleness_ns
-    if not known or (max_staleness_ns is None and not (before and after)):
+    if not measurements or (max_staleness_ns is None and not (before and after)):
         return None
     if interpolation == "nearest":
-        time, value = min(known, key=lambda one: (abs(one[0] - wanted), one[0]))
-        return value if abs(time - wanted) <= far else None
+        time, value = min(
+            measurements, key=lambda measurement: (abs(measurement[0] - target_ns), measurement[0])
+        )
+        return value if abs(time - target_ns) <= far else None
     if interpolation == "hold":
-        return before[-1][1] if before and wanted - before[-1][0] <= far else None
-    if not (before and after) or wanted - before[-1][0] > far or after[0][0] - wanted > far:
+        return before[-1][1] if before and target_ns - before[-1][0] <= far else None
+    if not (before and after) or target_ns - before[-1][0] > far or after[0][0] - target_ns > far:
         return None
-    (t0, low), (t1, high) = before[-1], after[0]
-    return low if t0 == t1 else low + (high - low) * ((wanted - t0) / (t1 - t0))
+    t0, low = before[-1]
+    t1, high = after[0]
+    return low if t0 == t1 else low + (high - low) * ((target_ns - t0) / (t1 - t0))
 
 
 @st.composite
 def multi_rate_clip(draw):
     """Times [ns] of the samples of a clip, and of the measurements of a sensor, at any rates; in whole ms."""
-    of_samples = draw(st.sets(st.integers(0, 300), min_size=1, max_size=12))
-    of_sensor = draw(st.sets(st.integers(-50, 350), max_size=40))
-    return [np.array(sorted(times), np.int64) * MS + 10**12 for times in (of_samples, of_sensor)]
+    sample_times = draw(st.sets(st.integers(0, 300), min_size=1, max_size=12))
+    sensor_times = draw(st.sets(st.integers(-50, 350), max_size=40))
+    return [
+        np.array(sorted(times), np.int64) * MS + 10**12 for times in (sample_times, sensor_times)
+    ]
 
 
 @pytest.mark.costly
@@ -83,31 +88,33 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
     measured = rng.normal(size=(len(sensor_times), 2))
     stored = rng.normal(size=len(sample_times))
     window = {"seconds": [ms / 1e3 for ms in offsets], "interpolation": interpolation}
-    given = ChannelWindow(**window, max_staleness_s=None if staleness is None else staleness / 1e3)
-    both = TimeWindow({"can": given, "speed": given})
-    timed = timed_channels(both, (CAN, SPEED))
+    channel_window = ChannelWindow(
+        **window, max_staleness_s=None if staleness is None else staleness / 1e3
+    )
+    time_window = TimeWindow({"can": channel_window, "speed": channel_window})
+    timed = timed_channels(time_window, (CAN, SPEED))
     table = ClipTable.build(
         np.zeros(len(sample_times), int), np.arange(len(sample_times))
     ).at_times(sample_times)
-    lookup = window_lookup(table, both)
+    lookup = window_lookup(table, time_window)
     parts = list(parts_of_series(sensor_times, measured, sample_times))
     for sample, now in enumerate(sample_times.tolist()):
         rows = sorted(set(lookup([sample]).samples[0, timed.num_frames :].tolist()))
-        about = [
+        measured_rows = [
             (int(sample_times[row]), {"can": parts[row], "speed": stored[row]}) for row in rows
         ]
-        found = timed.read(now, about)
+        timed_values = timed.read(now, measured_rows)
         for name, times, values in (
             ("can", sensor_times, measured),
             ("speed", sample_times, stored),
         ):
-            for offset, value in zip(given.offsets_ns, found[name], strict=True):
+            for offset, value in zip(channel_window.offsets_ns, timed_values[name], strict=True):
                 expected = read_by_time(
                     times,
                     values=values,
-                    wanted=now + offset,
+                    target_ns=now + offset,
                     interpolation=interpolation,
-                    max_staleness_ns=given.reach_ns,
+                    max_staleness_ns=channel_window.reach_ns,
                 )
                 assert (value is None) == (expected is None), (name, offset)
                 if expected is not None and interpolation == "linear":
@@ -194,41 +201,47 @@ def loader(root, size=4, window=WINDOW, channels=NAMES, **options):
 
 
 def test_each_channel_has_the_axis_of_its_own_times(root):
-    with loader(root) as made:
-        batches = list(made)
+    with loader(root) as data_loader:
+        batches = list(data_loader)
     for batch in batches:
         assert batch["img"].shape[:2] == (4, 2)
-        for at, (clip, frame) in enumerate(
+        for index, (clip, frame) in enumerate(
             zip(batch["clip_id"], batch["frame"].tolist(), strict=True)
         ):
             row = int(clip[-4:]) * 4 + frame
             first = row // 4 * 4
             last = row // 4 * 4 + 3
             now = row * RATE_NS
-            assert batch["frame_valid"][at].tolist() == [frame > 0, True]
+            assert batch["frame_valid"][index].tolist() == [frame > 0, True]
             measured = SENSOR_TIMES[
                 (first * RATE_NS - RATE_NS <= SENSOR_TIMES)
                 & ((first + 3) * RATE_NS >= SENSOR_TIMES)
             ]
             for number in range(11):
                 time = now + round((number / 10 - 0.8) * 1e9)
-                there = measured[0] <= time <= measured[-1]
-                assert batch["can_valid"][at, number] == there, (row, number)
-                expected = sensor(time) if there else np.zeros(2)
-                np.testing.assert_allclose(batch["can"][at, number], expected, atol=1e-6)
-            speeds = [(row + of, first <= row + of <= last) for of in (-1.5, 0, 0.5)]
-            assert batch["speed_valid"][at].tolist() == [there for _, there in speeds]
+                is_measured = measured[0] <= time <= measured[-1]
+                assert batch["can_valid"][index, number] == is_measured, (row, number)
+                expected = sensor(time) if is_measured else np.zeros(2)
+                np.testing.assert_allclose(batch["can"][index, number], expected, atol=1e-6)
+            speeds = [(row + steps, first <= row + steps <= last) for steps in (-1.5, 0, 0.5)]
+            assert batch["speed_valid"][index].tolist() == [
+                is_measured for _, is_measured in speeds
+            ]
             np.testing.assert_allclose(
-                batch["speed"][at], [value if there else 0 for value, there in speeds]
+                batch["speed"][index],
+                [value if is_measured else 0 for value, is_measured in speeds],
             )
-            assert batch["gear"][at].tolist() == [
+            assert batch["gear"][index].tolist() == [
                 row - 1 if frame else 0,
                 row,
             ]  # held, for it is a whole number
-            assert batch["gear_valid"][at].tolist() == [frame > 0, True]
-            texts = [None if one == 6 or one < first else f"row {one}" for one in (row - 1, row)]
-            assert batch["text"][at] == texts
-            assert batch["text_valid"][at].tolist() == [text is not None for text in texts]
+            assert batch["gear_valid"][index].tolist() == [frame > 0, True]
+            texts = [
+                None if text_row == 6 or text_row < first else f"row {text_row}"
+                for text_row in (row - 1, row)
+            ]
+            assert batch["text"][index] == texts
+            assert batch["text_valid"][index].tolist() == [text is not None for text in texts]
         assert batch["position"].shape == (4, 2, 2)  # not named: it has the frames of the images
 
 
@@ -237,16 +250,16 @@ def test_seconds_and_steps_are_the_same_batches(root):
     seconds = {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}}
     options = {"order": {"kind": "shuffled", "seed": 3}, "transforms": {"points": True}}
     with (
-        loader(root, window=steps, **options) as one,
-        loader(root, window=seconds, **options) as other,
+        loader(root, window=steps, **options) as steps_loader,
+        loader(root, window=seconds, **options) as seconds_loader,
     ):
-        for in_steps, in_seconds in zip(one, other, strict=True):
+        for in_steps, in_seconds in zip(steps_loader, seconds_loader, strict=True):
             assert unlike(in_steps, in_seconds) == []
 
 
 def test_channels_without_images_have_no_axis_of_frames(root):
-    with loader(root, window={"speed": [-0.5, 0]}) as made:
-        batch = next(iter(made))
+    with loader(root, window={"speed": [-0.5, 0]}) as data_loader:
+        batch = next(iter(data_loader))
     assert batch["img"].shape[:2] == (4, 2)  # cameras
     assert batch["speed"].shape == (4, 2)
     assert batch["gear"].shape == (4,)
@@ -258,54 +271,54 @@ def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
     ego = BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5)
     with loader(
         root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}
-    ) as made:
-        batch = next(iter(made))
+    ) as data_loader:
+        batch = next(iter(data_loader))
     rows = [
         int(clip[-4:]) * 4 + frame
         for clip, frame in zip(batch["clip_id"], batch["frame"].tolist(), strict=True)
     ]
-    for at, row in enumerate(rows):
-        for number, valid in enumerate(batch["position_valid"][at].tolist()):
+    for index, row in enumerate(rows):
+        for number, valid in enumerate(batch["position_valid"][index].tolist()):
             stored = torch.tensor([row - 1 + number, 0, 0, 1.0])
-            moved = batch["bda_mat"][at] @ stored if valid else torch.zeros(4)
+            moved = batch["bda_mat"][index] @ stored if valid else torch.zeros(4)
             torch.testing.assert_close(
-                batch["position"][at, number], moved[:2].double(), atol=1e-4, rtol=1e-5
+                batch["position"][index, number], moved[:2].double(), atol=1e-4, rtol=1e-5
             )
     assert batch["view"].tolist() == [0] * 4 + [1] * 4
 
 
 @pytest.mark.costly
 def test_attributes_are_read_by_time_too(tmp_path):
-    made = build(tmp_path / "d")
+    folder = build(tmp_path / "d")
     layer = tmp_path / "layer"
     score = Channel(
         name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed")
     )
-    with fr.LayerWriter(made, layer, channels=(score,)) as writer:
+    with fr.LayerWriter(folder, layer, channels=(score,)) as writer:
         for row in range(20):
             writer.write(row, {"score": np.float64(row * 3)})
     writer.finish()
     window = {"teacher.score": [-0.25, 0]}
     layers = {"teacher": layer}
-    with loader(made, 4, window, ["teacher.score"], layers=layers) as one:
-        batch = next(iter(one))
+    with loader(folder, 4, window, ["teacher.score"], layers=layers) as data_loader:
+        batch = next(iter(data_loader))
     assert batch["teacher.score_valid"].tolist() == [[False, True], *[[True, True]] * 3]
     assert batch["teacher.score"].tolist() == [[0, 0], [1.5, 3], [4.5, 6], [7.5, 9]]
 
 
 @pytest.mark.parametrize("layout", ["member", "frame"])
 def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
-    made = build(tmp_path / "d", layout=layout)
-    reader = SampleReader(open_dataset(made), channels=(SPEED, CAN))
+    folder = build(tmp_path / "d", layout=layout)
+    reader = SampleReader(open_dataset(folder), channels=(SPEED, CAN))
     reader.num_frames = 1
     reader.timed = (SPEED,)
-    whole, part, again = reader.rows([5, 6, 5])
-    assert whole == again == reader.row(5)
+    current, part, repeated = reader.rows([5, 6, 5])
+    assert current == repeated == reader.row(5)
     if layout == "frame":
         assert part == reader._dataset.index.row(6)
     else:
         assert [member.name for member in part.members] == ["speed.npy"]
-        assert part.length < 1024 < whole.length
+        assert part.length < 1024 < current.length
     fetched = FetchedSpan(part, reader.storage.span(6, part))
     assert reader.values(fetched)["speed"] == 6.0
 
@@ -322,8 +335,8 @@ def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
         loader(f"file://{root}", storage=storage, **options) as remote,
     ):
         for _ in range(2):
-            for one, other in zip(local, remote, strict=True):
-                assert unlike(one, other) == []
+            for local_batch, remote_batch in zip(local, remote, strict=True):
+                assert unlike(local_batch, remote_batch) == []
         assert remote.stats().storage.refetched == 0
         assert (remote.stats().storage.cache_bytes > 0) == cached
 
@@ -350,26 +363,26 @@ def test_windows_in_seconds_are_one_sequence_on_any_world(root):
 
 @pytest.mark.costly
 def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
-    made = build(tmp_path / "d")
-    dataset = open_dataset(made)
+    folder = build(tmp_path / "d")
+    dataset = open_dataset(folder)
     row = dataset.index.row(6)
     entry = next(member for member in row.members if member.name == "speed.npy")
-    path = made / dataset.shards.name(row.shard)
+    path = folder / dataset.shards.name(row.shard)
     data = bytearray(path.read_bytes())
     data[row.offset + entry.offset + entry.stored_bytes - 1] ^= 1
     path.write_bytes(data)
     policy = {"on_error": "substitute", "file": None}
-    with loader(made, 1, {"speed": [-0.5, 0]}, ["speed"], bad_samples=policy) as one:
-        shown = [int(batch["global_index"]) for batch in one]
+    with loader(folder, 1, {"speed": [-0.5, 0]}, ["speed"], bad_samples=policy) as data_loader:
+        loaded_rows = [int(batch["global_index"]) for batch in data_loader]
     # Row 6 is bad, and so is row 7, which reads it; each is replaced by the next good sample.
-    assert shown == [*range(6), 8, 8, *range(8, 20)]
+    assert loaded_rows == [*range(6), 8, 8, *range(8, 20)]
 
 
 def test_a_state_says_which_window_it_was(root):
-    with loader(root) as one, loader(root, window={**WINDOW, "speed": [0.0]}) as other:
+    with loader(root) as saved, loader(root, window={**WINDOW, "speed": [0.0]}) as restored:
         with pytest.raises(StateMismatchError, match="speed"):
-            other.load_state_dict(one.state_dict())
-        one.load_state_dict(one.state_dict())
+            restored.load_state_dict(saved.state_dict())
+        saved.load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -386,9 +399,9 @@ def test_what_has_no_times_of_its_own_is_refused(root, window, words):
 
 
 def test_times_that_do_not_ascend_are_refused(tmp_path):
-    made = build(tmp_path / "d", time_of=lambda row: -row)
+    folder = build(tmp_path / "d", time_of=lambda row: -row)
     with pytest.raises(OrderError, match="times that ascend"):
-        loader(made)
+        loader(folder)
 
 
 def double(sample):
@@ -400,11 +413,15 @@ def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(r
     lanes = {"kind": "lanes", "seed": 1}
     with loader(root, order=lanes, drop_last=True) as plain:
         expected = list(plain)
-    with loader(root, order=lanes, drop_last=True, where="process") as away:
-        assert [unlike(one, other) for one, other in zip(expected, away, strict=True)] == [
-            []
-        ] * len(expected)
+    with loader(root, order=lanes, drop_last=True, where="process") as in_process:
+        assert [
+            unlike(plain_batch, batch)
+            for plain_batch, batch in zip(expected, in_process, strict=True)
+        ] == [[]] * len(expected)
     with loader(root, order=lanes, drop_last=True, transform=double) as moved:
-        for one, other in zip(expected, moved, strict=True):
-            assert torch.equal(one["speed"] * 2, other["speed"])
-            assert (one["text"], one["can"].tolist()) == (other["text"], other["can"].tolist())
+        for plain_batch, batch in zip(expected, moved, strict=True):
+            assert torch.equal(plain_batch["speed"] * 2, batch["speed"])
+            assert (plain_batch["text"], plain_batch["can"].tolist()) == (
+                batch["text"],
+                batch["can"].tolist(),
+            )

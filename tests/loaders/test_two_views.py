@@ -84,13 +84,13 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
         "window": window,
         **({"pixels": PixelAugment()} if decoder == "dali" else {}),
     }
-    for plain, both in zip(
+    for plain, batch in zip(
         views(dataset, two_views=False, **options), views(dataset, **options), strict=True
     ):
-        assert both["view"].tolist() == [0] * 4 + [1] * 4
-        assert both.keys() == plain.keys() | {"view"}
+        assert batch["view"].tolist() == [0] * 4 + [1] * 4
+        assert batch.keys() == plain.keys() | {"view"}
         for name, value in plain.items():
-            first = half(both[name], 0)
+            first = half(batch[name], 0)
             if name == "img":
                 assert (first.float() - value.float()).abs().mean() < 1.0
             else:
@@ -98,7 +98,7 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
 
 
 def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> None:
-    for both in views(dataset, pixels=PixelAugment()):
+    for batch in views(dataset, pixels=PixelAugment()):
         for name in (
             "sample_key",
             "global_index",
@@ -108,18 +108,18 @@ def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> No
             "gt_labels_3d",
             "valid",
         ):
-            assert unlike(half(both[name], 0), half(both[name], 1)) == [], name
+            assert unlike(half(batch[name], 0), half(batch[name], 1)) == [], name
         for name in ("ida_mat", "bda_mat", "ego2img", "img"):
-            assert not torch.equal(*both[name].chunk(2)), name
-        for row, number in enumerate(both["global_index"].tolist()):
+            assert not torch.equal(*batch[name].chunk(2)), name
+        for row, number in enumerate(batch["global_index"].tolist()):
             address = number if row < 4 else -1 - number
             maps = IMAGE.draw([[96, 64]] * 2, seed=3, epoch=0, sample=address)
-            assert np.allclose(both["ida_mat"][row], ida_mats(maps), atol=1e-6)
+            assert np.allclose(batch["ida_mat"][row], ida_mats(maps), atol=1e-6)
             bev = EGO.draw(seed=3, epoch=0, sample=address)
-            assert np.allclose(both["bda_mat"][row], bev.matrix, atol=1e-6)
+            assert np.allclose(batch["bda_mat"][row], bev.matrix, atol=1e-6)
             radar = np.arange(3 * number + 3, dtype=np.float32).reshape(-1, 3)
             moved = np.c_[radar, np.ones(len(radar))] @ bev.matrix.T
-            assert np.allclose(both["radar"][row], moved[:, :3], atol=1e-4)
+            assert np.allclose(batch["radar"][row], moved[:, :3], atol=1e-4)
 
 
 def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:

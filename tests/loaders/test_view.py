@@ -21,8 +21,8 @@ from support.edits import reseal, rewrite
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (6,)})[0]
+def root(build_once):
+    return build_once({"train": (6,)})[0]
 
 
 class TestCommand:
@@ -157,11 +157,19 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     writer.finish(partial=True)
     image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
     bare = fuelrail.view(root, image=image)
-    seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
-    assert seen.selected == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
-    assert len(seen.sheet) == len(bare.sheet) + 5 * 22
-    assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
-    drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
+    with_layer = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
+    assert with_layer.selected == (
+        "seen.depth",
+        "seen.marks",
+        "seen.caption",
+        "seen.words",
+        "seen.loss",
+    )
+    assert len(with_layer.sheet) == len(bare.sheet) + 5 * 22
+    assert all(
+        strip.max() > 100 for strip in with_layer.sheet[len(bare.sheet) :].reshape(5, 22, -1)
+    )
+    drawn = (with_layer.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
     assert (
         drawn[41:49, 21:29].mean() > 0.5
         and drawn[40, 10]
@@ -191,12 +199,12 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert main(["view", str(root), "--layers", "seen"]) == 2
 
 
-def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
+def test_channels_that_a_sample_lacks_are_named(build_once, tmp_path, capsys):
     notes, never = (
         Channel(name=name, kind="text", field=f"{name}.txt", law=Law("fixed"), optional=True)
         for name in ("notes", "never")
     )
-    root = shutil.copytree(made({"train": (2,)})[0], tmp_path / "d")
+    root = shutil.copytree(build_once({"train": (2,)})[0], tmp_path / "d")
     rewrite(root, 1, lambda raw: [*raw.items(), ("notes.txt", b"wet")])
     reseal(
         root,

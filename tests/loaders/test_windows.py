@@ -46,25 +46,25 @@ LENGTHS = {"val": (FIRST,), "train": (9, NUM - 9)}
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made(LENGTHS, missing=frozenset({(11, CAMERAS[1])}))[0]
+def root(build_once):
+    return build_once(LENGTHS, missing=frozenset({(11, CAMERAS[1])}))[0]
 
 
-def shown(row, frames, stride=1, padding="repeat_edge"):
+def expected_window(row, frames, stride=1, padding="repeat_edge"):
     """The rows of a sample's window and which are the frames asked for, by walking through its clip."""
     rows = []
     present = []
     for offset in frames:
-        wanted = row + offset * stride
-        there = row
-        inside = wanted in ROWS and wanted // 4 == row // 4
+        target = row + offset * stride
+        shown_row = row
+        inside = target in ROWS and target // 4 == row // 4
         if inside:
-            there = wanted
+            shown_row = target
         elif padding == "repeat_edge":
             step = 1 if offset > 0 else -1
-            while there + step in ROWS and (there + step) // 4 == row // 4:
-                there += step
-        rows.append(there)
+            while shown_row + step in ROWS and (shown_row + step) // 4 == row // 4:
+                shown_row += step
+        rows.append(shown_row)
         present.append(inside)
     return rows, present
 
@@ -90,7 +90,7 @@ def single(root):
 )
 def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, stride, padding):
     reader = SampleReader(open_dataset(root))
-    seen = []
+    all_rows = []
     options = {
         "frames": frames,
         "stride": stride,
@@ -100,15 +100,15 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
     }
     for batch in batches(root, shuffle=False, **options):
         assert batch["img"].shape == (3, len(frames), len(CAMERAS), 3, 32, 48)
-        for at in range(3):
-            key = int(batch["global_index"][at])
-            rows, present = shown(key, frames, stride, padding)
-            seen += [key] if batch["valid"][at] else []
-            assert batch["frame_valid"][at].tolist() == present
-            assert batch["frame_global_index"][at].tolist() == rows
-            assert torch.equal(batch["gt_boxes_3d"][at], single[key]["gt_boxes_3d"][0])
+        for index in range(3):
+            key = int(batch["global_index"][index])
+            rows, present = expected_window(key, frames, stride, padding)
+            all_rows += [key] if batch["valid"][index] else []
+            assert batch["frame_valid"][index].tolist() == present
+            assert batch["frame_global_index"][index].tolist() == rows
+            assert torch.equal(batch["gt_boxes_3d"][index], single[key]["gt_boxes_3d"][0])
             for name in ("sample_key", "clip_id", "frame"):
-                assert batch[name][at] == single[key][name][0]
+                assert batch[name][index] == single[key][name][0]
             key2global = reader.sample(key).geometry.ego2global
             for t, row in enumerate(rows):
                 alone = single[row]
@@ -118,21 +118,22 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
                     expected = alone[name][0]
                     if hides and name in ("img", "cam_valid"):
                         expected = torch.zeros_like(expected)
-                    assert torch.equal(batch[name][at, t], expected), (name, key, t)
+                    assert torch.equal(batch[name][index, t], expected), (name, key, t)
                 assert torch.equal(
-                    batch["points"][at][t], alone["points"][0][:0] if hides else alone["points"][0]
+                    batch["points"][index][t],
+                    alone["points"][0][:0] if hides else alone["points"][0],
                 )
-                assert np.array_equal(batch["ego2global"][at, t].numpy(), geometry.ego2global)
+                assert np.array_equal(batch["ego2global"][index, t].numpy(), geometry.ego2global)
                 ego2key = np.linalg.solve(key2global, geometry.ego2global)
-                np.testing.assert_allclose(batch["ego2key"][at, t].numpy(), ego2key, atol=1e-3)
+                np.testing.assert_allclose(batch["ego2key"][index, t].numpy(), ego2key, atol=1e-3)
                 for camera in range(len(CAMERAS)):
-                    there = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
-                    cam2key = np.linalg.solve(key2global, there)
+                    cam2global = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
+                    cam2key = np.linalg.solve(key2global, cam2global)
                     np.testing.assert_allclose(
-                        batch["cam2keyego"][at, t, camera].numpy(), cam2key, atol=1e-3
+                        batch["cam2keyego"][index, t, camera].numpy(), cam2key, atol=1e-3
                     )
-    complete = [row for row in ROWS if all(shown(row, frames, stride, padding)[1])]
-    assert seen == (complete if padding == "drop" else [*ROWS])
+    complete = [row for row in ROWS if all(expected_window(row, frames, stride, padding)[1])]
+    assert all_rows == (complete if padding == "drop" else [*ROWS])
 
 
 def test_shapes_and_dtypes_are_those_of_the_table(root):
@@ -184,9 +185,9 @@ def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(root
             batch[name].double() for name in ("ego2img", "ego2key", "cam2keyego", "intrinsics")
         ]
         ego2img, ego2key, cam2keyego, intrinsics = matrices
-        left = ego2img @ torch.linalg.inv(ego2key)[:, :, None] @ cam2keyego
+        projection = ego2img @ torch.linalg.inv(ego2key)[:, :, None] @ cam2keyego
         assert torch.allclose(
-            left[..., :2, 2] / left[..., 2:3, 2], intrinsics[..., :2, 2], atol=0.1
+            projection[..., :2, 2] / projection[..., 2:3, 2], intrinsics[..., :2, 2], atol=0.1
         )
         assert torch.allclose(ego2key[:, 1], torch.eye(4).double(), atol=1e-5)
 
@@ -200,8 +201,10 @@ def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(root
 )
 def test_any_window_shows_the_rows_of_its_clip(root, offsets, stride, pad, epoch):
     frames = [*(offset for offset in offsets if offset), 0]
-    complete = [row for row in ROWS if all(shown(row, frames, stride, pad)[1])]
-    if len(frames) > 1 and not any(sum(shown(row, frames, stride)[1]) > 1 for row in ROWS):
+    complete = [row for row in ROWS if all(expected_window(row, frames, stride, pad)[1])]
+    if len(frames) > 1 and not any(
+        sum(expected_window(row, frames, stride)[1]) > 1 for row in ROWS
+    ):
         return
     if pad == "drop" and len(complete) < 2:
         return
@@ -215,29 +218,29 @@ def test_any_window_shows_the_rows_of_its_clip(root, offsets, stride, pad, epoch
     }
     with load(root, 2, seed=1, **options) as loader:
         loader.set_epoch(epoch)
-        found = [rows for batch in loader for rows in batch["frame_global_index"].tolist()]
-    assert found == [shown(rows[-1], frames, stride, pad)[0] for rows in found]
+        windows = [rows for batch in loader for rows in batch["frame_global_index"].tolist()]
+    assert windows == [expected_window(rows[-1], frames, stride, pad)[0] for rows in windows]
     expected = complete if pad == "drop" else [*ROWS]
-    assert sorted(rows[-1] for rows in found[: len(expected)]) == expected
+    assert sorted(rows[-1] for rows in windows[: len(expected)]) == expected
 
 
 @pytest.mark.parametrize(
     "order", [OrderSpec(kind="lanes", seed=1), OrderSpec(filter="frame >= 2", seed=4)]
 )
 def test_windows_go_with_lanes_and_filters_and_look_at_frames_that_are_not_selected(root, order):
-    found = batches(root, 2, order=order, frames=[-2, 0], drop_last=False)
-    for batch in found:
+    loaded = batches(root, 2, order=order, frames=[-2, 0], drop_last=False)
+    for batch in loaded:
         for rows, present in zip(
             batch["frame_global_index"].tolist(), batch["frame_valid"].tolist(), strict=True
         ):
-            assert (rows, present) == shown(rows[1], [-2, 0])
-    rows = [row for batch in found for row in batch["global_index"][batch["valid"]].tolist()]
+            assert (rows, present) == expected_window(rows[1], [-2, 0])
+    rows = [row for batch in loaded for row in batch["global_index"][batch["valid"]].tolist()]
     assert sorted(rows) == [row for row in ROWS if order.filter is None or row % 4 >= 2]
-    assert ("prev_exists" in found[0]) == (order.kind == "lanes")
+    assert ("prev_exists" in loaded[0]) == (order.kind == "lanes")
 
 
 @pytest.mark.parametrize(
-    "other",
+    "options",
     [
         {},
         {"frames": [-1, 0]},
@@ -245,8 +248,8 @@ def test_windows_go_with_lanes_and_filters_and_look_at_frames_that_are_not_selec
         {"frames": [-2, -1, 0], "pad": "mask"},
     ],
 )
-def test_a_state_of_another_window_is_refused_showing_both(root, other):
-    with load(root, frames=[-2, -1, 0]) as loader, load(root, **other) as another:
+def test_a_state_of_another_window_is_refused_showing_both(root, options):
+    with load(root, frames=[-2, -1, 0]) as loader, load(root, **options) as another:
         assert json.loads(loader.state_dict()["identity"])["frames"]["frames"] == [-2, -1, 0]
         state = another.state_dict()
         with pytest.raises(
@@ -264,14 +267,14 @@ def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
     with load(root, 4, frames=[-1, 0], seed=2, **options) as loader:
         where = loader._schedule.where
         storage = loader._schedule.sources[0].storage
-        asked = []
+        requested = []
         session_of = storage.session
 
         def session(*arguments):
-            made = session_of(*arguments)
-            request = made.request
-            made.request = lambda rows: asked.extend(row for row, _ in rows) or request(rows)
-            return made
+            opened = session_of(*arguments)
+            request = opened.request
+            opened.request = lambda rows: requested.extend(row for row, _ in rows) or request(rows)
+            return opened
 
         monkeypatch.setattr(storage, "session", session)
         for epoch in range(2):
@@ -282,17 +285,17 @@ def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
         )
         assert per_step == 8
         num_steps = 2 * (NUM // 4)
-        assert asked[: per_step * num_steps] == coming(0, per_step * num_steps).tolist()
+        assert requested[: per_step * num_steps] == coming(0, per_step * num_steps).tolist()
         stats = loader.stats()
         assert stats.images == num_steps * 4 * 2 * len(CAMERAS)
         assert stats.storage.cache_hits > stats.storage.cache_misses
 
 
 def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
-    own = tmp_path / "OUT"
+    folder = tmp_path / "OUT"
     file = tmp_path / "bad.jsonl"
-    build_dataset(own, LENGTHS)
-    spoil(own, open_dataset(own).index.row(13))
+    build_dataset(folder, LENGTHS)
+    spoil(folder, open_dataset(folder).index.row(13))
     options = {
         "shuffle": False,
         "frames": [-1, 0],
@@ -300,13 +303,13 @@ def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
         "drop_last": False,
         "file": file,
     }
-    with load(own, 1, **options) as loader:
+    with load(folder, 1, **options) as loader:
         rows = [batch["frame_global_index"][0].tolist() for batch in loader]
         assert loader.stats().bad_samples == 1
     # Samples 13 and 14 hold the bad frame; 15 is good.
     assert rows == [
         window if 13 not in window else [14, 15]
-        for window in (shown(row, [-1, 0])[0] for row in ROWS)
+        for window in (expected_window(row, [-1, 0])[0] for row in ROWS)
     ]
     assert file.read_text().count('"row": 13,') == 1
 

@@ -78,24 +78,26 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
         np.uint8
     )
     flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
-    slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
+    slot = BatchSlot(2, 5, images.reshape((len(samples), len(CAMERAS), 3, OUT[1], OUT[0])), flags)
     return [
         Parsed(
             task=Task(
                 slot=slot,
-                at=at,
+                batch_row=row,
                 source=SOURCE,
-                frames=(FrameTask(100 + at, True, None, None),),
+                frames=(FrameTask(100 + row, True, None, None),),
                 current=0,
-                valid=valid is None or valid[at],
-                position=at,
+                valid=valid is None or valid[row],
+                position=row,
             ),
             samples=(sample,),
-            maps=(AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),),
+            maps=(
+                AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + row),
+            ),
             changes=(),
             bev=IDENTITY,
         )
-        for at, sample in enumerate(samples)
+        for row, sample in enumerate(samples)
     ]
 
 
@@ -117,7 +119,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
         "seed",
         "view",
     }
-    of_packs = {
+    pack_entries = {
         "pack",
         "pack_offsets",
         "cu_seqlens",
@@ -126,7 +128,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
         "sequence_ids",
         "bucket",
     }
-    assert stated.keys() - with_options - of_packs == BATCH.keys()
+    assert stated.keys() - with_options - pack_entries == BATCH.keys()
     for name, value in BATCH.items():
         kind = re.sub(r"\(T(,| of)\) |, \(T\)", "", stated[name][0])
         if kind == "int":
@@ -166,41 +168,43 @@ def test_images_are_the_slots_buffer_not_a_copy() -> None:
     assert BATCH["img"].data_ptr() == ENTRIES[0].slot.images.__array_interface__["data"][0]
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("row", range(4))
 @pytest.mark.parametrize("camera", range(len(CAMERAS)))
-def test_a_point_goes_the_long_way_to_its_output_pixel(at, camera) -> None:
+def test_a_point_goes_the_long_way_to_its_output_pixel(row, camera) -> None:
     """ego, global, ego at the exposure, camera, stored pixel, output pixel: one step after the other, in float64."""
-    geometry = ENTRIES[at].sample.geometry
-    image_map = ENTRIES[at].maps[0][camera]
+    geometry = ENTRIES[row].sample.geometry
+    image_map = ENTRIES[row].maps[0][camera]
     for point in ([12.0, 1.0, 0.5, 1.0], [-9.0, -2.0, 1.0, 1.0], [30.0, 7.0, 2.0, 1.0]):
         in_ego_then = np.linalg.solve(geometry.cam_ego2global[camera], geometry.ego2global @ point)
         in_camera = np.linalg.solve(geometry.cam2ego[camera], in_ego_then)
         u, v, depth = geometry.intrinsics[camera] @ in_camera[:3]
         pixel = (image_map.centre_matrix() @ [u / depth, v / depth, 1.0])[:2]
-        found = BATCH["ego2img"][at, camera].numpy() @ point
-        np.testing.assert_allclose(found[:2] / found[2], pixel, atol=2e-3)  # px
-        assert found[2] == pytest.approx(depth, rel=1e-5)
+        homogeneous = BATCH["ego2img"][row, camera].numpy() @ point
+        np.testing.assert_allclose(homogeneous[:2] / homogeneous[2], pixel, atol=2e-3)  # px
+        assert homogeneous[2] == pytest.approx(depth, rel=1e-5)
         # The same through the other matrices of the batch.
-        projected = BATCH["intrinsics"][at, camera].numpy() @ in_camera[:3]
+        projected = BATCH["intrinsics"][row, camera].numpy() @ in_camera[:3]
         np.testing.assert_allclose(projected[:2] / projected[2], pixel, atol=2e-3)
-        stored = BATCH["ida_mat"][at, camera].numpy() @ [u / depth, v / depth, 1.0, 1.0]
+        stored = BATCH["ida_mat"][row, camera].numpy() @ [u / depth, v / depth, 1.0, 1.0]
         np.testing.assert_allclose(stored[:2], pixel, atol=2e-3)
-        in_key_ego = BATCH["cam2keyego"][at, camera].numpy().astype(np.float64) @ in_camera
+        in_key_ego = BATCH["cam2keyego"][row, camera].numpy().astype(np.float64) @ in_camera
         np.testing.assert_allclose(in_key_ego, point, atol=1e-4)
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_the_lidar_is_seen_through_its_own_pose(at) -> None:
-    geometry = ENTRIES[at].sample.geometry
+@pytest.mark.parametrize("row", range(4))
+def test_the_lidar_is_seen_through_its_own_pose(row) -> None:
+    geometry = ENTRIES[row].sample.geometry
     point = np.array([8.0, -3.0, -1.0, 1.0])
     in_ego = np.linalg.solve(
         geometry.ego2global, geometry.lidar_ego2global[0] @ geometry.lidar2ego[0] @ point
     )
-    np.testing.assert_allclose(BATCH["lidar2ego"][at].numpy() @ point, in_ego, atol=1e-4)
+    np.testing.assert_allclose(BATCH["lidar2ego"][row].numpy() @ point, in_ego, atol=1e-4)
     for camera in range(len(CAMERAS)):
-        found = BATCH["lidar2img"][at, camera].numpy() @ point
-        expected = BATCH["ego2img"][at, camera].numpy() @ in_ego
-        np.testing.assert_allclose(found[:2] / found[2], expected[:2] / expected[2], atol=5e-3)
+        homogeneous = BATCH["lidar2img"][row, camera].numpy() @ point
+        expected = BATCH["ego2img"][row, camera].numpy() @ in_ego
+        np.testing.assert_allclose(
+            homogeneous[:2] / homogeneous[2], expected[:2] / expected[2], atol=5e-3
+        )
 
 
 def test_nothing_in_a_batch_is_a_view_of_a_shard() -> None:
@@ -231,11 +235,12 @@ class TestPoints:
         only_rear = replace_points(rear, **{LIDAR: None})
         batch = assemble(decoded(rear, only_rear), lidar=TOP)
         assert [tuple(points.shape) for points in batch["points"]] == [(4, 5), (0, 5)]
-        other = msgspec.structs.replace(
+        rear_lidar = msgspec.structs.replace(
             TOP, channel="lidar_rear", columns=("x", "y", "z", "intensity")
         )
         assert [
-            tuple(p.shape) for p in assemble(decoded(rear, make_sample(2)), lidar=other)["points"]
+            tuple(p.shape)
+            for p in assemble(decoded(rear, make_sample(2)), lidar=rear_lidar)["points"]
         ] == [
             (2, 4),
             (0, 4),

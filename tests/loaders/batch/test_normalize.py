@@ -51,17 +51,17 @@ def test_values_dtypes_and_layouts(
 def test_a_single_image_and_a_temporal_batch() -> None:
     images = some_images()
     settings = Normalize(mean=(1, 2, 3), std=(4, 5, 6))
-    whole = settings.images(images)
-    assert torch.equal(settings.images(images[1, 2]), whole[1, 2])
-    assert torch.equal(settings.images(images[None]), whole[None])
+    normalized = settings.images(images)
+    assert torch.equal(settings.images(images[1, 2]), normalized[1, 2])
+    assert torch.equal(settings.images(images[None]), normalized[None])
 
 
 def test_batches_are_those_of_the_loader_normalised(tiny) -> None:
     settings = Normalize(channel_order="bgr", dtype="bfloat16")
     with load(tiny, normalize=settings) as loader:
-        for plain, found in zip(batches(tiny), loader, strict=True):
-            assert plain["sample_key"] == found["sample_key"]
-            assert torch.equal(settings.images(plain["img"]), found["img"])
+        for plain, normalized in zip(batches(tiny), loader, strict=True):
+            assert plain["sample_key"] == normalized["sample_key"]
+            assert torch.equal(settings.images(plain["img"]), normalized["img"])
         assert "normalize" in [clock.name for clock in loader.stats().stages]
 
 
@@ -88,23 +88,22 @@ STD = (0.229, 0.224, 0.225)
 
 
 @pytest.mark.parametrize(
-    "given", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}]
+    "settings", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}]
 )
-def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(given):
-    for make in (lambda: Normalize(**given), lambda: Transforms(normalize=given)):
+def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(settings):
+    for make in (lambda: Normalize(**settings), lambda: Transforms(normalize=settings)):
         with pytest.raises(
             ConfigError,
             match=r"of grey levels 0 to 255, by which .* if they are of pixels from 0 to 1",
         ) as caught:
             make()
-    meant = re.findall(
-        r"(mean|std)=(\[[^]]*\])", str(caught.value).rpartition("multiply by 255")[2]
-    )
-    meant = {name: tuple(json.loads(values)) for name, values in meant}
-    assert meant == {
-        name: pytest.approx([255 * one for one in values]) for name, values in given.items()
+    advice = str(caught.value).rpartition("multiply by 255")[2]
+    matches = re.findall(r"(mean|std)=(\[[^]]*\])", advice)
+    suggestion = {name: tuple(json.loads(values)) for name, values in matches}
+    assert suggestion == {
+        name: pytest.approx([255 * value for value in values]) for name, values in settings.items()
     }
-    Normalize(**meant)
+    Normalize(**suggestion)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture(scope="module")
-def dataset(made):
-    return made({"train": (6, 6)})[0]
+def dataset(build_once):
+    return build_once({"train": (6, 6)})[0]
 
 
 def test_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -> None:
@@ -58,15 +58,17 @@ def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
         used.append(torch.cuda.current_stream())
         return {"img": torch.stack([sample["img"] for sample in samples])}
 
-    found = batches(dataset, 4, decoder=decoder, transform=transform, collate_fn=collate, **DEVICE)
-    assert len(found) == 3 and len(used) >= 15
-    own = {stream.stream_id for stream in used}
-    assert own.isdisjoint(stream.stream_id for stream in cuda._defaults), (
+    collated = batches(
+        dataset, 4, decoder=decoder, transform=transform, collate_fn=collate, **DEVICE
+    )
+    assert len(collated) == 3 and len(used) >= 15
+    user_streams = {stream.stream_id for stream in used}
+    assert user_streams.isdisjoint(stream.stream_id for stream in cuda._defaults), (
         "behind the trainer's kernels"
     )
     copying = {stream.stream_id for stream in cuda.streams if stream.priority < 0}
-    assert own.isdisjoint(copying)
-    assert own <= waited, "handed on before its kernels were done"
+    assert user_streams.isdisjoint(copying)
+    assert user_streams <= waited, "handed on before its kernels were done"
 
 
 def test_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
@@ -108,7 +110,7 @@ def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
             (decode,) = [stage for stage in loader.stages() if stage.name == "decode"]
             assert decode.num_threads == lanes
             tuner = loader._runner._tuner
-    assert (tuner._fewest, tuner.tuning.num_workers, tuner.most.num_workers) == (3, 3, 4)
+    assert (tuner._fewest, tuner.tuning.num_workers, tuner.limits.num_workers) == (3, 3, 4)
 
 
 @pytest.mark.costly
@@ -120,17 +122,17 @@ def test_static_batches_keep_their_addresses_on_a_device(dataset, cuda, decoder)
         "shuffle": False,
         "seed": 3,
     }
-    seen: dict[str, list[int]] = {}
+    addresses_by_name: dict[str, list[int]] = {}
     on_host = [map_clone(batch) for batch in load(dataset, 2, **options)]
     with load(dataset, 2, decoder=decoder, device="cuda:0", **options) as loader:
         for got, expected in zip(loader, on_host, strict=True):
             assert unlike(got, expected) == []
             for name, value in got.items():
                 if isinstance(value, torch.Tensor):
-                    seen.setdefault(name, []).append(value.data_ptr())
+                    addresses_by_name.setdefault(name, []).append(value.data_ptr())
             del got
             gc.collect()
-    for name, addresses in seen.items():
+    for name, addresses in addresses_by_name.items():
         assert addresses == addresses[:2] * 3, name
 
 

@@ -26,22 +26,24 @@ BEV = BevAugment(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    made = build_nuscenes(tmp_path_factory.mktemp("nuscenes"), {"scene-0061": 3, "scene-0103": 2})
-    add_sweeps(made, PER_KEYFRAME)
-    return made
+def nuscenes_source(tmp_path_factory):
+    source = build_nuscenes(tmp_path_factory.mktemp("nuscenes"), {"scene-0061": 3, "scene-0103": 2})
+    add_sweeps(source, PER_KEYFRAME)
+    return source
 
 
 @pytest.fixture(scope="module")
-def dataset(made, tmp_path_factory):
+def dataset(nuscenes_source, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweeps") / "out"
-    shard_nuscenes(made.root, out, sweeps=PER_KEYFRAME + 2, splits={"train": 1.0})
+    shard_nuscenes(nuscenes_source.root, out, sweeps=PER_KEYFRAME + 2, splits={"train": 1.0})
     return out
 
 
 def samples(dataset, points, **options) -> dict[str, dict]:
-    found = batches(dataset, 1, image=TINY, shuffle=False, points=points, **{"seed": 5, **options})
-    return {batch["sample_key"][0]: batch for batch in found}
+    single_batches = batches(
+        dataset, 1, image=TINY, shuffle=False, points=points, **{"seed": 5, **options}
+    )
+    return {batch["sample_key"][0]: batch for batch in single_batches}
 
 
 def clouds(dataset, points, **options) -> dict[str, np.ndarray]:
@@ -55,11 +57,15 @@ def clouds(dataset, points, **options) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("num_sweeps", "min_distance_m"), [(1, 0.0), (3, 1.0), (8, 1.0), (30, 2.5)]
 )
-def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: float) -> None:
+def test_clouds_are_the_devkits(
+    nuscenes_source, dataset, num_sweeps: int, min_distance_m: float
+) -> None:
     devkit = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
     from nuscenes.utils.data_classes import LidarPointCloud
 
-    nusc = devkit.NuScenes(version=made.version, dataroot=str(made.root), verbose=False)
+    nusc = devkit.NuScenes(
+        version=nuscenes_source.version, dataroot=str(nuscenes_source.root), verbose=False
+    )
     ours = clouds(dataset, PointSweeps(num_sweeps=num_sweeps, min_distance_m=min_distance_m))
     num_compared = 0
     for scene in nusc.scene:
@@ -73,11 +79,11 @@ def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: 
             cloud, lag_s = LidarPointCloud.from_file_multisweep(
                 nusc, record, "LIDAR_TOP", "LIDAR_TOP", stored, min_distance_m
             )
-            found = ours[f"{scene['name']}-{frame:06d}"]
-            assert found.shape == (cloud.points.shape[1], 5)
-            np.testing.assert_allclose(found[:, :3].T, cloud.points[:3], atol=2e-5)
-            np.testing.assert_array_equal(found[:, 3], cloud.points[3])
-            np.testing.assert_allclose(found[:, 4], lag_s[0], atol=1e-6)
+            our_cloud = ours[f"{scene['name']}-{frame:06d}"]
+            assert our_cloud.shape == (cloud.points.shape[1], 5)
+            np.testing.assert_allclose(our_cloud[:, :3].T, cloud.points[:3], atol=2e-5)
+            np.testing.assert_array_equal(our_cloud[:, 3], cloud.points[3])
+            np.testing.assert_allclose(our_cloud[:, 4], lag_s[0], atol=1e-6)
             num_compared += len(np.unique(lag_s))
             token = record["next"]
             frame = frame + 1
@@ -119,11 +125,17 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
             parts = [(sample.points["lidar_top"], np.eye(4), 0.0)]
             ends = np.cumsum(earlier.num_points) if earlier is not None else []
             num_stored = len(ends)
-            for at in settings.chosen(num_stored, seed=5, epoch=0, sample=row):
-                move = np.linalg.solve(lidar2global, earlier.lidar2global[at])
-                lag_s = (int(geometry.lidar_timestamp_ns[0]) - int(earlier.timestamp_ns[at])) * 1e-9
+            for sweep in settings.chosen(num_stored, seed=5, epoch=0, sample=row):
+                move = np.linalg.solve(lidar2global, earlier.lidar2global[sweep])
+                lag_s = (
+                    int(geometry.lidar_timestamp_ns[0]) - int(earlier.timestamp_ns[sweep])
+                ) * 1e-9
                 parts.append(
-                    (earlier.points[ends[at] - earlier.num_points[at] : ends[at]], move, lag_s)
+                    (
+                        earlier.points[ends[sweep] - earlier.num_points[sweep] : ends[sweep]],
+                        move,
+                        lag_s,
+                    )
                 )
                 num_earlier += 1
             to_augmented = np.linalg.solve(lidar2ego, bda @ lidar2ego)
@@ -134,14 +146,14 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
                 )[:, :3]
                 for points, move, _ in parts
             ]
-            found = batch["points"][0][t].numpy()
-            assert found.dtype == np.float32
-            np.testing.assert_allclose(found[:, :3], np.concatenate(expected), atol=2e-4)
+            cloud = batch["points"][0][t].numpy()
+            assert cloud.dtype == np.float32
+            np.testing.assert_allclose(cloud[:, :3], np.concatenate(expected), atol=2e-4)
             lags_s = np.concatenate([np.full(len(points), lag_s) for points, _, lag_s in parts])
-            np.testing.assert_allclose(found[:, 4], lags_s, atol=1e-6)
+            np.testing.assert_allclose(cloud[:, 4], lags_s, atol=1e-6)
             np.testing.assert_allclose(batch["lidar2ego"][0, t].numpy(), lidar2ego, atol=1e-5)
             to_key = batch["ego2key"][0, t].double().numpy() @ lidar2ego
-            wall = np.c_[found[: len(WALL), :3], np.ones(len(WALL))] @ to_key.T
+            wall = np.c_[cloud[: len(WALL), :3], np.ones(len(WALL))] @ to_key.T
             in_world = np.c_[WALL + np.array([400.0, 1100.0, 0.0]), np.ones(len(WALL))]
             still = in_world @ np.linalg.inv(key2global).T @ bda.T
             np.testing.assert_allclose(wall[:, :3], still[:, :3], atol=2e-3)
@@ -150,11 +162,11 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
 
 def test_random_sweeps_follow_the_seed_and_not_the_threads(dataset) -> None:
     points = PointSweeps(num_sweeps=4, choose="random")
-    first, again, other = (
-        clouds(dataset, points, **options) for options in ({}, {"num_workers": 1}, {"seed": 6})
-    )
-    assert all(np.array_equal(first[key], again[key]) for key in first)
-    assert any(not np.array_equal(first[key], other[key]) for key in first if key.endswith("1"))
+    first = clouds(dataset, points)
+    repeated = clouds(dataset, points, num_workers=1)
+    reseeded = clouds(dataset, points, seed=6)
+    assert all(np.array_equal(first[key], repeated[key]) for key in first)
+    assert any(not np.array_equal(first[key], reseeded[key]) for key in first if key.endswith("1"))
     for key, cloud in first.items():
         lags = list(dict.fromkeys(cloud[:, 4].tolist()))
         assert lags == sorted(lags)
@@ -172,12 +184,12 @@ def test_a_sample_without_earlier_sweeps_may_repeat_its_own(dataset) -> None:
 
 
 def test_without_accumulation_points_are_the_own_sweep(dataset) -> None:
-    own = clouds(dataset, True)
-    one = clouds(dataset, PointSweeps(num_sweeps=1))
-    for key in own:
-        np.testing.assert_array_equal(own[key][:, :4], one[key][:, :4])
-        assert own[key][:, 4].any()  # rings
-        assert not one[key][:, 4].any()  # seconds
+    sweep_clouds = clouds(dataset, True)
+    accumulated = clouds(dataset, PointSweeps(num_sweeps=1))
+    for key in sweep_clouds:
+        np.testing.assert_array_equal(sweep_clouds[key][:, :4], accumulated[key][:, :4])
+        assert sweep_clouds[key][:, 4].any()  # rings
+        assert not accumulated[key][:, 4].any()  # seconds
 
 
 def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
@@ -192,25 +204,29 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
             progress=Quiet(),
         )
         if points:
-            again, before = (clouds(folder, PointSweeps(num_sweeps=3)) for folder in (out, dataset))
-            assert all(np.array_equal(again[key], before[key]) for key in before)
+            sweeps = PointSweeps(num_sweeps=3)
+            before = clouds(dataset, sweeps)
+            resharded = clouds(out, sweeps)
+            assert all(np.array_equal(resharded[key], before[key]) for key in before)
         else:
             with pytest.raises(ConfigError, match=r"num_sweeps=3, but dataset .* stores one sweep"):
                 DataLoader(out, 1, transforms={"points": PointSweeps(num_sweeps=3)})
 
 
-def test_missing_sweep_files_are_named(made, tmp_path) -> None:
+def test_missing_sweep_files_are_named(nuscenes_source, tmp_path) -> None:
     lost = next(
-        row for row in made.tables["sample_data"] if row["filename"].startswith("sweeps/LIDAR")
+        row
+        for row in nuscenes_source.tables["sample_data"]
+        if row["filename"].startswith("sweeps/LIDAR")
     )
-    path = made.root / lost["filename"]
+    path = nuscenes_source.root / lost["filename"]
     data = path.read_bytes()
     path.unlink()
     try:
         with pytest.raises(
             SourceError, match=f"{lost['filename']}.* is not there; the option sweeps=0"
         ):
-            shard_nuscenes(made.root, tmp_path / "out", sweeps=PER_KEYFRAME)
+            shard_nuscenes(nuscenes_source.root, tmp_path / "out", sweeps=PER_KEYFRAME)
     finally:
         path.write_bytes(data)
 

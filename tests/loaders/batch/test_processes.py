@@ -55,26 +55,29 @@ def test_batches_are_those_of_threads_and_so_is_the_rest_after_a_resume(tiny, op
     with load(tiny, transform=everything, **options) as loader:
         expected = [pickle.loads(pickle.dumps(batch)) for batch in loader]
     with load(tiny, transform=everything, transform_in="process", **options) as loader:
-        found = [pickle.loads(pickle.dumps(batch)) for batch in islice(loader, 2)]
+        received = [pickle.loads(pickle.dumps(batch)) for batch in islice(loader, 2)]
         state = loader.state_dict()
     with load(tiny, transform=everything, transform_in="process", **options) as loader:
         loader.load_state_dict(state)
-        found += [pickle.loads(pickle.dumps(batch)) for batch in loader]
-    assert unlike(expected, found) == []
+        received += [pickle.loads(pickle.dumps(batch)) for batch in loader]
+    assert unlike(expected, received) == []
 
 
 def test_processes_are_others_work_on_and_are_gone_at_the_end(tiny):
     before = set(Path("/dev/shm").iterdir())
     loader = load(tiny, transform=replaced, transform_in="process", num_workers=2)
-    pids = {pid for _ in range(2) for batch in loader for pid in batch["process"].tolist()}
+    pids = set()
+    for _ in range(2):
+        for batch in loader:
+            pids.update(batch["process"].tolist())
     assert 1 <= len(pids) <= 2, "workers are kept from epoch to epoch"
     assert os.getpid() not in pids
     loader.close()
     wait_for_end(pids)
-    again = {pid for batch in loader for pid in batch["process"].tolist()}
-    assert not again & pids
+    new_pids = {pid for batch in loader for pid in batch["process"].tolist()}
+    assert not new_pids & pids
     del loader  # without a close
-    wait_for_end(again)
+    wait_for_end(new_pids)
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
@@ -90,13 +93,13 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_worker(tiny):
                 next(iter(loader))
             return caught.value
 
-    there = error_of(1, "process")
-    here = error_of(1, "thread")
-    assert str(there) == str(here)
-    assert "ValueError: no clip-0000-000001" in str(there)
-    assert "support/transforms.py" in str(there)
-    assert type(there.__cause__) is ValueError
-    assert 'raise ValueError(f"no {sample' in str(there.__cause__.__cause__)
+    process_error = error_of(1, "process")
+    thread_error = error_of(1, "thread")
+    assert str(process_error) == str(thread_error)
+    assert "ValueError: no clip-0000-000001" in str(process_error)
+    assert "support/transforms.py" in str(process_error)
+    assert type(process_error.__cause__) is ValueError
+    assert 'raise ValueError(f"no {sample' in str(process_error.__cause__.__cause__)
     ours = error_of(2, "process")
     assert (type(ours), str(ours)) == (SchemaError, str(error_of(2, "thread")))
     assert "RuntimeError: OddError: 1 and 2" in str(error_of(3, "process"))
@@ -173,8 +176,8 @@ def test_a_fork_has_workers_of_its_own(tiny, tmp_path):
     ours = set(next(iterator)["process"].tolist())
 
     def child():
-        found = {pid for batch in loader for pid in batch["process"].tolist()}
-        Path(tmp_path, "pids").write_text(" ".join(map(str, found)))
+        child_pids = {pid for batch in loader for pid in batch["process"].tolist()}
+        Path(tmp_path, "pids").write_text(" ".join(map(str, child_pids)))
         loader.close()
 
     assert join(fork(child)) == 0
@@ -187,8 +190,8 @@ def test_a_fork_has_workers_of_its_own(tiny, tmp_path):
 
 
 def test_a_view_travels_without_the_memory_that_it_is_of():
-    whole = torch.zeros(1000, 1000)
-    assert len(_dumps({"one": whole[3], "scalar": torch.tensor(1.5)})) < 10_000
-    back = pickle.loads(_dumps((whole[:2, :3].t(), torch.tensor(True), torch.empty(0, 4))))
+    matrix = torch.zeros(1000, 1000)
+    assert len(_dumps({"one": matrix[3], "scalar": torch.tensor(1.5)})) < 10_000
+    back = pickle.loads(_dumps((matrix[:2, :3].t(), torch.tensor(True), torch.empty(0, 4))))
     assert unlike(back, (torch.zeros(3, 2), torch.tensor(True), torch.empty(0, 4))) == []
     back[0].add_(1)  # its memory may be written

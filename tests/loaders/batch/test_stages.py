@@ -34,8 +34,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def dataset(made):
-    return made({"train": (6, 6)}, missing=frozenset({(2, "cam_back"), (9, "cam_front")}))[0]
+def dataset(build_once):
+    return build_once({"train": (6, 6)}, missing=frozenset({(2, "cam_back"), (9, "cam_front")}))[0]
 
 
 def decoded(dataset, decoder: str, **options) -> list[dict]:
@@ -88,10 +88,10 @@ def test_transform_and_collate_get_single_samples(dataset) -> None:
         return sample
 
     assert_same(dataset, transform=transform)
-    kept = decoded(
+    collated = decoded(
         dataset, "batched", collate_fn=lambda samples: {"keys": [s["sample_key"] for s in samples]}
     )
-    assert [len(batch["keys"]) for batch in kept] == [4, 4, 4]
+    assert [len(batch["keys"]) for batch in collated] == [4, 4, 4]
 
 
 def damaged(encoded: bytes) -> bytes:
@@ -126,12 +126,12 @@ def test_a_bad_image_is_named_or_replaced_as_with_other_decoders(broken, tmp_pat
     options |= {"on_error": "substitute", "file": tmp_path / "bad.jsonl"}
     first = decoded(root, "turbo", **options)
     BatchedTurbo.sizes.clear()
-    found = decoded(root, decoder, **options)
-    assert keys(found) == keys(first) and key not in keys(found)
-    most = 0.0 if decoder == "batched" else 8.0  # textures of noise
+    substituted = decoded(root, decoder, **options)
+    assert keys(substituted) == keys(first) and key not in keys(substituted)
+    tolerance = 0.0 if decoder == "batched" else 8.0  # textures of noise
     assert all(
-        (a["img"].float() - b["img"].float()).abs().mean() <= most
-        for a, b in zip(found, first, strict=True)
+        (a["img"].float() - b["img"].float()).abs().mean() <= tolerance
+        for a, b in zip(substituted, first, strict=True)
     )
     assert [json.loads(line)["key"] for line in options["file"].read_text().splitlines()] == [
         key,
@@ -204,14 +204,14 @@ GROUPS = {
     [{"two_views": True}, {"camera_groups": GROUPS}, {"camera_groups": GROUPS, "two_views": True}],
 )
 def test_two_views_and_groups_of_cameras(dataset, options, window) -> None:
-    found, expected = (
+    actual, expected = (
         decoded(dataset, decoder, window=window, **options) for decoder in ("batched", "turbo")
     )
-    for have, want in zip(found, expected, strict=True):
-        for mine, others in zip(images(have), images(want), strict=True):
-            assert mine.shape == others.shape
+    for have, want in zip(actual, expected, strict=True):
+        for mine, reference in zip(images(have), images(want), strict=True):
+            assert mine.shape == reference.shape
             # Each view is decoded alone here; turbo decodes both at once.
-            assert (mine.float() - others.float()).abs().mean() < (
+            assert (mine.float() - reference.float()).abs().mean() < (
                 1.0 if "two_views" in options else 1e-9
             )
 

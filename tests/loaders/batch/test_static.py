@@ -17,8 +17,8 @@ BOXES = ("gt_boxes_3d", "gt_labels_3d", "gt_velocity", "gt_valid", "instance_id"
 
 
 @pytest.fixture(scope="module")
-def dataset(made):
-    return made({"train": (12,)})[0]
+def dataset(build_once):
+    return build_once({"train": (12,)})[0]
 
 
 @pytest.mark.parametrize("frames", [None, [-1, 0]])
@@ -33,13 +33,13 @@ def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
                     assert torch.equal(got[name], value), name
                 elif name in BOXES:
                     assert got[name].shape[:2] == (3, 40)
-                    for row, mask, one in zip(got[name], got["gt_mask"], value, strict=True):
-                        assert torch.equal(row[mask].nan_to_num(), one.nan_to_num()), name
+                    for row, mask, unpadded in zip(got[name], got["gt_mask"], value, strict=True):
+                        assert torch.equal(row[mask].nan_to_num(), unpadded.nan_to_num()), name
                         assert not row[~mask].isnan().any()
                 elif name == "points":
                     rows = got[name].flatten(0, -3)
                     clouds = (
-                        value if frames is None else [one for sample in value for one in sample]
+                        value if frames is None else [cloud for sample in value for cloud in sample]
                     )
                     for row, mask, cloud in zip(
                         rows, got["points_mask"].flatten(0, -2), clouds, strict=True
@@ -62,21 +62,21 @@ def test_addresses_come_again_in_turn_and_over_epochs(dataset) -> None:
             for batch in loader
         ]
     assert len(addresses) == 12
-    assert all(addresses[at] == addresses[at % 3] for at in range(12))
-    assert len({tuple(one.values()) for one in addresses}) == 3
+    assert all(addresses[step] == addresses[step % 3] for step in range(12))
+    assert len({tuple(batch_addresses.values()) for batch_addresses in addresses}) == 3
 
 
 def test_a_batch_is_whole_until_its_buffers_turn_comes_again(dataset) -> None:
     with load(dataset, static=True, shuffle=False) as loader:
         iterator = iter(loader)
         first = next(iterator)
-        kept = first["img"].clone()
+        first_images = first["img"].clone()
         second = next(iterator)
-        assert torch.equal(first["img"], kept)
+        assert torch.equal(first["img"], first_images)
         assert first["img"].data_ptr() != second["img"].data_ptr()
         third = next(iterator)
         assert third["img"] is first["img"]
-        assert not torch.equal(first["img"], kept)
+        assert not torch.equal(first["img"], first_images)
 
 
 def test_too_many_boxes_name_the_sample_and_what_to_do(dataset) -> None:
@@ -116,11 +116,11 @@ def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
     fixed = FixedBuffers(1)
     places = set()
     for number in range(2):
-        made = Packed._make((torch.arange(6) + number, torch.tensor([0, 2 + number, 6])))
-        block = pack_block(list(made), pageable)
+        packed = Packed._make((torch.arange(6) + number, torch.tensor([0, 2 + number, 6])))
+        block = pack_block(list(packed), pageable)
         got = fixed({"words": Packed._make(block.cut(block.block))}, block.block)["words"]
-        assert all(torch.equal(*pair) for pair in zip(got, made, strict=True))
-        places.add(tuple(one.data_ptr() for one in got))
+        assert all(torch.equal(*pair) for pair in zip(got, packed, strict=True))
+        places.add(tuple(tensor.data_ptr() for tensor in got))
     assert len(places) == 1
 
 

@@ -107,9 +107,9 @@ DTYPES = [
 
 
 def some_tensors() -> list[torch.Tensor]:
-    found = [torch.arange(number + 3).to(dtype) for number, dtype in enumerate(DTYPES)]
+    tensors = [torch.arange(number + 3).to(dtype) for number, dtype in enumerate(DTYPES)]
     return [
-        *found,
+        *tensors,
         torch.zeros((0, 7)),
         torch.tensor(5),
         torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
@@ -140,10 +140,10 @@ def test_the_block_grows_and_is_reused():
     arena = Arena(pinned=False)
     small = arena.pack([torch.zeros(10)]).block
     large = arena.pack([torch.zeros(100_000)]).block
-    again = arena.pack([torch.ones(99_000)])
+    reused = arena.pack([torch.ones(99_000)])
     assert small.data_ptr() != large.data_ptr()
-    assert again.block.data_ptr() == large.data_ptr()
-    assert torch.equal(again.cut(again.block)[0], torch.ones(99_000))
+    assert reused.block.data_ptr() == large.data_ptr()
+    assert torch.equal(reused.cut(reused.block)[0], torch.ones(99_000))
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,19 @@ def identity(sample):
 
 class TestTransform:
     def test_a_sample_is_a_batch_without_its_first_axis(self, tiny):
-        seen = []
+        samples = []
         next(
             iter(
                 load(
                     tiny,
-                    transform=lambda s: seen.append(s) or s,
+                    transform=lambda s: samples.append(s) or s,
                     points=True,
                     shuffle=False,
                     num_workers=1,
                 )
             )
         )
-        sample = seen[0]
+        sample = samples[0]
         assert sample["img"].shape == (2, 3, 32, 48)
         assert sample["ego2img"].shape == (2, 4, 4)
         assert sample["gt_boxes_3d"].shape[1] == 7
@@ -73,7 +73,10 @@ class TestTransform:
 
     def test_the_samples_seed_is_another_one_for_each_sample_and_epoch(self, tiny):
         with load(tiny, 7, transform=lambda sample: {"seed": sample["seed"]}) as loader:
-            seeds = [seed for _ in range(2) for batch in loader for seed in batch["seed"].tolist()]
+            seeds = []
+            for _ in range(2):
+                for batch in loader:
+                    seeds += batch["seed"].tolist()
         assert len(set(seeds)) == len(seeds) == 42
 
     def test_an_exception_names_stage_key_and_line_and_keeps_the_traceback(self, tiny):
@@ -134,11 +137,11 @@ class TestCollate:
             assert names == batch["sample_key"]
 
     def test_state_and_resume_do_not_need_a_dict(self, tiny):
-        loader, again = (
+        loader, restored = (
             load(tiny, collate_fn=lambda samples: [s["sample_key"] for s in samples])
             for _ in range(2)
         )
         iterator = iter(loader)
         next(iterator)
-        again.load_state_dict(loader.state_dict())
-        assert list(again) == list(iterator)
+        restored.load_state_dict(loader.state_dict())
+        assert list(restored) == list(iterator)

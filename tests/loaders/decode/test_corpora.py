@@ -59,18 +59,18 @@ def decode_or_refuse(decoder: ImageDecoder, encoded: bytes) -> np.ndarray | str:
 def outcome(results: dict[str, np.ndarray | str]) -> str:
     """What became of a file: decoded; refused, as what; or by which backend only."""
 
-    def one(result: np.ndarray | str) -> str:
+    def describe(result: np.ndarray | str) -> str:
         if isinstance(result, np.ndarray):
             return "decoded"
         kinds = ("cannot be decoded", "header", "is not supported", "git-LFS", "was cut", "empty")
         return "refused: " + next((kind for kind in kinds if kind in result), "not an image")
 
-    each = {backend: one(result) for backend, result in results.items()}
-    first = each["turbo"]
+    descriptions = {backend: describe(result) for backend, result in results.items()}
+    first = descriptions["turbo"]
     return (
         first
-        if set(each.values()) == {first}
-        else "; ".join(f"{name} {what}" for name, what in each.items())
+        if set(descriptions.values()) == {first}
+        else "; ".join(f"{name} {description}" for name, description in descriptions.items())
     )
 
 
@@ -79,19 +79,19 @@ def test_every_file_has_its_stated_outcome(corpus: str) -> None:
     stated = json.loads(Path(__file__).with_name("corpus_outcomes.json").read_text())[corpus]
     decoders = {backend: make_decoder(backend) for backend in ("turbo", "pillow")}
     root = shared_data(corpus)
-    found = {}
+    outcomes = {}
     for file in pictures(corpus):
         encoded = file.read_bytes()
         results = {
             backend: decode_or_refuse(decoder, encoded) for backend, decoder in decoders.items()
         }
-        found[str(file.relative_to(root))] = outcome(results)
+        outcomes[str(file.relative_to(root))] = outcome(results)
     # The file lists those with another outcome.
-    decoded = [file for file, what in found.items() if what == "decoded"]
+    decoded = [file for file, description in outcomes.items() if description == "decoded"]
     assert len(decoded) == NUM_DECODED.get(corpus, 0)
-    assert found == {
+    assert outcomes == {
         **dict.fromkeys(decoded, "decoded"),
-        **{file: what for what in stated for file in stated[what]},
+        **{file: description for description in stated for file in stated[description]},
     }
 
 
@@ -99,18 +99,18 @@ def test_every_file_has_its_stated_outcome(corpus: str) -> None:
 def test_backends_agree_on_what_both_take(corpus: str) -> None:
     turbo = make_decoder("turbo")
     pillow = make_decoder("pillow")
-    taken = 0
+    num_compared = 0
     for file in pictures(corpus):
         encoded = file.read_bytes()
         a = decode_or_refuse(turbo, encoded)
         b = decode_or_refuse(pillow, encoded)
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            taken += 1
+            num_compared += 1
             assert np.abs(a.astype(int) - b).max() <= 3, file.name
         assert not (isinstance(a, np.ndarray) and isinstance(b, str)), (
             f"{file.name}: only pillow refuses: {b}"
         )
-    assert taken >= 2
+    assert num_compared >= 2
 
 
 REFUSED = {  # libjpeg would only warn

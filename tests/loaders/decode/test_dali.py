@@ -58,8 +58,8 @@ class Calls(list[dict[str, Any]]):
 def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
     """The calls of DALI's decoders by their names, as graphs are defined."""
     calls = {name: Calls(getattr(dali.fn.decoders, name)) for name in ("image", "image_slice")}
-    for name, each in calls.items():
-        monkeypatch.setattr(dali.fn.decoders, name, each)
+    for name, operator in calls.items():
+        monkeypatch.setattr(dali.fn.decoders, name, operator)
     return calls
 
 
@@ -163,9 +163,9 @@ def test_pixels_on_the_cpu_are_those_of_before(interpolation: Interpolation, tra
             [(x * (3 + number % 5) + y * 7 * k) % 251 for k in (1, 2, 3)], -1
         ).astype(np.uint8)
         is_png = number % 7 == 3
-        options: dict[str, Any] = (
-            {} if is_png else {"subsampling": "4:2:0" if number % 2 else "4:4:4"}
-        )
+        options: dict[str, Any] = {}
+        if not is_png:
+            options["subsampling"] = "4:2:0" if number % 2 else "4:4:4"
         if number % 3 and not is_png:
             options["restart_marker_rows"] = 1
         file = encode(picture, "png" if is_png else "jpeg", **options)
@@ -205,13 +205,13 @@ def test_two_views_of_images_are_one_decode_and_equal_those_of_two(
         maps = [dataclasses.replace(image_map) for image_map in maps]
     decoder = as_on_gpu(check_every=0) if is_whole else make_decoder("dali")
     runs = Runs(monkeypatch, lambda fed: None)
-    both, alone = torch.zeros((2, 8, 3, 48, 64), dtype=torch.uint8)
-    assert decoder.decode_batch(encoded * 2, maps, both) == [None] * 8
+    together, alone = torch.zeros((2, 8, 3, 48, 64), dtype=torch.uint8)
+    assert decoder.decode_batch(encoded * 2, maps, together) == [None] * 8
     assert sum(size for size in runs.sizes if size <= 4) == 4  # larger ones warm a pipeline up
     for first in (0, 4):
         decoder.decode_batch(encoded, maps[first : first + 4], alone[first : first + 4])
     # With rows cut out, the whole graph's places are rounded on another grid.
-    assert (both.int() - alone.int()).abs().max() <= int(is_whole and restart)
+    assert (together.int() - alone.int()).abs().max() <= int(is_whole and restart)
 
 
 @pytest.mark.parametrize("name", ALL_MAPS)

@@ -58,14 +58,14 @@ def test_errors_about_images_are_known_and_no_others_are() -> None:
     ],
 )
 def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
-    found = InstalledDali(
+    installed = InstalledDali(
         package="nvidia-dali-cuda130",
         version="2.4.0",
         missing=[],
         nvjpeg="13.3.2.43",
         nvimgcodec="0.9.0.20",
     )
-    monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    monkeypatch.setattr(dali_install, "installed_dali", lambda: installed)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
     message = explain_failure(text)
     assert message.startswith("decoder='dali': ")
@@ -89,23 +89,25 @@ def test_versions_below_the_floor_are_a_problem() -> None:
         ("2.2.0", True),
         ("2.10", True),
     ):
-        found = InstalledDali(
+        installed = InstalledDali(
             package="nvidia-dali-cuda120",
             version=version,
             missing=[],
             nvjpeg="12.4.0.76",
             nvimgcodec="0.8.0",
         )
-        assert (found.problem == "") == is_usable, version
+        assert (installed.problem == "") == is_usable, version
 
 
 def test_the_libraries_of_the_installed_dali_are_found() -> None:
-    found = dali_install.installed_dali()
-    if found is None:
+    installed = dali_install.installed_dali()
+    if installed is None:
         pytest.skip("NVIDIA DALI is not installed")
-    assert found.nvjpeg == importlib.metadata.version(dali_install._LINES[found.package].nvjpeg)
-    assert found.nvimgcodec is not None
-    assert found.problem == ""
+    assert installed.nvjpeg == importlib.metadata.version(
+        dali_install._LINES[installed.package].nvjpeg
+    )
+    assert installed.nvimgcodec is not None
+    assert installed.problem == ""
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(
     for _ in range(2):
         assert decoder.decode_batch(encoded, maps, out) == [None] * 16
     assert decoder.num_refused == 2
-    others = [at for at in range(16) if at != 5]
-    assert torch.equal(out[others], expected[others])
+    good = [index for index in range(16) if index != 5]
+    assert torch.equal(out[good], expected[good])
     assert [record.getMessage() for record in caplog.records] == [
         "DALI fails on images that libjpeg-turbo decodes; those are left to it: Failed to decode sample #0 :"
     ]
@@ -104,11 +104,11 @@ def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPat
     encoded, maps = batch(6, EVALUATION)
     damaged = encode(natural(320, 180))[:-300]
     files = [*encoded, damaged] * 2
-    shown = [*maps, maps[0]] * 2
+    repeated_maps = [*maps, maps[0]] * 2
     out = empty(14)
-    errors = make_decoder("dali").decode_batch(files, shown, out)
+    errors = make_decoder("dali").decode_batch(files, repeated_maps, out)
     assert runs.sizes == [6]
-    assert [at for at, error in enumerate(errors) if error is not None] == [6, 13]
+    assert [index for index, error in enumerate(errors) if error is not None] == [6, 13]
     assert torch.equal(out[:6], out[7:13])
     assert (out[[6, 13]] == 7).all()
     # The same file under another map is another image.
@@ -306,14 +306,14 @@ print("built", len(decoder._local.state.pipelines))
 
 
 def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = InstalledDali(
+    installed = InstalledDali(
         package="nvidia-dali-cuda120",
         version="2.1.1",
         missing=[],
         nvjpeg="12.4.0.76",
         nvimgcodec="0.7.0",
     )
-    monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    monkeypatch.setattr(dali_install, "installed_dali", lambda: installed)
     with pytest.raises(
         ConfigError,
         match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install -e '\.\[dali\]' in a checkout",
@@ -328,21 +328,23 @@ def test_bad_images_are_named_and_the_others_come() -> None:
     decoder.decode_batch(encoded, maps, expected)
     damaged = bytearray(encoded[4])
     damaged[damaged.index(b"\xff\xc4") + 5] = 0xFF  # a Huffman table with more codes than fit
-    encoded[1], encoded[4], encoded[8] = b"", bytes(damaged), encoded[8][:-300]
+    encoded[1] = b""
+    encoded[4] = bytes(damaged)
+    encoded[8] = encoded[8][:-300]
     maps[6] = ImageMap.identity((11, 12)).resize(64, 48)
     out = empty(12)
     errors = decoder.decode_batch(encoded, maps, out)
     bad = [1, 4, 6, 8]
-    assert [at for at, error in enumerate(errors) if isinstance(error, ImageError)] == bad
+    assert [index for index, error in enumerate(errors) if isinstance(error, ImageError)] == bad
     assert (out[bad] == 7).all()
-    good = [at for at in range(12) if at not in bad]
+    good = [index for index in range(12) if index not in bad]
     assert torch.equal(out[good], expected[good]), (
         "what becomes of an image must not depend on its neighbours"
     )
-    again = torch.empty_like(expected)
+    second_out = torch.empty_like(expected)
     encoded, maps = batch(12)
-    assert decoder.decode_batch(encoded, maps, again) == [None] * 12
-    assert torch.equal(again, expected)
+    assert decoder.decode_batch(encoded, maps, second_out) == [None] * 12
+    assert torch.equal(second_out, expected)
 
 
 def test_failed_runs_cost_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:

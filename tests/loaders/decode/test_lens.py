@@ -37,7 +37,7 @@ PAIRS = [
     *((name, preset) for name in ("rational", "fisheye") for preset in ("bevdet", "eval")),
 ]
 SQUARE = 100
-DALI_PAIRS = [pytest.param(("dali", other), marks=needs_dali) for other in ("turbo", "pillow")]
+DALI_PAIRS = [pytest.param(("dali", backend), marks=needs_dali) for backend in ("turbo", "pillow")]
 
 
 def project(lens: Lens, rectified: np.ndarray) -> np.ndarray:
@@ -110,13 +110,13 @@ def corners(name: str, preset: str) -> tuple[ImageMap, int, np.ndarray]:
         np.float64,
     )
     stored = project(LENSES[name], grid)
-    shown = (np.c_[grid, np.ones(len(grid))] @ image_map.centre_matrix().T)[:, :2]
-    inside = ((shown > reach + 7) & (shown < np.array(image_map.out_wh) - reach - 8)).all(1)
+    pixels = (np.c_[grid, np.ones(len(grid))] @ image_map.centre_matrix().T)[:, :2]
+    inside = ((pixels > reach + 7) & (pixels < np.array(image_map.out_wh) - reach - 8)).all(1)
     inside &= (stored > 40).all(1) & (stored < np.array(NUSCENES_WH) - 40).all(1)
     mask = seen(image_map, 40)
-    kept = [place for place in shown[inside] if mask[round(place[1]), round(place[0])]]
-    assert len(kept) >= 10
-    return image_map, reach, np.array(kept, np.float32)[:, None]
+    visible_pixels = [place for place in pixels[inside] if mask[round(place[1]), round(place[0])]]
+    assert len(visible_pixels) >= 10
+    return image_map, reach, np.array(visible_pixels, np.float32)[:, None]
 
 
 def decode(backend: str, encoded: bytes, image_map: ImageMap) -> np.ndarray:
@@ -161,11 +161,11 @@ def test_f_theta_shows_what_the_fisheye_shows(backend: str, preset: str) -> None
     k1, k2, _, _ = LENSES["fisheye"].coefficients
     fisheye = Lens("fisheye", (k1, k2, 0.0, 0.0), WIDE, WIDE)
     image_map = preset_map(preset)
-    own = Lens("ftheta", (0.0, 1.0, 0.0, k1, 0.0, k2), WIDE, WIDE)
-    one, other = (
-        decode(backend, photograph(), with_lens(image_map, lens)) for lens in (own, fisheye)
+    ftheta = Lens("ftheta", (0.0, 1.0, 0.0, k1, 0.0, k2), WIDE, WIDE)
+    ftheta_image, fisheye_image = (
+        decode(backend, photograph(), with_lens(image_map, lens)) for lens in (ftheta, fisheye)
     )
-    assert psnr_db(one, other) > 50.0
+    assert psnr_db(ftheta_image, fisheye_image) > 50.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -176,10 +176,10 @@ def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(
     image_map, reach, expected = corners(name, preset)
     gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
-    found = cv2.cornerSubPix(
+    detected = cv2.cornerSubPix(
         gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria
     )
-    errors = np.abs(found - expected)[:, 0]
+    errors = np.abs(detected - expected)[:, 0]
     assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
 
 
@@ -187,12 +187,14 @@ def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
 def test_backends_agree(name: str, preset: str, pair: tuple[str, str]) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
-    one, other = (decode(backend, photograph(), image_map) for backend in pair)
-    where = cv2.erode(((one.max(0) > 0) & (other.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
+    first, second = (decode(backend, photograph(), image_map) for backend in pair)
+    where = (
+        cv2.erode(((first.max(0) > 0) & (second.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
+    )
     where &= seen(image_map, 6.0)
     assert where.mean() > 0.25
-    assert psnr_db(one, other, where) > 38.0
-    assert max(map(abs, shift_px(one, other, where))) < 0.05
+    assert psnr_db(first, second, where) > 38.0
+    assert max(map(abs, shift_px(first, second, where))) < 0.05
 
 
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
@@ -228,11 +230,11 @@ def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkey
     cut = decode(backend, encoded, image_map)
     assert [height is not None and height < 800 for height in heights] == [True]
     monkeypatch.setattr(splice, "splice_rows", lambda *arguments, **options: None)
-    whole = decode(backend, encoded, image_map)
-    assert np.array_equal(cut.max(0) == 0, whole.max(0) == 0)
+    full_image = decode(backend, encoded, image_map)
+    assert np.array_equal(cut.max(0) == 0, full_image.max(0) == 0)
     # The same pixels go in; a picture of another height is resized on another grid.
-    assert psnr_db(cut, whole) > 44.0
-    assert max(map(abs, shift_px(cut, whole, cut.max(0) > 0))) < 0.01
+    assert psnr_db(cut, full_image) > 44.0
+    assert max(map(abs, shift_px(cut, full_image, cut.max(0) > 0))) < 0.01
 
 
 @pytest.mark.parametrize("name", LENSES)
@@ -241,9 +243,9 @@ def test_compiled_code_decodes_enough_rows(
     name: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
-    some = decode("turbo", photograph(), image_map)
+    needed_rows = decode("turbo", photograph(), image_map)
     monkeypatch.setattr(turbo, "source_rows", lambda image_map, *_: (0, image_map.source_wh[1]))
-    assert np.array_equal(some, decode("turbo", photograph(), image_map))
+    assert np.array_equal(needed_rows, decode("turbo", photograph(), image_map))
 
 
 @pytest.mark.parametrize(
@@ -263,31 +265,34 @@ def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypat
             owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
         )
     files = photograph(), photograph(restart_marker_rows=1), camera_file("png")
-    whole = ImageMap.identity(NUSCENES_WH)
+    identity = ImageMap.identity(NUSCENES_WH)
     for encoded, lens, widths in product(
         files, LENSES.values(), ((700, 620), (200, 130), (900, 500))
     ):
         maps = [
             with_lens(
-                whole.resize(width, round(width * 0.5625)).crop(9, top, 100, 50).rotate(degrees),
+                identity.resize(width, round(width * 0.5625)).crop(9, top, 100, 50).rotate(degrees),
                 lens,
             )
             for width, top, degrees in zip(widths, (20, 40), (0.0, 4.0), strict=True)
         ]
-        both, alone = np.empty((2, 2, 3, 50, 100), np.uint8)
+        together, alone = np.empty((2, 2, 3, 50, 100), np.uint8)
         decoded.clear()
         if backend == "dali":
-            assert decoder.decode_batch([encoded] * 2, maps, torch.from_numpy(both)) == [None, None]
+            assert decoder.decode_batch([encoded] * 2, maps, torch.from_numpy(together)) == [
+                None,
+                None,
+            ]
         else:
-            decode_views(decoder, encoded, maps, list(both))
+            decode_views(decoder, encoded, maps, list(together))
         assert len(decoded) == (encoded is not files[2])  # a PNG is decoded by others
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
-        if len({one.shape[1] for one in decoded}) < 2:
-            np.testing.assert_array_equal(both, alone)
+        if len({image.shape[1] for image in decoded}) < 2:
+            np.testing.assert_array_equal(together, alone)
         else:  # the larger view's resolution, averaged for the smaller
-            np.testing.assert_array_equal(both[0], alone[0])
-            assert psnr_db(both[1], alone[1]) > 50.0
+            np.testing.assert_array_equal(together[0], alone[0])
+            assert psnr_db(together[1], alone[1]) > 50.0
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:
@@ -295,8 +300,8 @@ def test_a_lens_that_bends_nothing_changes_nothing() -> None:
     straight = Lens("pinhole", (0.0,) * 5, K, K)
     for backend in ("turbo", "pillow"):
         plain, bent = (
-            decode(backend, photograph(), one)
-            for one in (image_map, with_lens(image_map, straight))
+            decode(backend, photograph(), view_map)
+            for view_map in (image_map, with_lens(image_map, straight))
         )
         where = seen(image_map, 3.0)
         assert psnr_db(plain, bent, where) > 42.0

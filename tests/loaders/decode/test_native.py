@@ -100,11 +100,11 @@ class TestPixels:
         for rows in ({}, {"restart_marker_rows": 1}):
             encoded = encode(natural(320, 400), subsampling="4:2:0", **rows)
             info = probe(encoded)
-            whole = decode(camera_jpeg, encoded, 2)
+            full_image = decode(camera_jpeg, encoded, 2)
             for first, last in ((0, 1), (77, 130), (199, 200), (96, 104)):
                 part = camera_jpeg.picture(encoded, info, 2, (first, last), Scratch())
                 assert part is not None
-                assert np.array_equal(part[first:last, :, :3], whole[first:last])
+                assert np.array_equal(part[first:last, :, :3], full_image[first:last])
 
     @pytest.mark.costly
     @pytest.mark.parametrize("name", ALL_MAPS)
@@ -119,10 +119,10 @@ class TestPixels:
             image = native.ScaledImage(
                 encoded=encoded, info=info, factor=factor, image_map=scaled, out=out
             )
-            (taken,) = camera_jpeg.resize([image], Scratch())
-            assert [taken] == portable.resize([image._replace(out=same)], Scratch())
+            (is_taken,) = camera_jpeg.resize([image], Scratch())
+            assert [is_taken] == portable.resize([image._replace(out=same)], Scratch())
             assert np.array_equal(out, same)
-            if not taken:
+            if not is_taken:
                 assert (out == 7).all()
                 continue
             expected = bilinear(by_libjpeg(encoded, factor), scaled)
@@ -204,9 +204,9 @@ class TestDeclined:
             image = native.ScaledImage(
                 encoded=damaged, info=info, factor=2, image_map=image_map.of_scaled(2), out=out
             )
-            (taken,) = camera_jpeg.resize([image], Scratch())
-            outcomes.add(taken)
-            if not taken:
+            (is_taken,) = camera_jpeg.resize([image], Scratch())
+            outcomes.add(is_taken)
+            if not is_taken:
                 assert (out == 7).all()
                 with_fallback = decode_or_none(decoder, damaged, image_map)
                 assert with_fallback is None or with_fallback.shape == out.shape
@@ -218,33 +218,37 @@ class TestDeclined:
     def test_coefficients_beyond_those_of_pictures_are_declined_or_the_pixels_are_the_same(
         self, camera_jpeg, portable
     ) -> None:
-        taken = set()
+        outcomes = set()
         for picture in (natural(160, 96), saturated(160, 96)):
             encoded = encode(picture, subsampling="4:2:0", quality=100)
             tables = [
-                at + 5 for at in range(len(encoded)) if encoded[at : at + 4] == b"\xff\xdb\x00\x43"
+                offset + 5
+                for offset in range(len(encoded))
+                if encoded[offset : offset + 4] == b"\xff\xdb\x00\x43"
             ]
             assert len(tables) == 2
             for quantiser in (1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 255):
                 damaged = bytearray(encoded)
-                for at in tables:
-                    damaged[at : at + 64] = bytes((quantiser,)) * 64
+                for offset in tables:
+                    damaged[offset : offset + 64] = bytes((quantiser,)) * 64
                 for factor in (2, 4):
                     for library in (camera_jpeg, portable):
                         got = decode(library, bytes(damaged), factor)
                         assert got is None or np.array_equal(
                             got, by_libjpeg(bytes(damaged), factor)
                         ), quantiser
-                        taken.add((quantiser, got is not None))
-        assert (1, False) not in taken
-        assert {(2, True), (255, False)} <= taken
+                        outcomes.add((quantiser, got is not None))
+        assert (1, False) not in outcomes
+        assert {(2, True), (255, False)} <= outcomes
 
     @pytest.mark.slow
     def test_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
         markers = [
-            at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0
+            offset
+            for offset in range(scan, len(encoded))
+            if encoded[offset] == 0xFF and encoded[offset + 1] != 0
         ]
         assert len(markers) == 400 // 16
         with_it = TurboDecoder(native=camera_jpeg)
@@ -280,11 +284,11 @@ class TestDeclined:
 
     def test_a_jfif_version_that_libjpeg_warns_of_is_declined(self, camera_jpeg) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0")
-        at = encoded.index(b"JFIF\0") + 5
-        other = encoded[:at] + b"\x02" + encoded[at + 1 :]
-        assert decode(camera_jpeg, other, 2) is None
+        offset = encoded.index(b"JFIF\0") + 5
+        altered = encoded[:offset] + b"\x02" + encoded[offset + 1 :]
+        assert decode(camera_jpeg, altered, 2) is None
         assert (
-            decode_or_none(TurboDecoder(), other, ImageMap.identity((160, 96)).resize(80, 48))
+            decode_or_none(TurboDecoder(), altered, ImageMap.identity((160, 96)).resize(80, 48))
             is None
         )
 
@@ -407,6 +411,6 @@ def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tm
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["compared"] > 20
-    assert found["decoded"] > 20
+    report = json.loads(done.stdout)
+    assert report["compared"] > 20
+    assert report["decoded"] > 20

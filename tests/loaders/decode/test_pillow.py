@@ -28,9 +28,9 @@ def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
     monkeypatch.setattr(
         pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture
     )
-    whole = ImageMap.identity((320, 180))
+    identity = ImageMap.identity((320, 180))
     maps = [
-        whole.resize(width, 90).crop(11, 40, 80, 40).rotate(degrees)
+        identity.resize(width, 90).crop(11, 40, 80, 40).rotate(degrees)
         for width, degrees in ((160, 0.0), (120, 4.0))
     ]
     picture = natural(320, 180)
@@ -39,13 +39,13 @@ def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
         encode(picture, restart_marker_rows=1),
         encode(picture, "png"),
     ):
-        both, alone = np.empty((2, 2, 3, 40, 80), np.uint8)
+        together, alone = np.empty((2, 2, 3, 40, 80), np.uint8)
         decoded.clear()
-        decode_views(decoder, encoded, maps, list(both))
+        decode_views(decoder, encoded, maps, list(together))
         assert len(decoded) <= 1
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
-        np.testing.assert_array_equal(both, alone)
+        np.testing.assert_array_equal(together, alone)
 
 
 def triangle_weights(first: float, last: float, size: int, source_size: int) -> np.ndarray:
@@ -123,5 +123,5 @@ def test_the_steps_together_are_the_map(wh, size, crop, degrees, reach) -> None:
     resize = np.array([[width / (right - left), 0, 0], [0, height / (bottom - top), 0], [0, 0, 1]])
     shift = np.array([[1, 0, -left], [0, 1, -top], [0, 0, 1]])
     to_resized = np.vstack((np.array(steps.to_resized).reshape(2, 3), (0, 0, 1)))
-    whole = np.vstack((image_map.matrix, (0, 0, 1)))
-    assert_allclose(np.linalg.inv(to_resized) @ resize @ shift, whole, rtol=1e-6, atol=1e-6)
+    expected = np.vstack((image_map.matrix, (0, 0, 1)))
+    assert_allclose(np.linalg.inv(to_resized) @ resize @ shift, expected, rtol=1e-6, atol=1e-6)

@@ -42,8 +42,8 @@ def test_a_loader_decodes_with_a_plugin_as_with_a_backend_of_its_own(installed, 
 
 
 def test_doctor_lists_plugins_without_loading_them(installed):
-    shown = {finding.subject: finding.state for finding in doctor().findings}
-    assert shown["decoder=broken"] == "plug-in: no_such_module:make"
+    states = {finding.subject: finding.state for finding in doctor().findings}
+    assert states["decoder=broken"] == "plug-in: no_such_module:make"
     assert Watched.places == []
 
 

@@ -49,7 +49,7 @@ def with_restarts(width: int, height: int, subsampling: str = "4:2:0", **options
 @settings(max_examples=80)
 def test_spliced_rows_are_the_rows_of_the_whole(wh, subsampling, rows) -> None:
     encoded = with_restarts(*wh, subsampling)
-    whole = open_with_pillow(encoded)
+    full_image = open_with_pillow(encoded)
     top, bottom = sorted(int(share * (wh[1] - 1)) for share in rows)
     bottom += 1
     spliced = splice_rows(encoded, probe(encoded), top, bottom)
@@ -60,7 +60,7 @@ def test_spliced_rows_are_the_rows_of_the_whole(wh, subsampling, rows) -> None:
     info = probe(spliced.encoded)
     assert (info.width, info.height) == (wh[0], spliced.height)
     part = open_with_pillow(spliced.encoded)
-    assert np.array_equal(part[top - spliced.top : bottom - spliced.top], whole[top:bottom])
+    assert np.array_equal(part[top - spliced.top : bottom - spliced.top], full_image[top:bottom])
 
 
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
@@ -120,7 +120,7 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
 def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, factor: int) -> None:
     encoded = with_restarts(325, 411, subsampling)
-    whole = simplejpeg.decode_jpeg(
+    full_image = simplejpeg.decode_jpeg(
         encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor)
     )
     for top, bottom in ((200, 411), (161, 250), (0, 100), (176, 208)):
@@ -134,7 +134,7 @@ def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, fact
         first = top // factor
         last = -(-bottom // factor)
         offset = spliced.top // factor
-        assert np.array_equal(part[first - offset : last - offset], whole[first:last])
+        assert np.array_equal(part[first - offset : last - offset], full_image[first:last])
 
 
 def test_files_that_cannot_be_cut_are_left_alone() -> None:
@@ -174,12 +174,12 @@ def test_views_can_be_spliced() -> None:
 def test_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
     native = load_native()
     assert not isinstance(native, str), native
-    wanted = []
+    requests = []
     for subsampling in SUBSAMPLINGS:
         for wh in ((320, 400), (325, 411), (17, 60)):
             encoded = with_restarts(*wh, subsampling)
             info = probe(encoded)
-            wanted += [
+            requests += [
                 RowsWanted(encoded, info, int(top * wh[1]), int(bottom * wh[1]))
                 for top, bottom in ((0.0, 1.0), (0.6, 1.0), (0.3, 0.6), (0.0, 0.2), (0.5, 0.5))
             ]
@@ -195,12 +195,12 @@ def test_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
         encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=2),
         encode(natural(320, 400), "png"),
     ):
-        wanted.append(RowsWanted(damaged, probe(damaged), 300, 400))
-    expected = [splice_rows(*rows) for rows in wanted]
+        requests.append(RowsWanted(damaged, probe(damaged), 300, 400))
+    expected = [splice_rows(*rows) for rows in requests]
     assert sum(spliced is not None for spliced in expected) > 30
     scratch = Scratch()
     for library in (native, None):
-        assert splice_batch(wanted, scratch, library) == expected
+        assert splice_batch(requests, scratch, library) == expected
     assert splice_batch([], scratch, native) == []
 
 
@@ -217,9 +217,11 @@ def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=n)[0]
         for n in range(8)
     ]
-    found = prepare([bytes(bytearray(encoded[n % 2])) for n in range(8)], maps, Scratch(), native)
+    prepared = prepare(
+        [bytes(bytearray(encoded[n % 2])) for n in range(8)], maps, Scratch(), native
+    )
     assert calls == [4]
-    assert [probe(job.encoded).height < 700 for job in found.jobs] == [True, False] * 4
+    assert [probe(job.encoded).height < 700 for job in prepared.jobs] == [True, False] * 4
 
 
 @pytest.mark.real
@@ -256,7 +258,7 @@ def test_dali_is_fed_only_what_a_crop_sees(name: str, monkeypatch: pytest.Monkey
     assert (rows < 800) == (name != "padded")
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     pictures = []
-    for splice in (splice_batch, lambda wanted, *arguments: [None] * len(wanted)):
+    for splice in (splice_batch, lambda requests, *arguments: [None] * len(requests)):
         monkeypatch.setattr(dali_jobs, "splice_batch", splice)
         pictures.append(np.empty((3, image_map.out_wh[1], image_map.out_wh[0]), np.uint8))
         make_decoder("dali").decode_into(encoded, image_map, pictures[-1])

@@ -110,30 +110,32 @@ def test_two_views_are_one_decode_and_equal_those_of_two(
         monkeypatch.setattr(
             owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
         )
-    whole = ImageMap.identity((1600, 900))
+    identity = ImageMap.identity((1600, 900))
     maps = [
-        whole.resize(round(1600 * scale), round(900 * scale)).crop(11, 7, 180, 100).rotate(degrees)
+        identity.resize(round(1600 * scale), round(900 * scale))
+        .crop(11, 7, 180, 100)
+        .rotate(degrees)
         for scale, degrees in zip(scales, (0.0, 4.0), strict=True)
     ]
-    both = [np.empty((3, 100, 180), np.uint8) for _ in maps]
-    decoder.decode_views(encoded, maps, both)
+    together = [np.empty((3, 100, 180), np.uint8) for _ in maps]
+    decoder.decode_views(encoded, maps, together)
     assert len(decoded) == 1
-    for image_map, found in zip(maps, both, strict=True):
-        alone = np.empty_like(found)
+    for image_map, view in zip(maps, together, strict=True):
+        alone = np.empty_like(view)
         decoder.decode_into(encoded, image_map, alone)
-        assert psnr_db(found, alone) > 35.0
+        assert psnr_db(view, alone) > 35.0
 
 
 def test_views_of_a_png_and_of_an_unscaled_jpeg_are_those_of_one() -> None:
     decoder = TurboDecoder()
     maps = [ImageMap.identity((96, 64)).crop(x, 3, 40, 30) for x in (0, 20)]
     for encoded in (encode(natural(96, 64), "png"), encode(natural(96, 64))):
-        both = np.empty((2, 3, 30, 40), np.uint8)
+        together = np.empty((2, 3, 30, 40), np.uint8)
         alone = np.empty((2, 3, 30, 40), np.uint8)
-        decoder.decode_views(encoded, maps, list(both))
+        decoder.decode_views(encoded, maps, list(together))
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
-        assert np.array_equal(both, alone)
+        assert np.array_equal(together, alone)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -144,10 +146,10 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     """Also beside damaged ones, of which each gets an error of its own."""
     decoder = TurboDecoder(native=is_native)
     camera = encode(natural(320, 192), subsampling="4:2:0", quality=92)
-    whole = ImageMap.identity((320, 192))
-    half = whole.resize(160, 96).crop(3, 5, 120, 80)
-    turned = whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0)
-    given = [
+    identity = ImageMap.identity((320, 192))
+    half = identity.resize(160, 96).crop(3, 5, 120, 80)
+    turned = identity.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0)
+    inputs = [
         (camera, half),
         (encode(natural(320, 192), "png"), half),
         (camera[:3000], half),
@@ -156,9 +158,9 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
         (encode(natural(320, 192), progressive=True), half),
         (camera, half.flip()),
     ]
-    alone, together = np.full((2, len(given), 3, 80, 120), 7, np.uint8)
+    alone, together = np.full((2, len(inputs), 3, 80, 120), 7, np.uint8)
     expected = []
-    for (encoded, image_map), out in zip(given, alone, strict=True):
+    for (encoded, image_map), out in zip(inputs, alone, strict=True):
         try:
             decoder.decode_into(encoded, image_map, out, interpolation)
             expected.append(None)
@@ -169,7 +171,7 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     monkeypatch.setattr(
         native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a)
     )
-    errors = decoder.decode_images(*zip(*given, strict=True), list(together), interpolation)
+    errors = decoder.decode_images(*zip(*inputs, strict=True), list(together), interpolation)
     assert [None if error is None else str(error) for error in errors] == expected
     assert [number for number, error in enumerate(errors) if error is not None] == [2, 4]
     assert np.array_equal(together, alone)

@@ -37,26 +37,26 @@ def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> N
     straight = batch_of(root, undistort=Undistort(alpha=alpha))
     dataset = open_dataset(root)
     reader = SampleReader(dataset)
-    for at in range(4):
-        sample = reader.sample(at)
+    for row in range(4):
+        sample = reader.sample(row)
         camera = sample.geometry.intrinsics[0]
         chosen = (
             camera
             if alpha is None
             else cv2.getOptimalNewCameraMatrix(camera, np.array(DIST), (96, 64), alpha)[0]
         )
-        assert_allclose(straight["intrinsics"][at, 0].numpy(), chosen, atol=1e-4)
+        assert_allclose(straight["intrinsics"][row, 0].numpy(), chosen, atol=1e-4)
         expected = cv2.undistort(
             open_with_pillow(sample.images["cam_front"]), camera, np.array(DIST), None, chosen
         )
         where = np.zeros((64, 96), bool)
         where[8:-8, 12:-12] = True
-        assert psnr_db(straight["img"][at, 0].numpy(), expected.transpose(2, 0, 1), where) > 40.0
+        assert psnr_db(straight["img"][row, 0].numpy(), expected.transpose(2, 0, 1), where) > 40.0
         to_image = np.eye(4)
         to_image[:3, :3] = chosen
-        to_ego = straight["cam2keyego"][at, 0].double().numpy()
+        to_ego = straight["cam2keyego"][row, 0].double().numpy()
         assert_allclose(
-            straight["ego2img"][at, 0].numpy(), to_image @ np.linalg.inv(to_ego), atol=1e-2
+            straight["ego2img"][row, 0].numpy(), to_image @ np.linalg.inv(to_ego), atol=1e-2
         )
     assert not straight["dist"].any()
     assert_allclose(plain["dist"][:, 0, :5].numpy(), np.tile(DIST, (4, 1)), rtol=1e-6)
@@ -74,12 +74,12 @@ def test_augmentation_and_undistortion_draw_the_same(root) -> None:
         make_loader(root, 4, image=image, seed=3, num_workers=2) as plain,
         make_loader(root, 4, image=image, seed=3, num_workers=2, undistort=Undistort()) as straight,
     ):
-        one = next(iter(plain))
-        other = next(iter(straight))
-    assert one["sample_key"] == other["sample_key"]
+        plain_batch = next(iter(plain))
+        straight_batch = next(iter(straight))
+    assert plain_batch["sample_key"] == straight_batch["sample_key"]
     for name in ("ida_mat", "intrinsics", "ego2img"):
-        assert (one[name] == other[name]).all()
-    assert (one["img"][:, 0] != other["img"][:, 0]).any()
+        assert (plain_batch[name] == straight_batch[name]).all()
+    assert (plain_batch["img"][:, 0] != straight_batch["img"][:, 0]).any()
 
 
 def test_lenses_that_cannot_be_undone_are_refused(tmp_path) -> None:

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning"),
 ]  # of the libraries
 
-FEW = {
+STOPS_OF_BRIDGE = {
     "Trainer": 3,
     "Lightning": 3,
     "torch, 2 workers": NUM_ORDERS,
@@ -24,4 +24,4 @@ FEW = {
 def test_a_bridge_that_stops_misses_no_row(name, tmp_path):
     package, run = BRIDGES[name]
     pytest.importorskip(package, reason=f"{package} is not installed")
-    assert stop_and_continue(run, FEW.get(name, 3 * NUM_ORDERS), tmp_path, seed=3) > 10
+    assert stop_and_continue(run, STOPS_OF_BRIDGE.get(name, 3 * NUM_ORDERS), tmp_path, seed=3) > 10

@@ -46,18 +46,20 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
 def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_processes, method):
     view = IterableView(load(tiny, 4))
     plain = load(tiny, 4)
-    context = None if num_processes == 0 else warm() if method == "forkserver" else method
+    context = None
+    if num_processes > 0:
+        context = warm() if method == "forkserver" else method
     outer = TorchLoader(
         view, batch_size=None, num_workers=num_processes, multiprocessing_context=context
     )
-    whole = [keys(plain) for _ in range(4)]
-    assert keys(islice(outer, 2)) == whole[0][:2]
-    assert keys(outer) == whole[1]
+    epochs = [keys(plain) for _ in range(4)]
+    assert keys(islice(outer, 2)) == epochs[0][:2]
+    assert keys(outer) == epochs[1]
     view.set_epoch(0)
-    assert keys(outer) == whole[0]
+    assert keys(outer) == epochs[0]
     view.load_state_dict(plain.state_dict() | {"epoch": 2, "samples_consumed": 8})
-    assert keys(islice(outer, 2)) == whole[2][2:4]
-    assert keys(outer) == whole[3]
+    assert keys(islice(outer, 2)) == epochs[2][2:4]
+    assert keys(outer) == epochs[3]
 
 
 def test_persistent_workers_continue_to_the_next_epoch_together(tiny):
@@ -83,14 +85,14 @@ def test_torchdata_resumes_exactly_from_every_step(tiny, num_processes):
             IterableView(load(tiny)), batch_size=None, num_workers=num_processes
         )
 
-    whole = keys(load(tiny))
+    epoch_keys = keys(load(tiny))
     for stop in (1, 4) if num_processes else (1, 2, 4, 6):
         loader = outer()
-        assert keys(islice(loader, stop)) == whole[:stop]
+        assert keys(islice(loader, stop)) == epoch_keys[:stop]
         state = pickle.loads(pickle.dumps(loader.state_dict()))
         restored = outer()
         restored.load_state_dict(state)
-        assert keys(restored) == whole[stop:]
+        assert keys(restored) == epoch_keys[stop:]
 
 
 class Plain(torch.utils.data.IterableDataset):
@@ -138,9 +140,9 @@ class TestPickle:
 
     def test_a_restored_position_travels(self, tiny):
         loader = load(tiny)
-        whole = keys(load(tiny))
+        epoch_keys = keys(load(tiny))
         loader.load_state_dict(loader.state_dict() | {"samples_consumed": 6})
-        assert keys(pickle.loads(pickle.dumps(loader))) == whole[2:]
+        assert keys(pickle.loads(pickle.dumps(loader))) == epoch_keys[2:]
 
     def test_an_epoch_that_was_set_stays_set(self, tiny):
         loader = load(tiny)

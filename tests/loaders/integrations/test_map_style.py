@@ -13,8 +13,8 @@ from fuelrail.pipeline.format.dataset import open_dataset
 
 
 @pytest.fixture(scope="module")
-def built(made):
-    return made({"train": (4, 3)}, size=(64, 48))
+def built(build_once):
+    return build_once({"train": (4, 3)}, size=(64, 48))
 
 
 def front(item):
@@ -28,8 +28,8 @@ def test_items_are_decoded(built) -> None:
     for number, key in enumerate(raw):
         item = view[number]
         assert (set(item), item["key"]) == ({"key", "cam_front", "lidar_top"}, key)
-        wanted = simplejpeg.decode_jpeg(raw[key]["cam_front.jpg"], "RGB").transpose(2, 0, 1)
-        assert np.abs(item["cam_front"].astype(int) - wanted).max() <= 1
+        pixels = simplejpeg.decode_jpeg(raw[key]["cam_front.jpg"], "RGB").transpose(2, 0, 1)
+        assert np.abs(item["cam_front"].astype(int) - pixels).max() <= 1
         np.testing.assert_array_equal(view[key]["cam_front"], item["cam_front"])
     with pytest.raises(IndexError):
         view[7]
@@ -76,9 +76,9 @@ def test_in_grain(built) -> None:
     grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
     root, raw = built
     view = MapView(open_dataset(root), ["cam_front"], transform=front)
-    found = list(grain.MapDataset.source(view).shuffle(seed=3))
-    assert sorted(key for _, key in found) == sorted(raw)
-    assert {key: mean for mean, key in found} == {key: view[key][0] for key in raw}
+    items = list(grain.MapDataset.source(view).shuffle(seed=3))
+    assert sorted(key for _, key in items) == sorted(raw)
+    assert {key: mean for mean, key in items} == {key: view[key][0] for key in raw}
     assert isinstance(view, grain.sources.RandomAccessDataSource)
     loader = grain.DataLoader(
         data_source=view,

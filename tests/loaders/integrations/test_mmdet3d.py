@@ -20,8 +20,8 @@ BEV = BevAugment(
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (5,)})[0]
+def root(build_once):
+    return build_once({"train": (5,)})[0]
 
 
 def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
@@ -79,20 +79,22 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
     data = mmdet3d_samples(batch, box_frame=box_frame)
     assert [image.shape for image in data["inputs"]["img"]] == [batch["img"].shape[1:]] * 5
     total = 0
-    for at, sample in enumerate(data["data_samples"]):
+    for row, sample in enumerate(data["data_samples"]):
         boxes = sample["gt_bboxes_3d"]
-        keep = (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at]
-        own = batch["gt_boxes_3d"][at][keep]
-        torch.testing.assert_close(boxes[:, 2] + boxes[:, 5] / 2, own[:, 2])
-        torch.testing.assert_close(boxes[:, [0, 1, 3, 4, 5]], own[:, [0, 1, 3, 4, 5]])
-        torch.testing.assert_close(torch.sin(boxes[:, 6]), torch.sin(own[:, 6]), atol=1e-5, rtol=0)
+        keep = (batch["gt_labels_3d"][row] >= 0) & batch["gt_valid"][row]
+        batch_boxes = batch["gt_boxes_3d"][row][keep]
+        torch.testing.assert_close(boxes[:, 2] + boxes[:, 5] / 2, batch_boxes[:, 2])
+        torch.testing.assert_close(boxes[:, [0, 1, 3, 4, 5]], batch_boxes[:, [0, 1, 3, 4, 5]])
+        torch.testing.assert_close(
+            torch.sin(boxes[:, 6]), torch.sin(batch_boxes[:, 6]), atol=1e-5, rtol=0
+        )
         assert (boxes[:, 6].abs() <= math.pi + 1e-6).all()
         assert torch.isfinite(boxes).all()
         facts = sample["metainfo"]
         np.testing.assert_allclose(
             facts["cam2img"] @ facts["lidar2cam"], facts["lidar2img"], rtol=1e-3, atol=1e-2
         )
-        np.testing.assert_array_equal(facts["lidar2img"], batch[f"{box_frame}2img"][at].numpy())
+        np.testing.assert_array_equal(facts["lidar2img"], batch[f"{box_frame}2img"][row].numpy())
         total += len(boxes)
     assert total > 0
 
@@ -102,21 +104,23 @@ def test_points_come_in_the_frame_of_the_boxes(root) -> None:
     ego = batch_of(root, points=True)
     in_lidar = mmdet3d_samples(lidar)["inputs"]["points"]
     in_ego = mmdet3d_samples(ego, box_frame="ego")["inputs"]["points"]
-    for at in range(5):
-        lidar2ego = lidar["lidar2ego"][at].double()
-        expected = in_lidar[at][:, :3].double() @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
-        torch.testing.assert_close(in_ego[at][:, :3].double(), expected, atol=1e-3, rtol=1e-4)
+    for row in range(5):
+        lidar2ego = lidar["lidar2ego"][row].double()
+        expected = in_lidar[row][:, :3].double() @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+        torch.testing.assert_close(in_ego[row][:, :3].double(), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_boxes_outside_the_range_are_left_out(root) -> None:
     batch = batch_of(root, ego=BevAugment())
     every = mmdet3d_samples(batch, box_frame="ego")["data_samples"]
-    some = mmdet3d_samples(batch, box_frame="ego", point_range=[0, -100, -5, 100, 100, 3])[
-        "data_samples"
-    ]
-    for one, part in zip(every, some, strict=True):
-        kept = (one["gt_bboxes_3d"][:, 0] > 0) & (one["gt_bboxes_3d"][:, :2].abs() < 100).all(1)
-        torch.testing.assert_close(part["gt_bboxes_3d"], one["gt_bboxes_3d"][kept])
+    samples_in_range = mmdet3d_samples(
+        batch, box_frame="ego", point_range=[0, -100, -5, 100, 100, 3]
+    )["data_samples"]
+    for sample, part in zip(every, samples_in_range, strict=True):
+        inside = (sample["gt_bboxes_3d"][:, 0] > 0) & (
+            sample["gt_bboxes_3d"][:, :2].abs() < 100
+        ).all(1)
+        torch.testing.assert_close(part["gt_bboxes_3d"], sample["gt_bboxes_3d"][inside])
         assert len(part["gt_labels_3d"]) == len(part["gt_bboxes_3d"])
 
 
@@ -141,11 +145,11 @@ def test_mmdetection3ds_own_classes(root) -> None:
     structures = pytest.importorskip("mmdet3d.structures", reason="mmdet3d is not installed here")
     batch = batch_of(root, "lidar")
     plain = mmdet3d_samples(batch)["data_samples"]
-    for at, sample in enumerate(mmdet3d_samples(batch, as_data_samples=True)["data_samples"]):
+    for row, sample in enumerate(mmdet3d_samples(batch, as_data_samples=True)["data_samples"]):
         assert isinstance(sample, structures.Det3DDataSample)
         boxes = sample.gt_instances_3d.bboxes_3d
         assert isinstance(boxes, structures.LiDARInstance3DBoxes)
-        keep = (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at]
-        torch.testing.assert_close(boxes.gravity_center, batch["gt_boxes_3d"][at][keep][:, :3])
-        torch.testing.assert_close(boxes.tensor, plain[at]["gt_bboxes_3d"])
+        keep = (batch["gt_labels_3d"][row] >= 0) & batch["gt_valid"][row]
+        torch.testing.assert_close(boxes.gravity_center, batch["gt_boxes_3d"][row][keep][:, :3])
+        torch.testing.assert_close(boxes.tensor, plain[row]["gt_bboxes_3d"])
         assert sample.lidar2img.shape == (2, 4, 4)

@@ -14,8 +14,8 @@ from fuelrail.pipeline.format.dataset import open_dataset
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (3, 4)}, size=(64, 48))[0]
+def root(build_once):
+    return build_once({"train": (3, 4)}, size=(64, 48))[0]
 
 
 def rrd(*words: str) -> str:

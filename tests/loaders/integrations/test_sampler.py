@@ -106,12 +106,12 @@ KINDS = {
 
 
 def make(name, keys, world=None, **changes):
-    given = KINDS[name] | {"global_batch": G, "world": world or World()} | changes
-    data = given.pop("data")
-    spec = given.pop("spec")
+    arguments = KINDS[name] | {"global_batch": G, "world": world or World()} | changes
+    data = arguments.pop("data")
+    spec = arguments.pop("spec")
     if spec.subset:
         spec = fr.OrderSpec(subset=keys)
-    return BatchSampler(data, spec, **given)
+    return BatchSampler(data, spec, **arguments)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -145,8 +145,8 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
     steps = -(-length // G) if name == "padded" else length // G
     assert len(sampler) == steps > 1
     expected = [
-        one(np.arange(step * G, step * G + G) % length).tolist()
-        for one in orders
+        permutation(np.arange(step * G, step * G + G) % length).tolist()
+        for permutation in orders
         for step in range(steps)
     ]
     assert [sampler[step] for step in range(2 * steps)] == expected
@@ -160,16 +160,16 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
     ranks = {
         size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS
     }
-    whole = make(name, keys_file)
+    reference = make(name, keys_file)
     step = 0
     state = None
     for _ in range(42):
         size = draw.choice(WORLDS)
-        num_steps = draw.randrange(1, 2 * len(whole) // 3 + 2)
+        num_steps = draw.randrange(1, 2 * len(reference) // 3 + 2)
         received = []
         for sampler in ranks[size]:
             loader = sampler.count()
-            loader.load_state_dict(state if state is not None else whole.state_dict())
+            loader.load_state_dict(state if state is not None else reference.state_dict())
             batches = []
             while len(batches) < num_steps:
                 for batch in loader:
@@ -177,22 +177,28 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
                     if len(batches) == num_steps:
                         break
             received.append(batches)
-        for at in range(num_steps):
-            assert [*chain.from_iterable(one[at] for one in received)] == whole[step + at]
+        for offset in range(num_steps):
+            assert [
+                *chain.from_iterable(rank_batches[offset] for rank_batches in received)
+            ] == reference[step + offset]
         states = [json.dumps(sampler.state_dict()) for sampler in ranks[size]]
         assert len(set(states)) == 1
         state = json.loads(draw.choice(states))
         step = step + num_steps
-    assert step > 3 * len(whole)
+    assert step > 3 * len(reference)
 
 
-def rows_on(size, num_steps, *given, **options):
+def rows_on(size, num_steps, *arguments, **options):
     """The rows of a run's first steps, drawn by this number of ranks and put together as a global batch is."""
     ranks = [
-        iter_run(BatchSampler(*given, global_batch=G, world=World(rank, size), **options))
+        iter_run(BatchSampler(*arguments, global_batch=G, world=World(rank, size), **options))
         for rank in range(size)
     ]
-    return np.array([row for _ in range(num_steps) for rank in ranks for row in next(rank)])
+    rows = []
+    for _ in range(num_steps):
+        for rank in ranks:
+            rows += next(rank)
+    return np.array(rows)
 
 
 def iter_run(sampler):
@@ -205,8 +211,8 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
     """Of a mix in blocks of four, of weights in blocks of one position, and of what follows both ramps."""
     ends = np.arange(0, 80 * G + 1, 4)
     rows = rows_on(size, 80, {"a": 800, "b": 900}, OrderSpec(seed=1), mix=STAGES)
-    found = np.concatenate([[0], np.cumsum(rows < 800)])[ends]
-    for count, end in zip(found.tolist(), ends.tolist(), strict=True):
+    counts = np.concatenate([[0], np.cumsum(rows < 800)])[ends]
+    for count, end in zip(counts.tolist(), ends.tolist(), strict=True):
         inside = Fraction(
             min(end, 60 * G), 4
         )  # blocks of the ramp; its share of "a" is a block's 3, going to 1
@@ -224,26 +230,32 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
         weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600
     )
     rows = rows_on(size, 100, columns, spec)
-    of = columns["of"][rows]
-    at = np.arange(1, 6401)
-    ramp = np.clip(at - 1600, 0, 3200)
-    assert (np.cumsum(of == 0) == np.minimum(at, 1600)).all()
-    assert (np.cumsum(of == 2) == ramp**2 // 6400 + np.maximum(at - 4800, 0)).all()
+    stage_of_row = columns["of"][rows]
+    num_positions = np.arange(1, 6401)
+    ramp = np.clip(num_positions - 1600, 0, 3200)
+    assert (np.cumsum(stage_of_row == 0) == np.minimum(num_positions, 1600)).all()
+    assert (
+        np.cumsum(stage_of_row == 2) == ramp**2 // 6400 + np.maximum(num_positions - 4800, 0)
+    ).all()
     for stage, expected in enumerate(sizes):
-        for epoch in rows[of == stage].reshape(-1, 1600):
-            assert np.bincount(epoch).tolist()[-len(expected) :] == [100 * one for one in expected]
+        for epoch in rows[stage_of_row == stage].reshape(-1, 1600):
+            assert np.bincount(epoch).tolist()[-len(expected) :] == [
+                100 * weight for weight in expected
+            ]
 
 
 def test_a_run_of_a_mix_gets_no_further_stages():
     """Its blocks and the length of its epochs depend on all of them."""
 
-    def of(*stages):
+    def make_sampler(*stages):
         return BatchSampler({"a": 40, "b": 30}, global_batch=4, mix=stages, world=World())
 
     last = fr.MixStage(ratios={"a": 1, "b": 1})
-    begun = of(last).count()
+    begun = make_sampler(last).count()
     list(islice(iter_run(begun), 1))
-    extended = of(msgspec.structs.replace(last, until=400), fr.MixStage(ratios={"a": 3, "b": 1}))
+    extended = make_sampler(
+        msgspec.structs.replace(last, until=400), fr.MixStage(ratios={"a": 3, "b": 1})
+    )
     with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
         extended.load_state_dict(begun.state_dict())
 
@@ -253,47 +265,47 @@ def test_a_run_gets_further_stages_but_no_other_past():
     first = msgspec.structs.replace(stages[1], until=None)
     last = (msgspec.structs.replace(stages[1], until=1400), stages[2])
 
-    def of(*stages, **options):
+    def make_sampler(*stages, **options):
         return BatchSampler(
             COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World()
         )
 
-    begun = of(first)
-    extended = of(*last)
+    begun = make_sampler(first)
+    extended = make_sampler(*last)
     received = list(islice(iter_run(begun.count()), 20))
     state = json.loads(json.dumps(begun.state_dict()))
     extended.load_state_dict(state)
     received += list(islice(iter_run(extended.count()), 20))
-    assert received == [of(*last)[step] for step in range(40)], (
+    assert received == [make_sampler(*last)[step] for step in range(40)], (
         "a run with all stages from its beginning is the same"
     )
     late = extended.state_dict()
-    for other, held in (
-        (of(*CURRICULUM), state),
-        (of(first, seed=5), state),
+    for sampler, sampler_state in (
+        (make_sampler(*CURRICULUM), state),
+        (make_sampler(first, seed=5), state),
         (begun, late),
-        (of(last[0], OrderStage()), late),
-        (of(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
+        (make_sampler(last[0], OrderStage()), late),
+        (make_sampler(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
     ):
         with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
-            other.load_state_dict(held)
-    beginning = of(*CURRICULUM).state_dict()
-    of(*CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)).load_state_dict(
-        beginning
-    )
+            sampler.load_state_dict(sampler_state)
+    beginning = make_sampler(*CURRICULUM).state_dict()
+    make_sampler(
+        *CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)
+    ).load_state_dict(beginning)
     with pytest.raises(
         fr.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"
     ):  # the ramp leads there
-        of(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
+        make_sampler(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
 
 
 def test_another_global_batch_gets_the_rest_of_the_epoch_once():
     first = make("shuffled", None)
     loader = first.count()
-    taken = list(islice(loader, 10))
+    first_batches = list(islice(loader, 10))
     rest = make("shuffled", None, global_batch=40)
     rest.load_state_dict(first.state_dict())
-    rows = [*chain(*taken, *rest)]
+    rows = [*chain(*first_batches, *rest)]
     assert len(rows) == len(set(rows)) == 5000 // 40 * 40
 
 
@@ -357,14 +369,14 @@ def test_a_mix_numbers_the_rows_of_a_concat_dataset():
 
 def test_entries_have_lanes_windows_and_validity():
     window = fr.FrameWindow(frames=(-1, 0))
-    given = {"global_batch": 4, "window": window, "entries": True, "drop_last": False}
+    options = {"global_batch": 4, "window": window, "entries": True, "drop_last": False}
     batches = list(
-        BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **given)
+        BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **options)
     )
-    shown = {lane: [batch[lane] for batch in batches] for lane in range(4)}
+    entries_of_lane = {lane: [batch[lane] for batch in batches] for lane in range(4)}
     clips = {0: (0, 1), 1: (2, 3, 4), 2: (5,), 3: (6,)}
-    seen = []
-    for lane, entries in shown.items():
+    all_rows = []
+    for lane, entries in entries_of_lane.items():
         assert all(isinstance(entry, Entry) and entry.lane == lane for entry in entries)
         rows = [entry.row for entry in entries if entry.valid]
         (clip,) = [clip for clip in clips.values() if rows[0] in clip]
@@ -376,8 +388,8 @@ def test_entries_have_lanes_windows_and_validity():
         assert entries[0].frames == (clip[0], clip[0])
         assert entries[0].present == (False, True)
         assert all(entry.frames == (entry.row - 1, entry.row) for entry in entries[1 : len(rows)])
-        seen += rows
-    assert sorted(seen) == list(range(7))
+        all_rows += rows
+    assert sorted(all_rows) == list(range(7))
     padded = list(BatchSampler(10, global_batch=4, entries=True, drop_last=False))
     assert [entry.valid for entry in padded[-1]] == [True, True, False, False]
     assert [entry.row for entry in padded[-1][2:]] == [entry.row for entry in padded[0][:2]]
@@ -389,8 +401,8 @@ def test_entries_have_lanes_windows_and_validity():
         global_batch=2,
     )
     for a, b in mixed:
-        assert {max(one.row - 1, 0 if one.row < 5 else 5) for one in (a, b)} == {
-            one.frames[0] for one in (a, b)
+        assert {max(entry.row - 1, 0 if entry.row < 5 else 5) for entry in (a, b)} == {
+            entry.frames[0] for entry in (a, b)
         }
 
 
@@ -443,9 +455,9 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
             num_steps = (
                 41 - step % 41 if stop % 3 == 1 else draw.randrange(1, 60)
             )  # to an epoch's end
-            found = list(loader) if stop % 3 == 1 else list(islice(iter_run(loader), num_steps))
+            received = list(loader) if stop % 3 == 1 else list(islice(iter_run(loader), num_steps))
             part = slice(world.rank * (12 // size), (world.rank + 1) * (12 // size))
-            assert [batch.tolist() for batch in found] == [
+            assert [batch.tolist() for batch in received] == [
                 reference[step + k][part] for k in range(num_steps)
             ]
             state = loader.state_dict()
@@ -487,8 +499,8 @@ class Pairs:
         self.batches = batches
 
     def __iter__(self):
-        one = iter(self.batches)
-        return (first + next(one) for first in one)
+        iterator = iter(self.batches)
+        return (first + next(iterator) for first in iterator)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +563,7 @@ def test_what_does_not_fit_is_refused(make_loader, message):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "sampler",
     [
         BatchSampler(101, global_batch=10),
         BatchSampler(100, OrderSpec(seed=1), global_batch=10),
@@ -560,16 +572,19 @@ def test_what_does_not_fit_is_refused(make_loader, message):
         BatchSampler({"clip_id": np.arange(100)}, OrderSpec(kind="lanes"), global_batch=10),
     ],
 )
-def test_a_state_of_another_order_is_refused(other):
+def test_a_state_of_another_order_is_refused(sampler):
     with pytest.raises(fr.StateMismatchError, match="state has"):
-        BatchSampler(100, global_batch=10).load_state_dict(other.state_dict())
+        BatchSampler(100, global_batch=10).load_state_dict(sampler.state_dict())
 
 
 def test_states_depend_on_blocks_and_clips():
-    def state(kind, **given):
+    def state(kind, **options):
         window = 1 if kind == "windowed" else None
         return BatchSampler(
-            given.pop("data", 100), OrderSpec(kind=kind, window=window), global_batch=10, **given
+            options.pop("data", 100),
+            OrderSpec(kind=kind, window=window),
+            global_batch=10,
+            **options,
         ).state_dict()
 
     assert state("windowed", blocks=5) != state("windowed", blocks=10)

@@ -31,8 +31,8 @@ EXAMPLES = TESTS.parent / "configs" / "trainers"
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (5, 7, 9)})[0]
+def tiny(build_once):
+    return build_once({"train": (5, 7, 9)})[0]
 
 
 def expected(root, world):
@@ -63,16 +63,16 @@ def run(root, out, *examples):
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580
     )
     assert done.returncode == 0, done.stdout.decode()[-6000:]
-    found = {}
+    outputs = {}
     for example in examples:
         name = example.partition(":")[0] + example.partition("=")[2]
-        assert json.loads((out / f"{name}.json").read_text()) == LEFT
-        found[name] = [assert_same_steps(out, name, rank) for rank in range(2)]
-    return found
+        assert json.loads((out / f"{name}.json").read_text()) == CHECKPOINTS
+        outputs[name] = [assert_same_steps(out, name, rank) for rank in range(2)]
+    return outputs
 
 
 # The checkpoints after each phase: two are kept, a save that was cut off is never among them.
-LEFT = {
+CHECKPOINTS = {
     "whole": ["step-6", "step-8"],
     "killed": ["step-2", "step-4"],
     "saving": ["step-2", "step-4", "unfinished-6"],
@@ -84,13 +84,13 @@ STEPS = {"killed": (0, 5), "saving": (4, 6), "terminated": (4, 7), "rest": (7, 8
 
 def assert_same_steps(out, name, rank):
     """Every step after a restart has the samples and the loss of the run that nothing interrupted."""
-    whole, losses = output_of((out / f"{name}-whole-{rank}.txt").read_text(), rank)
+    steps, losses = output_of((out / f"{name}-whole-{rank}.txt").read_text(), rank)
     for phase, (first, last) in STEPS.items():
-        found = output_of((out / f"{name}-{phase}-{rank}.txt").read_text(), rank)
-        if phase == "killed" and rank == 0 and len(found[0]) == last - 1:
+        resumed = output_of((out / f"{name}-{phase}-{rank}.txt").read_text(), rank)
+        if phase == "killed" and rank == 0 and len(resumed[0]) == last - 1:
             last -= 1  # it fell before it could report the step at which the other one did
-        assert found == (whole[first:last], losses[first:last]), phase
-    return whole, losses
+        assert resumed == (steps[first:last], losses[first:last]), phase
+    return steps, losses
 
 
 DATA_PARALLEL = (World(0, 2), World(1, 2))
@@ -150,7 +150,7 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
     pl = pytest.importorskip(
         "lightning.pytorch", reason="lightning is not installed: pip install -e '.[trainers]'"
     )
-    seen = []
+    received = []
 
     class Model(pl.LightningModule):
         def __init__(self):
@@ -163,7 +163,7 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
             return loader
 
         def training_step(self, batch):
-            seen.append(batch["sample_key"])
+            received.append(batch["sample_key"])
             return self.weight * batch["img"].float().mean()
 
         def configure_optimizers(self):
@@ -181,14 +181,16 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
             enable_model_summary=False,
         )
 
-    whole = epochs_of(tiny, 5)
+    keys_by_epoch = epochs_of(tiny, 5)
     first = trainer(3)
     first.fit(Model())
-    assert seen == [keys for epoch in whole[:3] for keys in epoch[:2]]
+    assert received == [keys for epoch in keys_by_epoch[:3] for keys in epoch[:2]]
     first.save_checkpoint(tmp_path / "run.ckpt")
-    seen.clear()
+    received.clear()
     trainer(5).fit(Model(), ckpt_path=tmp_path / "run.ckpt", weights_only=True)
-    assert seen == [keys for epoch in whole[3:] for keys in epoch[:2]], "as without a stop"
+    assert received == [keys for epoch in keys_by_epoch[3:] for keys in epoch[:2]], (
+        "as without a stop"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -196,7 +198,7 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     accelerate = pytest.importorskip(
         "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
     )
-    whole = epochs_of(tiny, 3)
+    epochs = epochs_of(tiny, 3)
     accelerator = accelerate.Accelerator(cpu=True)
     loader = load(tiny, 2, seed=7, image=TINY)
     assert accelerator.prepare(loader) is loader
@@ -205,11 +207,11 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
             refused(loader)
     accelerator.register_for_checkpointing(loader)
     for epoch in range(2):
-        assert [batch["sample_key"] for batch in islice(loader, 3)] == whole[epoch][:3]
+        assert [batch["sample_key"] for batch in islice(loader, 3)] == epochs[epoch][:3]
     accelerator.save_state(str(tmp_path))
-    assert [batch["sample_key"] for batch in islice(loader, 3)] == whole[2][:3]
+    assert [batch["sample_key"] for batch in islice(loader, 3)] == epochs[2][:3]
     accelerator.load_state(str(tmp_path))
-    assert [batch["sample_key"] for batch in loader] == whole[1][3:]
+    assert [batch["sample_key"] for batch in loader] == epochs[1][3:]
     loader.close()
 
 
@@ -224,7 +226,7 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
 
     from fuelrail.loaders.integrations import mmengine
 
-    seen = []
+    received = []
 
     class Model(BaseModel):
         def __init__(self):
@@ -232,7 +234,7 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
             self.weight = torch.nn.Parameter(torch.ones(1))
 
         def forward(self, mode="loss", **batch):
-            seen.append((batch["epoch"], batch["sample_key"]))
+            received.append((batch["epoch"], batch["sample_key"]))
             return {"loss": self.weight * batch["img"].float().mean()}
 
     @LOOPS.register_module(force=True)
@@ -272,21 +274,21 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
             **options,
         ).train()
 
-    whole = epochs_of(tiny, 5)
+    keys_by_epoch = epochs_of(tiny, 5)
     train(3)
-    assert seen == [(epoch, keys) for epoch in range(3) for keys in whole[epoch][:2]]
-    seen.clear()
+    assert received == [(epoch, keys) for epoch in range(3) for keys in keys_by_epoch[epoch][:2]]
+    received.clear()
     train(5, resume=True)
-    assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], (
-        "as after a break"
-    )
+    assert received == [(2, keys) for keys in keys_by_epoch[2][2:4]] + [
+        (3, keys) for keys in keys_by_epoch[3][:2]
+    ], "as after a break"
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
     """What takes a loader gets its batches; what would index it gets an error that names the way."""
-    seen = []
-    whole = epochs_of(tiny, 1)[0]
+    received = []
+    epoch_keys = epochs_of(tiny, 1)[0]
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -294,7 +296,7 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
             self.weight = torch.nn.Parameter(torch.ones(1))
 
         def note(self, batch):
-            seen.append(batch["sample_key"])
+            received.append(batch["sample_key"])
             return self.weight * batch["img"].float().mean()
 
     with load(tiny, 2, seed=7, image=TINY) as loader:
@@ -310,8 +312,8 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
             ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
         )
         pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(Module(), loader)
-        assert seen == whole
-    seen.clear()
+        assert received == epoch_keys
+    received.clear()
     with load(tiny, 2, seed=7, image=TINY) as loader:
         pytest.importorskip("mmengine", reason="mmengine is not installed")
         from mmengine.model import BaseModel
@@ -331,7 +333,7 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
             default_hooks={"sampler_seed": None},
             experiment_name="itself",
         ).train()
-        assert seen == whole
+        assert received == epoch_keys
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=1, report_to="none", use_cpu=True
@@ -413,16 +415,16 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
     )
     for rank, world in enumerate(DATA_PARALLEL):
         reported, losses = output_of(done.stdout + done.stderr, rank)
-        steps, wanted = output_of(plain.stdout, rank)
-        losses_of = {step: loss for (step, *_), loss in zip(steps, wanted, strict=True)}
+        steps, plain_losses = output_of(plain.stdout, rank)
+        losses_of = {step: loss for (step, *_), loss in zip(steps, plain_losses, strict=True)}
         assert [losses_of[step] for step, *_ in reported] == losses, (
             "model, optimiser and generators came back"
         )
-        again = [entry for entry in reported if entry[0] >= 4]
+        repeated = [entry for entry in reported if entry[0] >= 4]
         assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
         for step, epoch, keys in reported:
             assert (step, epoch, keys) == expected(tiny, world)[step]
-        assert len([entry for entry in again if entry[0] == 4]) >= 2, (
+        assert len([entry for entry in repeated if entry[0] == 4]) >= 2, (
             "the step at which they died came again"
         )
 
@@ -432,23 +434,23 @@ def test_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     spec = importlib.util.spec_from_file_location("example", EXAMPLES / "example.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    made = []
+    calls = []
     monkeypatch.setattr(
-        example.dist, "init_process_group", lambda *args, **options: made.append((args, options))
+        example.dist, "init_process_group", lambda *args, **options: calls.append((args, options))
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     example.join_group()
-    assert made == (
+    assert calls == (
         [(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})]
     )
 
 
 def test_no_example_joins_a_group_by_itself():
-    own = {
+    joining_files = {
         file.name
         for file in EXAMPLES.glob("*.py")
         if "init_process_group(" in file.read_text(encoding="utf-8")
     }
-    assert own == {"example.py", "mmengine_runner.py"}
+    assert joining_files == {"example.py", "mmengine_runner.py"}

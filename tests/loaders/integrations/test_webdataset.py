@@ -30,8 +30,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def tiny(made):
-    return made({"train": (3, 2)})
+def tiny(build_once):
+    return build_once({"train": (3, 2)})
 
 
 def open_shards(root):
@@ -47,17 +47,17 @@ def test_every_member_of_every_sample_decodes_to_the_source_values(tiny):
         members = raw[sample["__key__"]]
         expected = decode_sample(sample["__key__"], members)
         assert sample["meta.json.zst"]["timestamp_ns"] == expected.meta.timestamp_ns
-        for found, stored in (
+        for array, stored in (
             (sample["geometry.safetensors.zst"]["intrinsics"], expected.geometry.intrinsics),
             (sample["boxes.safetensors.zst"]["boxes3d"], expected.boxes.boxes3d),
             (sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"]))),
         ):
-            np.testing.assert_array_equal(found, stored, strict=True)
+            np.testing.assert_array_equal(array, stored, strict=True)
         assert sample["cam_front.jpg"] == members["cam_front.jpg"]
 
 
-def test_frame_shards_come_through_a_pipe(made):
-    root, raw = made({"train": (3, 2)}, layout="frame")
+def test_frame_shards_come_through_a_pipe(build_once):
+    root, raw = build_once({"train": (3, 2)}, layout="frame")
     urls = [f"pipe:zstd -dcq {path}" for path in sorted(root.glob("*.tar.zst"))]
     dataset = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=None, empty_check=False)
     samples = list(dataset.decode(decode_member))
@@ -87,8 +87,8 @@ def test_pngs_of_16_bits_keep_their_values(shape):
     values = (np.arange(np.prod(shape)).reshape(shape) * 1000).astype(np.uint16)
     encoded = cv2.imencode(".png", values if values.ndim == 2 else values[..., ::-1])[1].tobytes()
     decoder = webdataset.autodecode.Decoder([decode_member, webdataset.imagehandler("rgb")], pre=[])
-    found = decoder({"__key__": "a", "instances.png": encoded})
-    np.testing.assert_array_equal(found["instances.png"], values, strict=True)
+    sample = decoder({"__key__": "a", "instances.png": encoded})
+    np.testing.assert_array_equal(sample["instances.png"], values, strict=True)
 
 
 def test_images_are_left_to_webdatasets_own_handlers(tiny):

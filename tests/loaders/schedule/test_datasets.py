@@ -22,11 +22,9 @@ def facts_of(*roots, verify: bool = True):
     )
 
 
-def test_sizes_are_the_largest_of_all_manifests(made) -> None:
-    (wide, _), (high, _) = (
-        made({"train": (12,)}, size=(80, 48)),
-        made({"train": (4,)}, size=(64, 72)),
-    )
+def test_sizes_are_the_largest_of_all_manifests(build_once) -> None:
+    wide, _ = build_once({"train": (12,)}, size=(80, 48))
+    high, _ = build_once({"train": (4,)}, size=(64, 72))
     assert facts_of(wide)[:2] == ((80, 48), 1.0)
     assert facts_of(wide, high)[:2] == ((80, 72), 1.0)
 

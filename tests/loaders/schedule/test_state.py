@@ -34,16 +34,16 @@ ENTRIES = ("identity", "epoch", "samples_consumed", "global_batch_size")
 
 
 def state(**changes) -> LoaderState:
-    whole = dict(zip(ENTRIES, (IDENTITY, 3, 160, 16), strict=True))
-    return LoaderState(**({"version": STATE_VERSION, **whole} | changes))
+    fields = dict(zip(ENTRIES, (IDENTITY, 3, 160, 16), strict=True))
+    return LoaderState(**({"version": STATE_VERSION, **fields} | changes))
 
 
 @given(st.integers(0, 2**53), st.integers(0, 2**53), st.integers(1, 2**20))
 def test_round_trip_through_json_and_pickle(epoch, consumed, batch) -> None:
-    there = state(epoch=epoch, samples_consumed=consumed, global_batch_size=batch)
-    encoded = encode_state(there)
-    assert decode_state(json.loads(json.dumps(encoded)), IDENTITY) == there
-    assert decode_state(pickle.loads(pickle.dumps(encoded)), IDENTITY) == there
+    saved = state(epoch=epoch, samples_consumed=consumed, global_batch_size=batch)
+    encoded = encode_state(saved)
+    assert decode_state(json.loads(json.dumps(encoded)), IDENTITY) == saved
+    assert decode_state(pickle.loads(pickle.dumps(encoded)), IDENTITY) == saved
 
 
 def test_state_is_small_and_plain_whatever_the_position() -> None:
@@ -66,7 +66,7 @@ def test_another_batch_size_is_not_a_mismatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "both"),
+    ("change", "sides"),
     [
         ({"dataset": "0" * 64}, [f"dataset: state has '{'0' * 64}', loader has '{'f' * 64}'"]),
         ({"split": "val"}, ["split: state has 'val', loader has 'train'"]),
@@ -81,12 +81,12 @@ def test_another_batch_size_is_not_a_mismatch() -> None:
         ),
     ],
 )
-def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
+def test_state_of_another_sequence_shows_both_sides(change, sides) -> None:
     encoded = encode_state(state())
     encoded["identity"] = json.dumps({**json.loads(encoded["identity"]), **change})
     with pytest.raises(StateMismatchError, match="belongs to another training sequence") as caught:
         decode_state(encoded, IDENTITY)
-    assert all(words in str(caught.value) for words in both)
+    assert all(words in str(caught.value) for words in sides)
     same = set(Identity.__struct_fields__) - set(change)
     assert not [name for name in same if f"{name}: state has" in str(caught.value)]
 
@@ -154,7 +154,7 @@ class TestN1Settings:
     """Number 1: a state names the augmentation's seed and settings."""
 
     @pytest.mark.parametrize(
-        ("theirs", "ours", "both"),
+        ("theirs", "ours", "sides"),
         [
             (settled(7), settled(8), "seed: state has 7, loader has 8;"),
             (
@@ -177,12 +177,12 @@ class TestN1Settings:
         ],
     )
     def test_other_settings_are_refused_with_both_sides_or_accepted_explicitly(
-        self, theirs, ours, both
+        self, theirs, ours, sides
     ) -> None:
         encoded = json.loads(json.dumps(encode_state(state(identity=theirs))))
         with pytest.raises(StateMismatchError) as caught:
             decode_state(encoded, ours)
-        assert both in str(caught.value)
+        assert sides in str(caught.value)
         assert "load_state_dict(state, strict=False)" in str(caught.value)
         assert decode_state(encoded, ours, strict=False).samples_consumed == 160
 
@@ -195,34 +195,34 @@ class TestN1Settings:
             {"frames": {}},
             {"order": {}},
         ):
-            other = {
+            changed = {
                 **encoded,
                 "identity": json.dumps({**json.loads(encoded["identity"]), **change}),
             }
             with pytest.raises(StateMismatchError, match="another training sequence"):
-                decode_state(other, IDENTITY, strict=False)
+                decode_state(changed, IDENTITY, strict=False)
 
     def test_equal_settings_have_one_digest_however_they_are_written(self) -> None:
-        one = sample_settings(
+        first = sample_settings(
             7, image=ImageAugment(height=64, width=96, resize=1), pixels=None, points=False
         )
-        two = sample_settings(
+        second = sample_settings(
             7, image=ImageAugment(height=64, width=96, resize=1.0), undistort=None
         )
-        assert one == two
-        others = [
+        assert first == second
+        different = [
             sample_settings(8, image=IMAGE),
             sample_settings(7, image=IMAGE),
             sample_settings(7, image=IMAGE, pixels=PixelAugment(train=True)),
         ]
-        assert len({found["digest"] for found in (one, *others)}) == 4
+        assert len({settings["digest"] for settings in (first, *different)}) == 4
 
     def test_with_all_settings_the_state_is_still_small_and_plain(self) -> None:
-        whole = settled(
+        identity = settled(
             pixels=PixelAugment(train=True),
             normalize=Normalize(),
             points=PointSweeps(num_sweeps=10),
         )
-        encoded = encode_state(state(identity=whole))
+        encoded = encode_state(state(identity=identity))
         assert len(json.dumps(encoded)) < 2000
-        assert decode_state(json.loads(json.dumps(encoded)), whole) == state(identity=whole)
+        assert decode_state(json.loads(json.dumps(encoded)), identity) == state(identity=identity)

@@ -53,23 +53,23 @@ def finished(ranks, folder, job, numbers=range(NUM_RANKS)):
 
 def servers(job):
     """The processes that were started for ranks of a job."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         if "fuelrail.loaders.serving.node" in (process.info["cmdline"] or []):
             try:
                 is_ours = process.environ().get("MASTER_PORT") == job
             except psutil.Error:
                 continue
-            found += [process] if is_ours else []
-    return found
+            processes += [process] if is_ours else []
+    return processes
 
 
 def wait_for(condition):
     deadline_s = time.monotonic() + 60
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    return found
+    return result
 
 
 @pytest.fixture
@@ -128,11 +128,15 @@ def test_the_death_of_a_rank_does_not_end_the_others(tiny, tmp_path, job, expect
 
 def listening(job):
     """The abstract sockets of this user's processes of a job, of all jobs that run now."""
-    found = []
+    addresses = []
     for process in servers(job):
         with contextlib.suppress(psutil.Error):
-            found += [one.laddr for one in process.net_connections("unix") if one.laddr]
-    return found
+            addresses += [
+                connection.laddr
+                for connection in process.net_connections("unix")
+                if connection.laddr
+            ]
+    return addresses
 
 
 @pytest.mark.parametrize("early", [(0,), (0, 3), (0, 1, 2)])
@@ -199,10 +203,10 @@ def test_names_that_another_user_has_taken_are_passed_by(
     monkeypatch.setattr(node, "_start", names.append)
     with pytest.raises(ChildProcessError):
         node.connect_node()()
-    taken = subprocess.Popen(
+    squatter = subprocess.Popen(
         [sys.executable, "-c", SQUAT, *names[0][:num_taken]], stdout=subprocess.PIPE
     )
-    assert taken.stdout is not None and taken.stdout.readline() == b"taken\n"
+    assert squatter.stdout is not None and squatter.stdout.readline() == b"taken\n"
     try:
         ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
         if num_taken == 1:
@@ -215,8 +219,8 @@ def test_names_that_another_user_has_taken_are_passed_by(
         for rank in ranks:
             rank.kill()
             rank.join()
-        taken.kill()
-        taken.communicate()
+        squatter.kill()
+        squatter.communicate()
 
 
 SQUAT = """

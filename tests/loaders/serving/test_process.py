@@ -41,7 +41,7 @@ def _server():
     warm()
 
 
-def away(*args, **options):
+def load_in_process(*args, **options):
     return load(*args, where="process", **options)
 
 
@@ -103,44 +103,44 @@ def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, 
     with load(tiny, **options) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
         num_batches = len(loader)
-    with away(tiny, **options) as loader:
-        found = [copied(batch) for batch in islice(loader, 2)]
+    with load_in_process(tiny, **options) as loader:
+        received = [copied(batch) for batch in islice(loader, 2)]
         state = loader.state_dict()
     with load(tiny, **options) as loader:  # a state is the same wherever it is saved
         loader.load_state_dict(state)
-        found += [copied(batch) for batch in islice(loader, 1)]
+        received += [copied(batch) for batch in islice(loader, 1)]
         state = loader.state_dict()
-    with away(tiny, **options) as loader:
+    with load_in_process(tiny, **options) as loader:
         loader.load_state_dict(json.loads(json.dumps(state)))
-        found += [copied(batch) for _ in range(3) for batch in loader][: 3 * num_batches - 3]
-    assert unlike(expected, found) == []
+        received += [copied(batch) for _ in range(3) for batch in loader][: 3 * num_batches - 3]
+    assert unlike(expected, received) == []
 
 
-def test_a_mix_and_a_ramp_are_the_same(tiny, made):
-    other = made({"train": (4, 6)}, seed=5)[0]
+def test_a_mix_and_a_ramp_are_the_same(tiny, build_once):
+    second_root = build_once({"train": (4, 6)}, seed=5)[0]
     stages = [MixStage({"a": 3, "b": 1}, until=8, ramp=True), MixStage({"a": 1, "b": 1})]
-    with load({"a": tiny, "b": other}, 4, mix=stages, image=TINY) as loader:
+    with load({"a": tiny, "b": second_root}, 4, mix=stages, image=TINY) as loader:
         expected = [copied(batch) for _ in range(2) for batch in loader]
-    with away({"a": tiny, "b": other}, 4, mix=stages, image=TINY) as loader:
-        found = [copied(batch) for _ in range(2) for batch in loader]
-    assert unlike(expected, found) == []
+    with load_in_process({"a": tiny, "b": second_root}, 4, mix=stages, image=TINY) as loader:
+        received = [copied(batch) for _ in range(2) for batch in loader]
+    assert unlike(expected, received) == []
 
 
 def test_a_killed_process_is_replaced_and_no_batch_is_lost_or_changed(tiny):
     with load(tiny, 1, image=TINY) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
-    found = []
+    received = []
     pids = set()
-    with away(tiny, 1, image=TINY) as loader:
+    with load_in_process(tiny, 1, image=TINY) as loader:
         for _ in range(3):
-            for at, batch in enumerate(loader):
-                found.append(copied(batch))
+            for step, batch in enumerate(loader):
+                received.append(copied(batch))
                 pids.add(child(loader))
-                if at % 5 == 2:
+                if step % 5 == 2:
                     os.kill(child(loader), signal.SIGKILL)
                     wait_for_end(child(loader))
         counted = loader.stats()
-    assert unlike(expected, found) == []
+    assert unlike(expected, received) == []
     assert len(pids) > 6
     assert counted.stages[-1].items >= len(expected)
     assert counted.storage.spans >= len(expected)
@@ -153,7 +153,7 @@ def ends(sample):
 def test_a_process_that_always_ends_is_an_error_that_says_how(tiny):
     text = r"before batch 0 .*exit code -6.* 3 times in a row"
     with (
-        away(tiny, transform=ends, image=TINY) as loader,
+        load_in_process(tiny, transform=ends, image=TINY) as loader,
         pytest.raises(ChildProcessError, match=text),
     ):
         next(iter(loader))
@@ -171,10 +171,10 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
                 next(iter(loader))
             return caught.value
 
-    there = error_of(1, "process")
-    here = error_of(1, None)
-    assert (type(there), str(there)) == (type(here), str(here))
-    assert 'raise ValueError(f"no {sample' in str(there.__cause__)
+    process_error = error_of(1, "process")
+    thread_error = error_of(1, None)
+    assert (type(process_error), str(process_error)) == (type(thread_error), str(thread_error))
+    assert 'raise ValueError(f"no {sample' in str(process_error.__cause__)
     assert (type(error_of(2, "process")), str(error_of(2, "process"))) == (
         SchemaError,
         str(error_of(2, None)),
@@ -182,64 +182,69 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
     assert "what cannot be pickled" in str(error_of(0, "process"))
 
 
-def test_bad_samples_are_replaced_counted_and_noted(own, tmp_path):
-    spoil(own, open_dataset(own).index.row(3))
+def test_bad_samples_are_replaced_counted_and_noted(tiny_copy, tmp_path):
+    spoil(tiny_copy, open_dataset(tiny_copy).index.row(3))
     policy = {"on_error": "substitute", "file": str(tmp_path / "bad.jsonl")}
-    with load(own, image=TINY, bad_samples=policy) as loader:
+    with load(tiny_copy, image=TINY, bad_samples=policy) as loader:
         expected = [copied(batch) for batch in loader]
         bad = loader.stats().bad_samples
     lines = (tmp_path / "bad.jsonl").read_text().splitlines()
-    with away(own, image=TINY, bad_samples=policy) as loader:
+    with load_in_process(tiny_copy, image=TINY, bad_samples=policy) as loader:
         assert unlike(expected, [copied(batch) for batch in loader]) == []
         assert loader.stats().bad_samples == bad > 0
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2 * len(lines)
 
 
 def test_images_are_views_of_shared_memory_and_a_kept_batch_is_not_overwritten(tiny):
-    with away(tiny, 1, image=TINY) as loader:
-        kept = list(loader)
-        before = [copied(batch) for batch in kept]
+    with load_in_process(tiny, 1, image=TINY) as loader:
+        batches = list(loader)
+        before = [copied(batch) for batch in batches]
         for _ in loader:
             pass
-        assert unlike(before, kept) == []
-        addresses = {batch["img"].data_ptr() for batch in kept}
-        assert len(addresses) == len(kept)
+        assert unlike(before, batches) == []
+        addresses = {batch["img"].data_ptr() for batch in batches}
+        assert len(addresses) == len(batches)
         maps = Path("/proc/self/maps").read_text()
         spans = [
             line.split()[0].split("-") for line in maps.splitlines() if "fuelrail-batches" in line
         ]
-        assert all(any(int(a, 16) <= one < int(b, 16) for a, b in spans) for one in addresses)
-        del kept
+        assert all(
+            any(int(a, 16) <= address < int(b, 16) for a, b in spans) for address in addresses
+        )
+        del batches
         reused = {batch["img"].data_ptr() for _ in range(4) for batch in loader}
         assert len(reused) < 4 * len(loader)
 
 
 def test_memory_that_is_too_small_is_an_error_that_names_the_limit(tiny, monkeypatch):
     monkeypatch.setattr("fuelrail.loaders.serving.client.default_memory_bytes", lambda: 100_000)
-    with away(tiny, 1) as loader, pytest.raises(ConfigError, match="over the limit of 100000"):
+    with (
+        load_in_process(tiny, 1) as loader,
+        pytest.raises(ConfigError, match="over the limit of 100000"),
+    ):
         list(loader)
 
 
 def test_breaks_other_epochs_and_a_second_iteration_are_as_in_threads(tiny):
     def run(loader):
-        found = [copied(batch) for batch in islice(loader, 2)]
-        found += [copied(batch) for batch in islice(loader, 3)]
+        received = [copied(batch) for batch in islice(loader, 2)]
+        received += [copied(batch) for batch in islice(loader, 3)]
         loader.set_epoch(7)
-        found += [copied(batch) for batch in loader]
+        received += [copied(batch) for batch in loader]
         first = iter(loader)
-        found.append(copied(next(first)))
-        found.append(copied(next(iter(loader))))
+        received.append(copied(next(first)))
+        received.append(copied(next(iter(loader))))
         with pytest.raises(FuelrailError, match="another iteration"):
             next(first)
-        return found
+        return received
 
-    with load(tiny, image=TINY) as here, away(tiny, image=TINY) as there:
-        assert unlike(run(here), run(there)) == []
+    with load(tiny, image=TINY) as in_threads, load_in_process(tiny, image=TINY) as in_process:
+        assert unlike(run(in_threads), run(in_process)) == []
 
 
 def test_the_tuner_and_the_trace_see_the_stages_of_the_process(tiny):
     events = []
-    with away(
+    with load_in_process(
         tiny, 1, image=TINY, num_workers="auto", trace=lambda *event: events.append(event)
     ) as loader:
         for _ in range(3):
@@ -248,7 +253,7 @@ def test_the_tuner_and_the_trace_see_the_stages_of_the_process(tiny):
         loader.tune(loader.stats() and type(loader._runner._tuner.tuning)(3, 4))
         for _ in loader:
             pass
-        assert [one.name for one in loader.stats().stages] == [
+        assert [stage.name for stage in loader.stats().stages] == [
             "fetch",
             "parse",
             "decode",
@@ -314,13 +319,13 @@ def test_a_batch_of_any_content_comes_as_it_was():
     exported, held = memory.export(batch)
     for number, (file, num_bytes) in memory.files.items():
         mapped.add(number, os.dup(file), num_bytes)
-    found = mapped.open(exported)
-    assert unlike(batch, found) == []
-    assert found["turned"].stride() == batch["turned"].stride()
+    opened = mapped.open(exported)
+    assert unlike(batch, opened) == []
+    assert opened["turned"].stride() == batch["turned"].stride()
     assert sorted(held) == sorted(exported.blocks())
     assert mapped.returned() == []
-    small = found["small"]
-    del found
+    small = opened["small"]
+    del opened
     assert mapped.returned() == [exported.tensors[0][0]]
     del small
     assert len(mapped.returned()) == 1

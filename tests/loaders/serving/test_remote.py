@@ -30,13 +30,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_cluster(3) as made:
-        ray.init(address=made.address, log_to_driver=False, configure_logging=False)
-        yield made
+    with ray_cluster(3) as local_cluster:
+        ray.init(address=local_cluster.address, log_to_driver=False, configure_logging=False)
+        yield local_cluster
         ray.shutdown()
 
 
-def away(*args, num_workers=3, **options):
+def load_remotely(*args, num_workers=3, **options):
     return load(*args, where=RemoteWorkers(num_workers=num_workers), **options)
 
 
@@ -54,34 +54,34 @@ def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, 
     with load(tiny, **options) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
         num_batches = len(loader)
-    with away(tiny, **options) as loader:
-        found = [copied(batch) for batch in islice(loader, 2)]
+    with load_remotely(tiny, **options) as loader:
+        received = [copied(batch) for batch in islice(loader, 2)]
         state = loader.state_dict()
     with load(tiny, **options) as loader:  # a state is the same wherever it is saved
         loader.load_state_dict(state)
-        found += [copied(batch) for batch in islice(loader, 1)]
+        received += [copied(batch) for batch in islice(loader, 1)]
         state = loader.state_dict()
-    with away(tiny, **options) as loader:
+    with load_remotely(tiny, **options) as loader:
         loader.load_state_dict(state)
-        found += [copied(batch) for _ in range(3) for batch in loader]
+        received += [copied(batch) for _ in range(3) for batch in loader]
         assert loader.stats().storage.spans > 0
-    assert unlike(expected, found[: 3 * num_batches]) == []
+    assert unlike(expected, received[: 3 * num_batches]) == []
 
 
 def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):
-    with away(tiny, 1, image=TINY) as loader:
-        found, killed = batches_through_kills(loader, cluster, 9, seed=3)
+    with load_remotely(tiny, 1, image=TINY) as loader:
+        received, killed = batches_through_kills(loader, cluster, 9, seed=3)
         num_batches = len(loader)
     with load(tiny, 1, image=TINY) as loader:
-        expected = [copied(batch) for _ in range(len(found) // num_batches) for batch in loader]
+        expected = [copied(batch) for _ in range(len(received) // num_batches) for batch in loader]
     assert killed == {"actor": 8, "node": 1}
-    assert unlike(expected, found) == []
+    assert unlike(expected, received) == []
 
 
 def test_an_error_is_that_of_the_actor(tiny, cluster):
     options = {"order": OrderSpec(kind="sequential"), "image": TINY, "transform": failing}
     with (
-        away(tiny, 1, **options) as loader,
+        load_remotely(tiny, 1, **options) as loader,
         pytest.raises((StageError, SchemaError, ConfigError)) as caught,
     ):
         list(loader)
@@ -91,14 +91,14 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
 def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
     options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
     with load(tiny, 1, **options) as loader:
-        wanted = [loader._away._wanted]
-        while max(wanted) < 3:
-            wanted += [loader._away._wanted for _ in loader]
-        while wanted[-1] > 2:
+        num_actors = [loader._away._wanted]
+        while max(num_actors) < 3:
+            num_actors += [loader._away._wanted for _ in loader]
+        while num_actors[-1] > 2:
             for _ in loader:
-                wanted.append(loader._away._wanted)
+                num_actors.append(loader._away._wanted)
                 time.sleep(0.4)
-        assert set(wanted) == {2, 3}
+        assert set(num_actors) == {2, 3}
         assert len(loader._away._actors) == 2
 
 
@@ -106,11 +106,11 @@ def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, c
     """Two of the five actors never start: what is asked of them is asked of others, and little is from then on."""
     with load(tiny, 1, image=TINY) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
-    with away(tiny, 1, num_workers=5, image=TINY) as loader:
-        found = [copied(batch) for _ in range(3) for batch in loader]
-        stuck = sorted(one.num_asked for one in loader._away._actors)[-2:]
-    assert unlike(expected, found) == []
-    assert all(0 < count < len(found) / 4 for count in stuck)
+    with load_remotely(tiny, 1, num_workers=5, image=TINY) as loader:
+        received = [copied(batch) for _ in range(3) for batch in loader]
+        stuck = sorted(actor.num_asked for actor in loader._away._actors)[-2:]
+    assert unlike(expected, received) == []
+    assert all(0 < count < len(received) / 4 for count in stuck)
 
 
 def test_a_cluster_is_started_where_there_is_none(tiny):

@@ -96,8 +96,8 @@ def test_any_view_keeps_the_buffer(view) -> None:
     where = address(lent)
     held = view(lent)
     del lent
-    others = [buffers.take() for _ in range(3)]
-    assert where not in [address(other) for other in others]
+    further = [buffers.take() for _ in range(3)]
+    assert where not in [address(buffer) for buffer in further]
     del held
     gc.collect()
     assert address(buffers.take()) == where

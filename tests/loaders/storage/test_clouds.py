@@ -115,16 +115,16 @@ class TestS3:
         dataset = open_dataset(bucket[0], cache_dir=tmp_path)
         s3 = boto3.client("s3")
         shard = {"Bucket": "datasets", "Key": "dataset/val-000000.tar"}
-        kept = s3.get_object(**shard)["Body"].read()
+        content = s3.get_object(**shard)["Body"].read()
         try:
-            s3.put_object(**shard, Body=bytes(len(kept)))
+            s3.put_object(**shard, Body=bytes(len(content)))
             with pytest.raises(ChecksumError, match="twice"):
                 open_storage(dataset, client).span(*rows_of(dataset)[22])
             s3.delete_object(**shard)
             with pytest.raises(StorageError, match=r"the shard is not there.*val-000000\.tar"):
                 open_storage(dataset, client).span(*rows_of(dataset)[22])
         finally:
-            s3.put_object(**shard, Body=kept)
+            s3.put_object(**shard, Body=content)
         with pytest.raises(DatasetNotReadyError, match=r"has no dataset\.json"):
             open_dataset("s3://datasets/elsewhere", cache_dir=tmp_path)
 
@@ -195,7 +195,7 @@ class TestEmulators:
             open_dataset(f"{url}-elsewhere", cache_dir=tmp_path, storage_options=options)
         assert secret is None or secret not in str(caught.value)
         dataset = open_dataset(url, cache_dir=tmp_path, storage_options=options)
-        kept = fs.cat_file("datasets/set/val-000000.tar")
+        content = fs.cat_file("datasets/set/val-000000.tar")
         fs.rm_file("datasets/set/val-000000.tar")
         try:
             storage = open_storage(dataset)
@@ -203,7 +203,7 @@ class TestEmulators:
                 storage.span(*rows_of(dataset)[22])
             assert storage.stats().retries == 0
         finally:
-            fs.pipe_file("datasets/set/val-000000.tar", kept)
+            fs.pipe_file("datasets/set/val-000000.tar", content)
 
     def test_secrets_stay_out_of_messages_and_logs(self, cloud, tmp_path, caplog):
         _, url, options, secret = cloud

@@ -55,20 +55,20 @@ def drop_from_memory(root):
 class TestPread(StorageSuite):
     how: ClassVar = {"backend": "pread"}
 
-    def test_a_folder_may_have_a_name_that_is_not_unicode(self, opened, own):
-        other = own.with_name("name-\udce9")
-        own.rename(other)
-        dataset, storage = opened(other)
-        assert [bytes(storage.span(*row)) for row in rows_of(dataset)] == spans_of(other)
+    def test_a_folder_may_have_a_name_that_is_not_unicode(self, opened, tiny_copy):
+        renamed = tiny_copy.with_name("name-\udce9")
+        tiny_copy.rename(renamed)
+        dataset, storage = opened(renamed)
+        assert [bytes(storage.span(*row)) for row in rows_of(dataset)] == spans_of(renamed)
 
-    def test_replaced_by_rename_continues_with_the_old_file(self, opened, own):
-        dataset, storage = opened(own)
-        expected = spans_of(own)
+    def test_replaced_by_rename_continues_with_the_old_file(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
+        expected = spans_of(tiny_copy)
         rows = rows_of(dataset)
         storage.span(*rows[0])
-        new = own / "new"
-        new.write_bytes(bytes((own / "train-000000.tar").stat().st_size))
-        new.rename(own / "train-000000.tar")
+        new = tiny_copy / "new"
+        new.write_bytes(bytes((tiny_copy / "train-000000.tar").stat().st_size))
+        new.rename(tiny_copy / "train-000000.tar")
         assert bytes(storage.span(*rows[1])) == expected[1]
 
     @pytest.mark.costly
@@ -82,14 +82,14 @@ class TestPread(StorageSuite):
         drop_from_memory(root)
         storage = PreadShards(dataset, memory_bytes=1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        for asked in (
+        for requested in (
             rows[1::2],
             rows[::2],
         ):  # the latter have their neighbours' pages at both ends
-            for first in range(0, len(asked), 16):
+            for first in range(0, len(requested), 16):
                 session = storage.session()
-                took = [bytes(take()) for take in session.request(asked[first : first + 16])]
-                assert took == [expected[index] for index, _ in asked[first : first + 16]]
+                took = [bytes(take()) for take in session.request(requested[first : first + 16])]
+                assert took == [expected[index] for index, _ in requested[first : first + 16]]
                 session.close()
         # Read page by page it was one for each page.
         assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before < len(rows)
@@ -103,11 +103,14 @@ class TestPread(StorageSuite):
         )
         dataset = open_dataset(pristine)
         gc.collect()  # closes what other tests left
-        others = set(Path("/proc/self/fd").iterdir())
+        open_before = set(Path("/proc/self/fd").iterdir())
         storages = PreadShards(dataset), PreadShards(dataset)
-        spans = [[one.span(index, row) for index, row in rows_of(dataset)[::3]] for one in storages]
+        spans = [
+            [storage.span(index, row) for index, row in rows_of(dataset)[::3]]
+            for storage in storages
+        ]
         assert list(map(bytes, spans[1])) == spans_of(pristine)[::3]
-        open_files = [link.resolve() for link in set(Path("/proc/self/fd").iterdir()) - others]
+        open_files = [link.resolve() for link in set(Path("/proc/self/fd").iterdir()) - open_before]
         assert [file.parent for file in open_files if file.suffix == ".tar"] == [
             pristine.resolve()
         ] * 2
@@ -135,9 +138,9 @@ class TestPread(StorageSuite):
         for _ in range(2):
             session = storage.session()
             assert [bytes(take()) for take in session.request(rows)] == expected
-            kept = {index for index, row in rows if row.xxh3 < 0.4 * 2**64}
-            gone = [index for index, _ in rows if index not in kept]
-            assert kept <= cached()
+            kept_indices = {index for index, row in rows if row.xxh3 < 0.4 * 2**64}
+            gone = [index for index, _ in rows if index not in kept_indices]
+            assert kept_indices <= cached()
             assert len(gone) > 30
             assert (
                 len(cached().intersection(gone)) < len(gone) / 4
@@ -154,20 +157,22 @@ class TestPread(StorageSuite):
         first = storage.span(index, row)
         second = storage.span(index, row)
         assert address(first) != address(second)
-        kept = address(first)
+        first_address = address(first)
         del first
-        assert address(storage.span(index, row)) == kept
+        assert address(storage.span(index, row)) == first_address
 
-    def test_wrong_bytes_are_read_again_before_they_are_believed(self, opened, own, monkeypatch):
-        dataset, storage = opened(own)
+    def test_wrong_bytes_are_read_again_before_they_are_believed(
+        self, opened, tiny_copy, monkeypatch
+    ):
+        dataset, storage = opened(tiny_copy)
         rows = rows_of(dataset)
-        path = spoil(own, rows[6][1])
+        path = spoil(tiny_copy, rows[6][1])
         real = PreadShards._read
         calls = []
 
         def heals(self, row):
             if calls:
-                spoil(own, rows[6][1])  # flips it back
+                spoil(tiny_copy, rows[6][1])  # flips it back
             calls.append(row)
             return real(self, row)
 
@@ -226,10 +231,10 @@ def test_the_backend_fits_the_place(pristine, tmp_path):
         open_storage(dataset, "pread", cache_dir=tmp_path)
 
 
-def test_wrong_bytes_are_wrong_for_every_reader(own):
-    dataset = open_dataset(own)
+def test_wrong_bytes_are_wrong_for_every_reader(tiny_copy):
+    dataset = open_dataset(tiny_copy)
     rows = rows_of(dataset)
-    spoil(own, rows[0][1], at=600, keep_mtime=True)
+    spoil(tiny_copy, rows[0][1], at=600, keep_mtime=True)
     with pytest.raises(ChecksumError) as caught:
         open_storage(dataset).span(*rows[0])
     assert "replaced" not in str(caught.value)

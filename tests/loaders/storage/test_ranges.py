@@ -17,11 +17,11 @@ spans = st.lists(
 
 
 @given(spans, st.integers(0, 100), st.integers(1, 300))
-def test_each_span_lies_in_exactly_one_range_which_obeys_the_limits(wanted, gap, longest):
-    ranges = plan_ranges(wanted, max_gap_bytes=gap, max_range_bytes=longest)
-    assert sorted(m for planned in ranges for m in planned.members) == list(range(len(wanted)))
+def test_each_span_lies_in_exactly_one_range_which_obeys_the_limits(requests, gap, longest):
+    ranges = plan_ranges(requests, max_gap_bytes=gap, max_range_bytes=longest)
+    assert sorted(m for planned in ranges for m in planned.members) == list(range(len(requests)))
     for planned in ranges:
-        inside = sorted(wanted[m] for m in planned.members)
+        inside = sorted(requests[m] for m in planned.members)
         assert {span.shard for span in inside} == {planned.shard}
         assert planned.start == inside[0].offset
         assert planned.end == max(span.offset + span.length for span in inside)
@@ -33,41 +33,41 @@ def test_each_span_lies_in_exactly_one_range_which_obeys_the_limits(wanted, gap,
 
 
 @given(spans, st.integers(0, 100), st.integers(1, 300))
-def test_ranges_come_in_the_order_of_need(wanted, gap, longest):
+def test_ranges_come_in_the_order_of_need(requests, gap, longest):
     firsts = [
         min(planned.members)
-        for planned in plan_ranges(wanted, max_gap_bytes=gap, max_range_bytes=longest)
+        for planned in plan_ranges(requests, max_gap_bytes=gap, max_range_bytes=longest)
     ]
     assert firsts == sorted(firsts)
 
 
 @given(spans, st.integers(0, 100), st.integers(1, 300))
-def test_no_two_ranges_could_have_been_one(wanted, gap, longest):
+def test_no_two_ranges_could_have_been_one(requests, gap, longest):
     ranges = sorted(
-        plan_ranges(wanted, max_gap_bytes=gap, max_range_bytes=longest),
+        plan_ranges(requests, max_gap_bytes=gap, max_range_bytes=longest),
         key=lambda p: (p.shard, p.start),
     )
     for before, after in itertools.pairwise(ranges):
         if before.shard != after.shard:
             continue
-        first = min(wanted[m] for m in after.members)
+        first = min(requests[m] for m in after.members)
         joined = max(before.end, first.offset + first.length) - before.start
         assert first.offset - before.end > gap or joined > longest
 
 
 def test_neighbours_are_joined_over_a_gap_and_strangers_are_not():
-    wanted = [
+    requests = [
         WantedSpan(0, 900, 100),
         WantedSpan(0, 0, 100),
         WantedSpan(0, 150, 50),
         WantedSpan(1, 0, 10),
     ]
-    assert plan_ranges(wanted, max_gap_bytes=50, max_range_bytes=1000) == [
+    assert plan_ranges(requests, max_gap_bytes=50, max_range_bytes=1000) == [
         PlannedRange(0, 900, 1000, (0,)),
         PlannedRange(0, 0, 200, (1, 2)),
         PlannedRange(1, 0, 10, (3,)),
     ]
-    assert len(plan_ranges(wanted, max_gap_bytes=50, max_range_bytes=199)) == 4, (
+    assert len(plan_ranges(requests, max_gap_bytes=50, max_range_bytes=199)) == 4, (
         "the two together are 200"
     )
     assert plan_ranges([]) == []

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def built(made):
-    return made({"train": (4,), "val": (2,)}, missing=frozenset({(1, "cam_back")}))
+def built(build_once):
+    return build_once({"train": (4,), "val": (2,)}, missing=frozenset({(1, "cam_back")}))
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +86,24 @@ class TestRig:
         reader.parse(FetchedSpan(fetched.row, fetched.span))
 
     @pytest.mark.parametrize(
-        ("number", "said", "there"), [(0, [1, 0], [1, 1]), (1, [1, 1], [1, 0]), (0, [2, 1], [1, 1])]
+        ("number", "stated", "has_image"),
+        [(0, [1, 0], [1, 1]), (1, [1, 1], [1, 0]), (0, [2, 1], [1, 1])],
     )
     def test_cam_valid_and_images_must_agree(
-        self, monkeypatch, dataset, number, said, there
+        self, monkeypatch, dataset, number, stated, has_image
     ) -> None:
         with pytest.raises(SchemaError) as caught:
-            self.read(monkeypatch, dataset, number, cam_valid=np.array(said, np.uint8))
+            self.read(monkeypatch, dataset, number, cam_valid=np.array(stated, np.uint8))
         assert caught.value.member == GEOMETRY
         assert caught.value.key == dataset.index.row(number).key
-        assert f"cam_valid is {said}, but of the cameras {', '.join(CAMERAS)} these have" in str(
+        assert f"cam_valid is {stated}, but of the cameras {', '.join(CAMERAS)} these have" in str(
             caught.value
         )
-        assert str(caught.value).endswith(f"{there}")
+        assert str(caught.value).endswith(f"{has_image}")
 
     def test_another_number_of_cameras(self, monkeypatch, dataset) -> None:
         geometry = SampleReader(dataset).sample(0).geometry
-        one = {
+        first_camera = {
             name: getattr(geometry, name)[:1]
             for name in (
                 "cam_valid",
@@ -117,7 +118,7 @@ class TestRig:
         with pytest.raises(
             SchemaError, match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back"
         ):
-            self.read(monkeypatch, dataset, 0, **one)
+            self.read(monkeypatch, dataset, 0, **first_camera)
 
     def test_another_number_of_lidars(self, monkeypatch, dataset) -> None:
         geometry = SampleReader(dataset).sample(0).geometry

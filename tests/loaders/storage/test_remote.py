@@ -86,11 +86,11 @@ def only_shards(how, *, first=None):
 class TestHttp(StorageSuite):
     @pytest.fixture
     def opened(self, serve, tmp_path):
-        def made(root, **options):
+        def open_over_http(root, **options):
             dataset = open_dataset(serve(root).url, cache_dir=tmp_path / "cache")
             return dataset, open_storage(dataset, retry=QUICK, **options)
 
-        return made
+        return open_over_http
 
     def test_neighbours_come_in_one_request(self, served, pristine):
         server, dataset = served
@@ -178,16 +178,16 @@ class TestFaults:
         assert len(shard_requests(server)) == 1
 
     def test_a_shard_that_is_gone_says_whether_the_dataset_was_replaced(
-        self, serve, own, pristine, tmp_path
+        self, serve, tiny_copy, pristine, tmp_path
     ):
-        dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
+        dataset = open_dataset(serve(tiny_copy).url, cache_dir=tmp_path)
         fingerprint = dataset.manifest.fingerprint
-        (own / "train-000000.tar").unlink()
+        (tiny_copy / "train-000000.tar").unlink()
         with pytest.raises(StorageError, match="the shard is not there") as caught:
             open_storage(dataset).span(*rows_of(dataset)[0])
         assert "replaced while in use" not in str(caught.value)
         manifest = msgspec.structs.replace(dataset.manifest, classes=("another",))
-        (own / "dataset.json").write_bytes(encode_manifest(manifest))
+        (tiny_copy / "dataset.json").write_bytes(encode_manifest(manifest))
         with pytest.raises(
             StorageError, match=f"the shard is not there.*replaced while in use.*was {fingerprint}"
         ):
@@ -204,11 +204,11 @@ class TestFaults:
         assert len(shard_requests(server)) == 2
         assert storage.stats().refetched == 1
 
-    def test_a_cut_shard_spares_the_samples_before_the_cut(self, serve, own, tmp_path):
-        dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
-        expected = spans_of(own)
+    def test_a_cut_shard_spares_the_samples_before_the_cut(self, serve, tiny_copy, tmp_path):
+        dataset = open_dataset(serve(tiny_copy).url, cache_dir=tmp_path)
+        expected = spans_of(tiny_copy)
         rows = rows_of(dataset)
-        with (own / "train-000002.tar").open("r+b") as file:
+        with (tiny_copy / "train-000002.tar").open("r+b") as file:
             file.truncate(rows[15][1].offset + 10)
         takes = open_storage(dataset, retry=QUICK).session().request(rows[12:18])
         assert [bytes(take()) for take in takes[:3]] == expected[12:15]
@@ -255,14 +255,14 @@ class TestOpening:
         self, serve, pristine, tmp_path
     ):
         server = serve(pristine)
-        here = open_dataset(pristine)
+        local = open_dataset(pristine)
         name = hashlib.sha256((pristine / "dataset.json").read_bytes()).hexdigest()
         for _ in range(2):
             dataset = open_dataset(server.url + "/", cache_dir=tmp_path)
-            assert dataset.manifest == here.manifest
+            assert dataset.manifest == local.manifest
             assert dataset.root == tmp_path / "datasets" / name
             assert [dataset.index.row(i) for i in range(25)] == [
-                here.index.row(i) for i in range(25)
+                local.index.row(i) for i in range(25)
             ]
             assert dataset.location == server.url + "/"
         first, *tables, last = [request.name for request in server.requests]
@@ -299,26 +299,26 @@ class TestOpening:
         assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
 
     def test_bytes_changed_on_the_way_are_read_again(self, serve, pristine, tmp_path):
-        left = dict.fromkeys(
+        flips_remaining = dict.fromkeys(
             ("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256"), 4
         )
 
         def change(request):
-            left[request.name] -= 1
-            return Misbehaviour(flip=left[request.name] >= 0)
+            flips_remaining[request.name] -= 1
+            return Misbehaviour(flip=flips_remaining[request.name] >= 0)
 
         server = serve(pristine, change)
         assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
 
-    def test_what_is_not_a_dataset(self, serve, own, tmp_path):
-        server = serve(own)
+    def test_what_is_not_a_dataset(self, serve, tiny_copy, tmp_path):
+        server = serve(tiny_copy)
         with pytest.raises(DatasetNotReadyError, match=r"has no dataset\.json"):
             open_dataset(server.url + "/nothing", cache_dir=tmp_path)
         server.misbehave = lambda request: Misbehaviour(status=403)
         with pytest.raises(DatasetError, match="may not be read: check credentials"):
             open_dataset(server.url, cache_dir=tmp_path)
         server.misbehave = lambda request: Misbehaviour()
-        (own / "index.arrow").write_bytes(b"other")
+        (tiny_copy / "index.arrow").write_bytes(b"other")
         with pytest.raises(ManifestError, match="was the dataset replaced in part"):
             open_dataset(server.url, cache_dir=tmp_path)
         with pytest.raises(ConfigError, match="cannot be opened: Protocol not known"):
@@ -441,17 +441,24 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         longest = max(dataset.index.column("length"))
         storage = LayeredStorage(open_storage(dataset, "remote"))
         coming = (
-            Scheduled(epoch=0, step=at, at=0, position=at, rows=(at * 7 % samples,), valid=True)
-            for at in range(samples)
+            Scheduled(
+                epoch=0,
+                step=step,
+                batch_row=0,
+                position=step,
+                rows=(step * 7 % samples,),
+                valid=True,
+            )
+            for step in range(samples)
         )
-        asked = prefetch(
+        prefetched = prefetch(
             coming,
             [RequestStream(SampleReader(dataset, storage=storage), storage.session())],
             limit,
         )
         tracemalloc.start()
         try:
-            for ahead in asked:
+            for ahead in prefetched:
                 ahead.pending_reads[0]()
                 del ahead
             peak = tracemalloc.get_traced_memory()[1]

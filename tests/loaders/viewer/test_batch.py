@@ -56,8 +56,8 @@ LAYER = [
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return made({"train": (4, 4)})[0]
+def root(build_once):
+    return build_once({"train": (4, 4)})[0]
 
 
 def loader_of(root, transforms=(), **options):
@@ -83,14 +83,14 @@ def picture(root, transforms=(), **options):
 def test_a_batch_is_drawn_as_view_draws_its_samples(root):
     with loader_of(root) as loader:
         batch = next(iter(loader))
-        shown = [loader.show(batch, samples=samples).pixels for samples in (1, 4)]
+        pictures = [loader.show(batch, samples=samples).pixels for samples in (1, 4)]
     sheets = [
         fuelrail.view(root, key, image=IMAGE, train=True, seed=3).sheet
         for key in batch["sample_key"]
     ]
-    np.testing.assert_array_equal(shown[0][22:], sheets[0])
+    np.testing.assert_array_equal(pictures[0][22:], sheets[0])
     titles = [f"{key}   epoch 0, step 0" for key in batch["sample_key"]]
-    np.testing.assert_array_equal(shown[1], stack(list(zip(titles, sheets, strict=True))))
+    np.testing.assert_array_equal(pictures[1], stack(list(zip(titles, sheets, strict=True))))
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,18 @@ def test_windows_are_strips_whose_boxes_move_with_them(root):
     with loader_of(root, {"ego": EGO}, window=window) as loader:
         batch = next(iter(loader))
         sheet = loader.show(batch, samples=1).pixels
-    for at in range(2):
-        frames = batch_module._Frames(batch, at)
+    for row in range(2):
+        frames = batch_module._Frames(batch, row)
         assert frames.key == 1
-        ego2global = batch["ego2global"][at].numpy()
-        there = [
+        ego2global = batch["ego2global"][row].numpy()
+        global_corners = [
             batch_module._moved(boxes.corners, pose)
             for boxes, pose in zip(frames.boxes("ego"), ego2global, strict=True)
         ]
-        velocity = batch["gt_velocity"][at].numpy() @ ego2global[1][:3, :3].T
-        for corners, since in zip(there, frames.since_s(), strict=True):
+        velocity = batch["gt_velocity"][row].numpy() @ ego2global[1][:3, :3].T
+        for corners, since in zip(global_corners, frames.since_s(), strict=True):
             np.testing.assert_allclose(
-                corners, there[1] + since * np.nan_to_num(velocity)[:, None], atol=1e-3
+                corners, global_corners[1] + since * np.nan_to_num(velocity)[:, None], atol=1e-3
             )
     assert (
         sheet.shape[1] == 3 * (64 + 4) + 4 + 2 * 48 + 3 * 4
@@ -144,11 +144,11 @@ def test_windows_are_strips_whose_boxes_move_with_them(root):
 def test_view_draws_windows_as_the_loader_shows_them(root):
     with loader_of(root, window={"frames": [-1, 0]}) as loader:
         batch = next(iter(loader))
-        shown = loader.show(batch, samples=1).pixels[22:]
-    seen = fuelrail.view(
+        pixels = loader.show(batch, samples=1).pixels[22:]
+    view = fuelrail.view(
         root, batch["sample_key"][0], frames=(-1, 0), image=IMAGE, train=True, seed=3
     )
-    np.testing.assert_array_equal(shown, seen.sheet)
+    np.testing.assert_array_equal(pixels, view.sheet)
 
 
 def test_groups_of_cameras_keep_their_sizes(root):
@@ -166,7 +166,7 @@ def test_groups_of_cameras_keep_their_sizes(root):
         num_workers=1,
     ) as loader:
         batch = next(iter(loader))
-        shown = loader.show(batch).pixels
+        pixels = loader.show(batch).pixels
     bare = {name: value for name, value in batch.items() if not name.startswith("gt_")}
     plain = batch_module.draw_sample(bare, 0, loader)
     np.testing.assert_array_equal(
@@ -175,7 +175,7 @@ def test_groups_of_cameras_keep_their_sizes(root):
     np.testing.assert_array_equal(
         plain[34:36, 104:152], batch["img"]["rest"][0, 0].numpy().transpose(1, 2, 0)[30:]
     )
-    assert shown.shape[0] == 22 + plain.shape[0] + 26
+    assert pixels.shape[0] == 22 + plain.shape[0] + 26
 
 
 def test_selected_channels_are_drawn_with_their_values(root, tmp_path):
@@ -194,10 +194,10 @@ def test_selected_channels_are_drawn_with_their_values(root, tmp_path):
     for window in (None, {"frames": [0, 1]}):
         with loader_of(root, layers=layers, window=window) as loader:
             for batch in loader:
-                for at, row in enumerate(batch["global_index"].tolist()):
+                for index, row in enumerate(batch["global_index"].tolist()):
                     values = {
-                        one.name: value
-                        for one, value in batch_module.values_of(batch, at, loader.selected)
+                        channel.name: value
+                        for channel, value in batch_module.values_of(batch, index, loader.selected)
                     }
                     if row % 2:
                         assert values == {}
@@ -221,9 +221,11 @@ def test_what_cannot_be_drawn_is_a_sentence(root):
             ({"img": batch["img"].float()}, "'img' must be uint8 to be drawn, or normalised"),
             ({"ida_mat": None}, "without 'ida_mat'"),
         ):
-            given = {name: value for name, value in (batch | changed).items() if value is not None}
+            entries = {
+                name: value for name, value in (batch | changed).items() if value is not None
+            }
             with pytest.raises(ConfigError, match=words):
-                loader.show(given)
+                loader.show(entries)
         with pytest.raises(ConfigError, match="samples=0 must be 1 or more"):
             loader.show(batch, samples=0)
     with pytest.raises(ConfigError, match="without 'img' cannot be drawn: let transform"):
@@ -235,18 +237,18 @@ def test_what_cannot_be_drawn_is_a_sentence(root):
 def test_a_notebook_shows_a_picture_and_the_loader_stays_where_it_is(root, tmp_path):
     with loader_of(root) as loader:
         before = loader.state_dict()
-        shown = loader.show()
+        picture = loader.show()
         assert loader.state_dict() == before
         batch = next(iter(loader))
         images = batch["img"].clone()
         loader.show(batch)
         assert torch.equal(batch["img"], images)
-    shown.save(tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes() == shown._repr_png_()
-    decoded = cv2.imdecode(np.frombuffer(shown._repr_png_(), np.uint8), cv2.IMREAD_COLOR)
-    np.testing.assert_array_equal(decoded[..., ::-1], shown.pixels)
+    picture.save(tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes() == picture._repr_png_()
+    decoded = cv2.imdecode(np.frombuffer(picture._repr_png_(), np.uint8), cv2.IMREAD_COLOR)
+    np.testing.assert_array_equal(decoded[..., ::-1], picture.pixels)
     assert (
-        repr(shown)
+        repr(picture)
         == f"Picture({decoded.shape[1]} x {decoded.shape[0]}; save(FILE) writes it as a PNG)"
     )
     report = fuelrail.view(root)

@@ -97,8 +97,8 @@ def test_a_camera_that_the_clip_lacks_has_no_boxes():
     cameras = ["cam_front", "cam_back"]
     boxes = box_at((9, 0, 0.0))
     with_boxes, without = (
-        contact_sheet([DrawnFrame(images, matrices, given)], cameras, ["car"])[:208]
-        for given in (drawn(boxes), None)
+        contact_sheet([DrawnFrame(images, matrices, frame_boxes)], cameras, ["car"])[:208]
+        for frame_boxes in (drawn(boxes), None)
     )
     changed = (with_boxes != without).any((0, 2))
     assert changed[:324].any() and not changed[324:].any()

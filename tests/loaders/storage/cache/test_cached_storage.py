@@ -16,29 +16,29 @@ from support.storage_suite import StorageSuite, rows_of, spans_of, spoil
 class TestCachedStorage(StorageSuite):
     @pytest.fixture
     def opened(self, tmp_path):
-        def made(root, **options):
+        def open_with_cache(root, **options):
             dataset = open_dataset(root)
             return dataset, open_storage(
                 dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options
             )
 
-        return made
+        return open_with_cache
 
-    def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
+    def test_unverified_wrong_bytes_are_handed_out(self, opened, tiny_copy):
         """Not here: what goes into a cache is always verified, and what comes out of it."""
-        dataset, storage = opened(own, verify=False)
+        dataset, storage = opened(tiny_copy, verify=False)
         index, row = rows_of(dataset)[6]
-        spoil(own, row)
+        spoil(tiny_copy, row)
         with pytest.raises(ChecksumError):
             storage.span(index, row)
 
-    def test_the_second_time_nothing_is_fetched(self, opened, own):
-        dataset, storage = opened(own)
-        expected = spans_of(own)
+    def test_the_second_time_nothing_is_fetched(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
+        expected = spans_of(tiny_copy)
         rows = rows_of(dataset)
         for _ in range(2):
             assert [bytes(take()) for take in storage.session().request(rows)] == expected
-        for path in own.glob("*.tar"):
+        for path in tiny_copy.glob("*.tar"):
             path.unlink()
         assert [bytes(take()) for take in storage.session().request(rows)] == expected
         stats = storage.stats()

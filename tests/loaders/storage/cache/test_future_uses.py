@@ -85,18 +85,18 @@ def fewest_misses(sequence, capacity):
     """Fewest misses of any policy, by trying everything; not admitting is allowed."""
 
     @cache
-    def best(at, resident):
-        if at == len(sequence):
+    def best(position, resident):
+        if position == len(sequence):
             return 0
-        row = sequence[at]
+        row = sequence[position]
         if row in resident:
-            return best(at + 1, resident)
+            return best(position + 1, resident)
         choices = [resident]
         if len(resident) < capacity:
             choices.append(resident | {row})
         else:
             choices += [resident - {gone} | {row} for gone in resident]
-        return 1 + min(best(at + 1, choice) for choice in choices)
+        return 1 + min(best(position + 1, choice) for choice in choices)
 
     return best(0, frozenset())
 
@@ -141,7 +141,7 @@ def test_a_horizon_of_two_epochs_is_as_good_as_knowing_everything():
 def test_coming_rows_are_those_that_the_ranks_will_take(
     num_samples, size, batch, drop_last, consumed, data
 ):
-    whole = (
+    batchings = (
         [
             Batching(num_samples, batch * size, World(rank, size), drop_last=drop_last)
             for rank in range(size)
@@ -149,7 +149,7 @@ def test_coming_rows_are_those_that_the_ranks_will_take(
         if (batch * size <= num_samples or not drop_last)
         else []
     )
-    if not whole:
+    if not batchings:
         return
     ranks = data.draw(st.sampled_from([range(size), range(size - 1, size)]))
     spec = OrderSpec(seed=5)
@@ -161,11 +161,11 @@ def test_coming_rows_are_those_that_the_ranks_will_take(
             position_map(spec, [num_samples], epoch)(positions)[:, None] * 10 + np.arange(frames)
         ).reshape(-1)
 
-    coming, per_step = coming_rows(rows_of, Walk(start, whole[0]), ranks, frames)
+    coming, per_step = coming_rows(rows_of, Walk(start, batchings[0]), ranks, frames)
     expected = []
     for cursor in (start, Cursor(3), Cursor(4)):
         order = position_map(spec, [num_samples], cursor.epoch)
-        rests = [cursor.rest(whole[rank]) for rank in ranks]
+        rests = [cursor.rest(batchings[rank]) for rank in ranks]
         for step in range(rests[0].num_steps):
             rows = [row for rest in rests for row in order(rest.positions(step)).tolist()]
             expected += [row * 10 + frame for row in rows for frame in range(frames)]
@@ -175,23 +175,23 @@ def test_coming_rows_are_those_that_the_ranks_will_take(
     assert coming(first, 7).tolist()[: len(expected) - first] == expected[first : first + 7]
 
 
-@pytest.mark.parametrize(("first", "of"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "num_shares"), [(0, 1), (0, 2), (1, 2), (2, 3)])
 @pytest.mark.parametrize("consumed", [0, 8, 20])
-def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
-    whole = Batching(26, 4, World(0, 1), drop_last=True)
+def test_a_share_of_the_steps_knows_when_its_samples_come(first, num_shares, consumed):
+    batching = Batching(26, 4, World(0, 1), drop_last=True)
     start = Cursor(3, consumed)
     order = position_map(OrderSpec(kind="shuffled", seed=1), [26], 0)
-    share = WorkerShard(first, of)
-    walk = Walk(start, whole, share)
+    share = WorkerShard(first, num_shares)
+    walk = Walk(start, batching, share)
     future_uses, uses = build_future_uses(
         lambda epoch, positions: order(positions) + 100 * epoch, walk
     )
     assert uses == 4
-    own = []  # as `tasks.coming` walks
+    parts = []  # as `tasks.coming` walks
     for epoch in range(3, 7):
-        rest = (start if epoch == 3 else Cursor(epoch)).rest(whole)
-        own += [order(rest.positions(step)) + 100 * epoch for step in share.steps(rest)]
-    rows = np.concatenate(own)
+        rest = (start if epoch == 3 else Cursor(epoch)).rest(batching)
+        parts += [order(rest.positions(step)) + 100 * epoch for step in share.steps(rest)]
+    rows = np.concatenate(parts)
     for k, row in enumerate(rows.tolist()):
         now = future_uses.time_of(k)
         assert future_uses.used(now, now + 1).tolist() == [row]

@@ -53,8 +53,8 @@ def span(index):
 
 
 def read(cache, index):
-    found = cache.open(index, BYTES)
-    return None if found is None else bytes(found.read())
+    entry = cache.open(index, BYTES)
+    return None if entry is None else bytes(entry.read())
 
 
 def future_uses_of(sequence):
@@ -69,17 +69,17 @@ def files(folder):
 class TestContent:
     def test_what_was_put_is_found_by_others_too(self, tmp_path):
         cache = cache_at(tmp_path)
-        other = cache_at(tmp_path)
+        second = cache_at(tmp_path)
         assert read(cache, 7) is None
         assert cache.put(7, span(7))
-        assert read(other, 7) == bytes(span(7))
-        assert cache.folder.used_bytes == other.folder.used_bytes == BYTES
-        assert not other.put(7, memoryview(b"")) or other.folder.used_bytes == BYTES
+        assert read(second, 7) == bytes(span(7))
+        assert cache.folder.used_bytes == second.folder.used_bytes == BYTES
+        assert not second.put(7, memoryview(b"")) or second.folder.used_bytes == BYTES
         cache.close()
-        other.close()
-        again = cache_at(tmp_path)
-        assert read(again, 7) == bytes(span(7))
-        assert again.folder.used_bytes == BYTES
+        second.close()
+        reopened = cache_at(tmp_path)
+        assert read(reopened, 7) == bytes(span(7))
+        assert reopened.folder.used_bytes == BYTES
 
     def test_without_future_uses_it_fills_up_and_evicts_nothing(self, tmp_path):
         cache = cache_at(tmp_path)
@@ -87,16 +87,16 @@ class TestContent:
         assert files(tmp_path) == list(range(10))
         assert not cache.put(20, memoryview(bytes(20 * BYTES))), "larger than the cache"
 
-    @pytest.mark.parametrize(("later", "kept"), [([1, 2, 0], [1, 2]), ([0, 1, 2], [0, 1])])
-    def test_it_evicts_or_does_not_admit_what_is_needed_last(self, tmp_path, later, kept):
+    @pytest.mark.parametrize(("later", "remaining"), [([1, 2, 0], [1, 2]), ([0, 1, 2], [0, 1])])
+    def test_it_evicts_or_does_not_admit_what_is_needed_last(self, tmp_path, later, remaining):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
         cache.evict_by(future_uses_of([0, 1, 2, *later]))
         assert [cache.put(index, span(index), index) for index in range(3)] == [
             True,
             True,
-            2 in kept,
+            2 in remaining,
         ]
-        assert files(tmp_path) == kept
+        assert files(tmp_path) == remaining
 
     def test_small_ones_stay_unless_all_that_must_go_are_needed_later(self, tmp_path):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
@@ -126,7 +126,7 @@ class TestContent:
             cache.put(index, span(index))
         held = [cache.open(index, BYTES) for index in range(5)]
         assert cache.num_open == 2
-        assert [bytes(one.read()) for one in held] == [bytes(span(index)) for index in range(5)]
+        assert [bytes(entry.read()) for entry in held] == [bytes(span(index)) for index in range(5)]
         del held
         assert cache.num_open == 0
 
@@ -212,10 +212,10 @@ class TestTrouble:
         cache = cache_at(tmp_path)
         cache.put(3, span(3))
         cache.close()
-        whole = (tmp_path / "cache.json").read_bytes()
+        marker = (tmp_path / "cache.json").read_bytes()
         (tmp_path / "cache.json").write_bytes(damaged)
         assert read(cache_at(tmp_path), 3) == bytes(span(3))
-        assert (tmp_path / "cache.json").read_bytes() == whole
+        assert (tmp_path / "cache.json").read_bytes() == marker
         assert f"'{tmp_path / 'cache.json'}' is damaged" in caplog.text
         (tmp_path / "cache.json").write_bytes(damaged)
         (tmp_path / "users.lock").unlink()
@@ -238,8 +238,8 @@ class TestTrouble:
         (tmp_path / "data" / "0" / "5").write_bytes(
             bytes(BYTES)
         )  # whole, but its process died before it was counted
-        again = cache_at(tmp_path)
-        assert again.folder.used_bytes == 2 * BYTES
+        reopened = cache_at(tmp_path)
+        assert reopened.folder.used_bytes == 2 * BYTES
         assert not list((tmp_path / "tmp").iterdir())
         assert files(tmp_path) == [3, 5, 0xFFF]  # what the loader did not make stays
         assert (tmp_path / "data" / "0" / "stranger").read_bytes() == b"x"
@@ -309,12 +309,12 @@ class TestTrouble:
             os.kill(child, signal.SIGKILL)
             assert join(child) == -signal.SIGKILL
             cache = large_cache(tmp_path)
-            here = files(tmp_path)
-            assert cache.folder.used_bytes == len(here) * LARGE
-            for index in here:
+            stored = files(tmp_path)
+            assert cache.folder.used_bytes == len(stored) * LARGE
+            for index in stored:
                 assert bytes(cache.open(index, LARGE).read()) == bytes([index]) * LARGE
             cache.close()
-        assert here
+        assert stored
 
     @pytest.mark.process
     def test_processes_share_one_cache_within_its_size(self, tmp_path):
@@ -325,11 +325,11 @@ class TestTrouble:
             cache.evict_by(future_uses_of(rows), 2)
             for now in range(rank, len(rows), 2):
                 index = int(rows[now])
-                found = read(cache, index)
-                if found is None:
+                data = read(cache, index)
+                if data is None:
                     cache.put(index, span(index), now)
                 else:
-                    assert found == bytes(span(index))
+                    assert data == bytes(span(index))
 
         watch = cache_at(tmp_path, max_bytes=20 * BYTES)
         children = [fork(partial(use, rank)) for rank in range(2)]
@@ -357,8 +357,8 @@ class TestH2:
             cache.put(3, memoryview(bytes(cache.folder._length_of(3))))
         finally:
             os.umask(umask)
-        made = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
-        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in made}
+        paths = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in paths}
         names = {cache.folder.path.name, "cache", "spans", "data", "tmp", "0"}
         files_made = ("cache.json", "lock", "users.lock", "table", "3")
         assert modes == dict.fromkeys(names, "0o700") | dict.fromkeys(files_made, "0o600")
