@@ -179,7 +179,7 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxe
     )
     task = Task(
         slot=slot,
-        at=0,
+        batch_row=0,
         source=source,
         frames=(FrameTask(0, True, None, None),),
         current=0,
