@@ -78,7 +78,7 @@ def assemble(
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
     bevs = [entry.bev for entry in decoded]
-    frames = Frames.of(decoded)
+    frames = Frames.collect(decoded)
     geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
     own2global = np.array([sample.geometry.ego2global for sample in samples])
     bda_mat = np.array([bev.matrix for bev in bevs])

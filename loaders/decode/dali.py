@@ -57,13 +57,15 @@ from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 try:
     from nvidia.dali import Pipeline, backend, fn, types
 except ImportError as error:
-    found = dali_install.installed_dali()
-    if found is None:
+    installed = dali_install.installed_dali()
+    if installed is None:
         raise ConfigError(
             f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}"
         ) from error
-    problem = found.problem or f"{found.package} is installed without a package that it imports"
-    raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
+    problem = (
+        installed.problem or f"{installed.package} is installed without a package that it imports"
+    )
+    raise ConfigError(f"decoder='dali': {problem} ({error}); {installed.advice}") from error
 
 from collections.abc import Sequence
 
@@ -387,7 +389,7 @@ class DaliDecoder:
             return []
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
-            self._run_known_good(Key.of(jobs, out, interpolation), 1)
+            self._run_known_good(Key.from_jobs(jobs, out, interpolation), 1)
             return [view.place for view in jobs[0].views]
         half = len(jobs) // 2
         first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
@@ -395,7 +397,7 @@ class DaliDecoder:
 
     def _run(self, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> bool:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
-        key = Key.of(jobs, out, interpolation)
+        key = Key.from_jobs(jobs, out, interpolation)
         try:
             outputs = self._run_pipeline(key, jobs)
         except RuntimeError as error:

@@ -71,7 +71,7 @@ class Key(NamedTuple):
     num_views: int = 1
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
+    def from_jobs(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
         return cls(
             interpolation,

@@ -36,7 +36,7 @@ class Span(NamedTuple):
     first_needed: int
 
     @property
-    def needed(self) -> tuple[int, int]:
+    def source_lines(self) -> tuple[int, int]:
         """The source lines from which kept lines are made."""
         return self.first_needed, self.stop
 

@@ -432,7 +432,7 @@ class TurboDecoder:
 def _rows(image_map: ImageMap, grid: ResizeGrid | None, interpolation: str) -> tuple[int, int]:
     """Return the rows [first, last) of the decoded picture that sampling reads."""
     if grid is not None:
-        return grid.rows.needed
+        return grid.rows.source_lines
     if interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
         return bilinear_rows(image_map)
     _, first, _, last = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))

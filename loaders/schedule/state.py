@@ -235,12 +235,16 @@ def settings_that_differ(
     """
     if first is None:
         return f"settings: {whose} names none"
-    left = _flat(first)
-    right = _flat(current)
-    names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
+    earlier = _flat(first)
+    present = _flat(current)
+    names = [
+        name
+        for name in {**earlier, **present}
+        if earlier.get(name, _NONE) != present.get(name, _NONE)
+    ]
     names_shown = [name for name in names if name != "digest"] or names
     return "; ".join(
-        f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}"
+        f"{name}: {whose} has {earlier.get(name, _NONE)}, loader has {present.get(name, _NONE)}"
         for name in names_shown
     )
 

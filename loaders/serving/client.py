@@ -26,8 +26,8 @@ from fuelrail.loaders.serving.server import (
     Block,
     Failed,
     Forget,
-    Made,
     Received,
+    ServedBatch,
     Setup,
     Start,
     Stop,
@@ -239,7 +239,7 @@ class BatchClient:
                 attempts += 1
                 self._lost(received, attempts, error)
 
-    def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[Made]:
+    def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[ServedBatch]:
         """Yield what is made for this iteration; map new blocks, and give those back that are
         free.
         """
@@ -250,7 +250,7 @@ class BatchClient:
                     link.send(Received(0, free))
             elif isinstance(message, Forget):
                 link.memory.forget(message.numbers)
-            elif isinstance(message, Made):
+            elif isinstance(message, ServedBatch):
                 if message.start == self._iterations:
                     self.counts.note(message.facts)
                     yield message

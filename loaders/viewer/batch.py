@@ -88,18 +88,18 @@ class LoaderDisplay(ABC):
         Of a mix: what the first dataset has. Raises IndexFileError for damaged attributes.
         """
         selectable = Selectable(self.dataset, self.layers)
-        names = {one.name for one in self.selected}
+        names = {channel.name for channel in self.selected}
         is_cloud = {
-            one.channel for one in self.dataset.manifest.lidars[: bool(self.transforms.points)]
+            lidar.channel for lidar in self.dataset.manifest.lidars[: bool(self.transforms.points)]
         }
-        found = []
+        choices = []
         for name, channel in selectable.channels.items():
             if name not in names | is_cloud and lies_on(channel, self.cameras):
-                found.append((name, f"channel, {channel.kind}", channel.description))
+                choices.append((name, f"channel, {channel.kind}", channel.description))
         for name, kind in selectable.attributes.items():
             if name not in names and name not in batch_entries():
-                found.append((name, f"attribute, {kind}", ""))
-        return tuple(found)
+                choices.append((name, f"attribute, {kind}", ""))
+        return tuple(choices)
 
     def show(self, batch: Mapping[str, Any] | None = None, *, samples: int = 4) -> Picture:
         """Draw a batch of this loader as it goes into training: after augmentation, normalisation
