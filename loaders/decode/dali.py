@@ -295,12 +295,9 @@ class DaliDecoder:
         self._note_refused([index for index in refused if index not in prepared.errors])
         if self._check_every:
             self._local.state.wait()
-            good = [
-                view.place
-                for job in prepared.jobs
-                for view in job.views
-                if view.place not in refused
-            ]
+            good = []
+            for job in prepared.jobs:
+                good += [view.place for view in job.views if view.place not in refused]
             self._compare_some(
                 good, encoded=encoded, image_maps=image_maps, out=out, interpolation=interpolation
             )

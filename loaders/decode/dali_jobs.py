@@ -74,11 +74,11 @@ class Key(NamedTuple):
     def from_jobs(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
         return cls(
-            interpolation,
-            jobs[0].is_aligned,
-            int(out.shape[3]),
-            int(out.shape[2]),
-            len(jobs[0].views),
+            interpolation=interpolation,
+            is_aligned=jobs[0].is_aligned,
+            width=int(out.shape[3]),
+            height=int(out.shape[2]),
+            num_views=len(jobs[0].views),
         )
 
 

@@ -108,7 +108,9 @@ def test_two_views_are_one_decode_and_equal_those_of_two(
     for owner, name in ((turbo, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
+            owner,
+            name,
+            lambda *a, true=true, **k: decoded.append(picture := true(*a, **k)) or picture,
         )
     whole = ImageMap.identity((1600, 900))
     maps = [
