@@ -292,7 +292,14 @@ class DaliDecoder:
                 prepared.errors[index] = prepared.errors[earlier]
             else:
                 out[index] = out[earlier]
-        self._note_refused([index for index in refused if index not in prepared.errors])
+        # Only libjpeg-turbo could decode these: if they are many, the GPU decodes nothing.
+        num_refused = sum(index not in prepared.errors for index in refused)
+        if num_refused and self.num_refused == 0:  # said once
+            _LOG.warning(
+                "DALI fails on images that libjpeg-turbo decodes; those are left to it: %s",
+                dali_install.short(self._reason),
+            )
+        self.num_refused += num_refused
         if self._check_every:
             self._local.state.wait()
             good = []
@@ -340,17 +347,6 @@ class DaliDecoder:
                     "allowed; take decoder='turbo', or another version than "
                     f"{dali_install.installed_dali()}"
                 )
-
-    def _note_refused(self, places: Sequence[int]) -> None:
-        """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes
-        nothing. Said once.
-        """
-        if places and self.num_refused == 0:
-            reason = dali_install.short(self._reason)
-            _LOG.warning(
-                "DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", reason
-            )
-        self.num_refused += len(places)
 
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
         if interpolation not in INTERPOLATIONS:

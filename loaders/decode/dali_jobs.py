@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import weakref
 
     from fuelrail.loaders.decode.native import CameraJpeg
-    from fuelrail.loaders.decode.splice import SplicedRows
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -152,18 +151,16 @@ def prepare(
         rows = min(window[0] for window in windows), max(window[2] for window in windows)
         rows_wanted.append(RowsWanted(prepared.jobs[number].encoded, info, *rows))
     for number, spliced in zip(cuttable, splice_batch(rows_wanted, scratch, native), strict=True):
-        if spliced is not None:
-            first, *more_views = (_of_rows(view, spliced) for view in prepared.jobs[number].views)
-            prepared.jobs[number] = first._replace(second=more_views[0] if more_views else None)
+        if spliced is None:
+            continue
+        views = []
+        for view in prepared.jobs[number].views:
+            top, left, bottom, right = view.window
+            window = (top - spliced.top, left, bottom - spliced.top, right)
+            views.append(view._replace(encoded=spliced.encoded, window=window))
+        first, *more_views = views
+        prepared.jobs[number] = first._replace(second=more_views[0] if more_views else None)
     return prepared
-
-
-def _of_rows(job: Job, spliced: SplicedRows) -> Job:
-    """Return the job for some rows of its image."""
-    top, left, bottom, right = job.window
-    return job._replace(
-        encoded=spliced.encoded, window=(top - spliced.top, left, bottom - spliced.top, right)
-    )
 
 
 def lens_views(

@@ -221,12 +221,15 @@ class BatchClient:
         received = attempts = 0
         while not is_stopped.is_set():
             try:
-                link = self._linked()
+                link = self._link
+                # A fork cannot talk to its parent's process.
+                if link is None or link.pid != os.getpid():
+                    link = _Link(self._connect, self._setup, pinned=self._pinned)
+                    self._link = link
                 link.send(Start(self._iterations, walk.start, received))
                 for message in self._messages(link, is_stopped):
-                    if (
-                        message.number < received
-                    ):  # made for a rank that shares the batch and had not received it
+                    if message.number < received:
+                        # Made for a rank that shares the batch and had not received it.
                         link.send(Received(1, sorted(message.batch.blocks())))
                         continue
                     batch = link.memory.open(message.batch)
@@ -259,13 +262,6 @@ class BatchClient:
             elif isinstance(message, Failed) and message.start == self._iterations:
                 error, cause = pickle.loads(message.error)
                 raise error from cause
-
-    def _linked(self) -> _Link:
-        if (
-            self._link is None or self._link.pid != os.getpid()
-        ):  # a fork cannot talk to its parent's process
-            self._link = _Link(self._connect, self._setup, pinned=self._pinned)
-        return self._link
 
     def _lost(self, received: int, attempts: int, error: Exception) -> None:
         """Forget a process that ended; raise ChildProcessError if no batch came from the last
