@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -69,8 +68,8 @@ class LoaderDisplay(ABC):
         """Iterate over batches."""
 
     @abstractmethod
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again, its arguments, first the struct, and its position."""
+    def _copy(self, **changes: Any) -> Any:
+        """Return a loader of the same arguments, but for ``changes``, at the same position."""
 
     def describe(self) -> BatchDescription:
         """Return name, form and meaning of each entry of the next iteration's first batch, loaded
@@ -136,11 +135,7 @@ class LoaderDisplay(ABC):
 
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
-        make, (arguments, datasets), place = self.__reduce__()
-        with make(
-            msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets
-        ) as preview:
-            preview.__setstate__(place)
+        with self._copy(check_ranks=False, trace=None, ledger=None) as preview:
             batch = next(iter(preview), None)
         if not isinstance(batch, dict):
             raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")

@@ -224,7 +224,9 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
 
 def scheduled(count):
     return (
-        Scheduled(epoch=0, step=number, at=0, position=number, rows=(number % 21,), valid=True)
+        Scheduled(
+            epoch=0, step=number, batch_row=0, position=number, rows=(number % 21,), valid=True
+        )
         for number in range(count)
     )
 
@@ -284,7 +286,7 @@ class TestBounds:
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
         coming = (
-            Scheduled(epoch=0, step=n, at=0, position=n, rows=(row,), valid=True)
+            Scheduled(epoch=0, step=n, batch_row=0, position=n, rows=(row,), valid=True)
             for n, row in enumerate((3, 4, 99, 5))
         )
         stream = prefetch(

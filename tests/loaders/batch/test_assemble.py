@@ -83,7 +83,7 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
         Parsed(
             task=Task(
                 slot=slot,
-                at=at,
+                batch_row=at,
                 source=SOURCE,
                 frames=(FrameTask(100 + at, True, None, None),),
                 current=0,

@@ -441,7 +441,9 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         longest = max(dataset.index.column("length"))
         storage = LayeredStorage(open_storage(dataset, "remote"))
         coming = (
-            Scheduled(epoch=0, step=at, at=0, position=at, rows=(at * 7 % samples,), valid=True)
+            Scheduled(
+                epoch=0, step=at, batch_row=0, position=at, rows=(at * 7 % samples,), valid=True
+            )
             for at in range(samples)
         )
         asked = prefetch(
