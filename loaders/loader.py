@@ -592,8 +592,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         the position stays.
         """
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
-        of_steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
-        scheduled = chain.from_iterable(samples for _, samples in islice(of_steps, count))
+        steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
+        scheduled = chain.from_iterable(samples for _, samples in islice(steps, count))
         self._run(walk, scheduled)
         try:
             yield from map(self._make.hand_over, self._runner.take())

@@ -99,8 +99,8 @@ def resampled(
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
     pairs = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
     return [
-        _between(values[a], values[b], of_later) if exists else None
-        for a, b, of_later, exists in pairs
+        _between(values[earlier], values[later], weight) if exists else None
+        for earlier, later, weight, exists in pairs
     ]
 
 
@@ -148,11 +148,11 @@ class TimedChannels(NamedTuple):
             return values
         motion = Motion({}, bev, {})
         moved = {}
-        for name, of_channel in values.items():
+        for name, channel_values in values.items():
             channel = self.by_name[name].channel
             move = LAWS[channel.law.name].move
             moved[name] = [
-                None if value is None else move(value, channel, motion) for value in of_channel
+                None if value is None else move(value, channel, motion) for value in channel_values
             ]
         return moved
 

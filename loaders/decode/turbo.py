@@ -175,7 +175,7 @@ class TurboDecoder:
         grid = resize_grid(image_map, interpolation)
         rows = _rows(image_map, grid, interpolation)
         image = (
-            native.picture(encoded, info, factor, rows, self._scratch)
+            native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
             if native is not None
             else None
         )
@@ -239,7 +239,7 @@ class TurboDecoder:
         rows = min(first for first, _ in rows_of_views), max(last for _, last in rows_of_views)
         image = None
         if self._native is not None and self._native.takes(info, factor):
-            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
         if image is None and info.format == "jpeg":
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
@@ -309,7 +309,7 @@ class TurboDecoder:
         first = min(view.rows[0] for view in views)
         if self._native is not None and self._native.takes(info, factor):
             rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
-            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
         top = 0
         parts = ((0, info.height),) * len(views)
         if image is None and info.format == "jpeg":

@@ -115,7 +115,9 @@ def contact_sheet(
     if len(frames) == 1:
         sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
     else:
-        sheet = _grid([of_frame[channel] for channel in placed for of_frame in tiles], len(frames))
+        sheet = _grid(
+            [frame_tiles[channel] for channel in placed for frame_tiles in tiles], len(frames)
+        )
     boxes = frames[key].boxes
     if points is not None:
         rows = (

@@ -108,7 +108,7 @@ def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
             (decode,) = [stage for stage in loader.stages() if stage.name == "decode"]
             assert decode.num_threads == lanes
             tuner = loader._runner._tuner
-    assert (tuner._fewest, tuner.tuning.num_workers, tuner.most.num_workers) == (3, 3, 4)
+    assert (tuner._fewest, tuner.tuning.num_workers, tuner.limits.num_workers) == (3, 3, 4)
 
 
 @pytest.mark.costly
