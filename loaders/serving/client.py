@@ -275,7 +275,10 @@ class BatchClient:
             f"the process that makes the batches ended before batch {received} of this iteration"
         )
         if link is not None and link.process is not None:
-            event += f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"  # noqa: E501
+            event += (
+                f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 "
+                "for lack of memory)"
+            )
         if attempts >= _ATTEMPTS:
             raise ChildProcessError(f"{event}, {attempts} times in a row") from error
         _LOG.warning("%s; another one is started", event)

@@ -320,18 +320,14 @@ def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
     if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
         interval = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
-        return (
-            value.map(lambda part: _array(part[interval]))
-            if isinstance(value, Logits)
-            else _array(value.values[interval])
-        )
+        if isinstance(value, Logits):
+            return value.map(lambda part: _array(part[interval]))
+        return _array(value.values[interval])
     if isinstance(value, Logits):
         return value.map(lambda part: _part(part, index))
-    return (
-        {column_name: _part(column, index) for column_name, column in value.items()}
-        if isinstance(value, dict)
-        else _part(value, index)
-    )
+    if isinstance(value, dict):
+        return {column_name: _part(column, index) for column_name, column in value.items()}
+    return _part(value, index)
 
 
 def _part(value: Any, index: tuple[int, ...]) -> Any:

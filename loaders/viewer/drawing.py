@@ -197,7 +197,10 @@ def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
     mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
     (c, d) = ida_mat[1, :2]
     degrees = math.degrees(math.atan2(c if mirrored else -c, d))
-    return f"{'  mirrored' if mirrored else ''}{f'  {degrees:+.1f} deg' if abs(degrees) >= 0.5 else ''}"
+    text = "  mirrored" if mirrored else ""
+    if abs(degrees) >= 0.5:
+        text += f"  {degrees:+.1f} deg"
+    return text
 
 
 def _hide_behind(

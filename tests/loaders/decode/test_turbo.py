@@ -169,7 +169,7 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     calls = []
     resize = native.CameraJpeg.resize
     monkeypatch.setattr(
-        native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a)
+        native.CameraJpeg, "resize", lambda *a, **k: calls.append(len(a[1])) or resize(*a, **k)
     )
     errors = decoder.decode_images(*zip(*given, strict=True), list(together), interpolation)
     assert [None if error is None else str(error) for error in errors] == expected
