@@ -174,7 +174,15 @@ class Autotuner:
         if window is None:
             return None
         before = self.tuning
-        self._decide(window)
+        if self._trial is not None:
+            self._judge(self._trial, window)
+        elif self._rest:
+            self._rest -= 1
+        elif window.waiting < _HUNGRY:
+            self._next_rest = _REST_WINDOWS  # well fed: should that change, react at once
+        else:
+            self._ideas = iter(self._changes(window))
+            self._try_next(window)
         return self.tuning if self.tuning != before else None
 
     def _close_window(
@@ -201,17 +209,6 @@ class Autotuner:
             for old, new in zip(earlier, clocks, strict=True)
         }
         return _Window(batches / length_s, waiting, busy)
-
-    def _decide(self, window: _Window) -> None:
-        if self._trial is not None:
-            self._judge(self._trial, window)
-        elif self._rest:
-            self._rest -= 1
-        elif window.waiting < _HUNGRY:
-            self._next_rest = _REST_WINDOWS  # well fed: should that change, react at once
-        else:
-            self._ideas = iter(self._changes(window))
-            self._try_next(window)
 
     def _judge(self, trial: _Trial, window: _Window) -> None:
         if trial.windows > 1:  # what was in the queues came from before the change

@@ -178,11 +178,20 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     if not (dist.is_available() and dist.is_initialized()):
         return
     encoded = msgspec.json.encode(settings, order="sorted")
-    claims = _gather(
-        _Claim(
-            world.rank, world.size, _signed(xxhash.xxh3_64_intdigest(encoded)), batch_digest(batch)
-        )
+    own_claim = _Claim(
+        rank=world.rank,
+        size=world.size,
+        settings=_signed(xxhash.xxh3_64_intdigest(encoded)),
+        batch=batch_digest(batch),
     )
+    is_on_host = "cpu:" in str(dist.get_backend_config())
+    device = (
+        torch.device("cpu") if is_on_host else torch.device("cuda", torch.cuda.current_device())
+    )
+    numbers = torch.tensor(msgspec.structs.astuple(own_claim), device=device)
+    gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, numbers)
+    claims = [_Claim(*claim.tolist()) for claim in gathered]
     # Every process holds the same claims, so all of them take the same way from here on.
     if len({(claim.settings, claim.size) for claim in claims}) > 1:
         stated: list[dict[str, Any]] = [{}] * len(claims)
@@ -240,32 +249,21 @@ def _feed(digest: xxhash.xxh3_64, value: object) -> None:
     # Anything else is the user's own; its repr may hold an address, so it cannot be compared.
 
 
-def _gather(mine: _Claim) -> list[_Claim]:
-    on_host = "cpu:" in str(dist.get_backend_config())
-    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
-    numbers = torch.tensor([mine.rank, mine.size, mine.settings, mine.batch], device=device)
-    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, numbers)
-    return [_Claim(*claim.tolist()) for claim in everyone]
-
-
 def _differences(stated: list[dict[str, Any]]) -> str:
     lines = []
     for name in stated[0]:
         values: dict[str, list[int]] = {}
         for process, settings in enumerate(stated):
             values.setdefault(repr(settings.get(name)), []).append(process)
-        if len(values) > 1:
-            sides = [f"{value} on {_processes(processes)}" for value, processes in values.items()]
-            lines.append(f"{name}: {', '.join(sides)}")
+        if len(values) == 1:
+            continue
+        sides = []
+        for value, processes in values.items():
+            examples = ", ".join(map(str, processes[:4]))
+            rest = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+            sides.append(f"{value} on rank {examples}{rest}")
+        lines.append(f"{name}: {', '.join(sides)}")
     return "; ".join(lines)
-
-
-def _processes(numbers: list[int]) -> str:
-    examples = ", ".join(map(str, numbers[:4]))
-    return (
-        f"rank {examples}" if len(numbers) <= 4 else f"rank {examples} and {len(numbers) - 4} more"
-    )
 
 
 def _signed(digest: int) -> int:

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 
     Fields = Mapping[str, Any] | str | os.PathLike[str]
     """Settings as a dict of their fields, or as the path of a YAML file."""
+    DatasetPlaces = Mapping[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]]
+    """Places and storage options of datasets by their names."""
 
 DEFAULT_TRANSFORMS = Transforms()
 DEFAULT_STORAGE = StorageOptions()
@@ -159,9 +161,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     Raises:
         ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks
-            and batch do not
-        fit together; DatasetNotReadyError and other DatasetErrors: the folder is not a finished
-        dataset.
+            and batch do not fit together; DatasetNotReadyError and other DatasetErrors: the folder
+            is not a finished dataset.
 
     """
 
@@ -196,10 +197,36 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         where: Literal["process", "node"] | RemoteWorkers | None = None,
         **unknown: Never,
     ) -> None:
-        arguments = dict(locals())
-        del arguments["self"], arguments["unknown"]
         refuse_unknown(unknown)
-        options = Arguments(**arguments)
+        arguments: dict[str, Any] = {
+            "dataset": dataset,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor,
+            "pin_memory": pin_memory,
+            "collate_fn": collate_fn,
+            "order": order,
+            "split": split,
+            "mix": mix,
+            "window": window,
+            "layers": layers,
+            "transforms": transforms,
+            "transform": transform,
+            "transform_in": transform_in,
+            "batch_transform": batch_transform,
+            "storage": storage,
+            "bad_samples": bad_samples,
+            "device": device,
+            "world": world,
+            "trace": trace,
+            "check_ranks": check_ranks,
+            "ledger": ledger,
+            "where": where,
+        }
+        options = Arguments(**arguments)  # which reads dicts and files of settings
         self.batch_size = options.batch_size
         self.seed = options.seed
         self.world = resolve_world(world)
@@ -222,11 +249,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self.order = OrderSpec(seed=options.seed).resolved(shuffle=bool(options.shuffle))
         else:
             self.order = options.order.resolved(shuffle=options.shuffle)
-        points_of, *_ = [
+        points, *_ = [
             choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]
         self._schedule, self._batching = _choose_samples(
-            options, datasets=self.datasets, order=self.order, points=points_of, world=self.world
+            options, datasets=self.datasets, order=self.order, points=points, world=self.world
         )
         sources = self._schedule.sources
         self.where = self._schedule.where
@@ -237,7 +264,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._bad = BadSamples(options.bad_samples, sources, self.where, self.world.rank)
         transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(
-            options, points=points_of, sources=sources, bad=self._bad, transfer=transfer
+            options, points=points, sources=sources, bad=self._bad, transfer=transfer
         )
         self.selected = self._make.channels.channels
         self.layers = tuple(next(iter(self._schedule.layers.values()), ()))
@@ -252,20 +279,27 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._bad.note = self._ledger.replaced
         self._num_images = self._make.num_frames * len(self._make.cameras)
         tuner = self._make.tuner(options.budget, options.prefetch_factor)
-        tuning = (
-            Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
-        )
+        if tuner is None:
+            tuning = limits = Tuning(options.num_threads, options.prefetch_factor)
+        else:
+            tuning = tuner.tuning
+            limits = tuner.limits
         self.num_workers, self.prefetch_factor = tuning
-        if pinned := transfer is not None if pin_memory is None else pin_memory:
+        pinned = transfer is not None if pin_memory is None else pin_memory
+        if pinned:
             require_cuda("pin_memory=True")
-        keep = batches_in_flight(tuning if tuner is None else tuner.limits, self.batch_size)
+        keep = batches_in_flight(limits, self.batch_size)
         self._buffers = partial(self._make.buffers, keep)
         self._take = self._buffers(buffer_pool.page_locked if pinned else pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        make, parts, _ = self.__reduce__()
         self._away = serve_elsewhere(
-            make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned
+            make_loader,
+            self._recipe(),
+            tuning,
+            self._bad,
+            finishes=transfer is None,
+            pinned=pinned,
         )
         clocks_there = self._away.counts.clocks if self._away else tuple
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
@@ -416,19 +450,32 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._make.close()
         self._ledger.reached("end")
 
+    def _recipe(self) -> tuple[Arguments, DatasetPlaces]:
+        """Return what `make_loader` makes this loader again from, with its rank."""
+        arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
+        places = {
+            name: (dataset.url or dataset.root, dataset.storage_options)
+            for name, dataset in self.datasets.items()
+        }
+        return arguments, places
+
+    def _place(self) -> tuple[Cursor, Cursor, bool]:
+        return self._start, self._position, self._epoch_is_set
+
     def __reduce__(self) -> tuple[Any, Any, Any]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy
         continues as a fork does.
         """
-        datasets = {
-            name: (dataset.url or dataset.root, dataset.storage_options)
-            for name, dataset in self.datasets.items()
-        }
-        arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
-        return make_loader, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
+        return make_loader, self._recipe(), self._place()
 
     def __setstate__(self, place: tuple[Cursor, Cursor, bool]) -> None:
         self._start, self._position, self._epoch_is_set = place
+
+    def _copy(self, **changes: Any) -> DataLoader:
+        """Return a loader of these arguments, but for ``changes``, at the same position."""
+        loader = make_loader(*self._recipe(), **changes)
+        loader.__setstate__(self._place())
+        return loader
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -545,8 +592,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         the position stays.
         """
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
-        of_steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
-        scheduled = chain.from_iterable(samples for _, samples in islice(of_steps, count))
+        steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
+        scheduled = chain.from_iterable(samples for _, samples in islice(steps, count))
         self._run(walk, scheduled)
         try:
             yield from map(self._make.hand_over, self._runner.take())
@@ -623,7 +670,7 @@ def _choose_samples(
 
 def make_loader(
     arguments: Arguments,
-    datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
+    places: DatasetPlaces,
     **changes: object,
 ) -> DataLoader:
     """Return a loader of these arguments, but for ``changes``, and of datasets by their places
@@ -634,7 +681,7 @@ def make_loader(
         name: open_dataset(
             location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry
         )
-        for name, (location, options) in datasets.items()
+        for name, (location, options) in places.items()
     }
     keywords = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
     keywords["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))

@@ -78,7 +78,7 @@ def assemble(
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
     bevs = [entry.bev for entry in decoded]
-    frames = Frames.of(decoded)
+    frames = Frames.collect(decoded)
     geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
     own2global = np.array([sample.geometry.ego2global for sample in samples])
     bda_mat = np.array([bev.matrix for bev in bevs])
@@ -115,13 +115,9 @@ def assemble(
         "step": slot.step,
     }
     batch_rows = [entry.task.batch_row for entry in decoded]
-    # Of a second view the row wraps around to that of the first.
-    batch.update(
-        {
-            name: torch.from_numpy(np.take(values, batch_rows, mode="wrap"))
-            for name, values in slot.flags.items()
-        }
-    )
+    for name, values in slot.flags.items():
+        # Of a second view the row wraps around to that of the first.
+        batch[name] = torch.from_numpy(np.take(values, batch_rows, mode="wrap"))
     if decoded[0].view is not None:
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].task.source.name is not None:
@@ -134,49 +130,69 @@ def assemble(
         lidar2ego = geometry.lidar2keyego()
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
-    lacking = (
-        ["ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())]
-        if "poses" in unknown
-        else []
-    )
-    for name in (*lacking, *(_OF_CAMERAS if "calibration" in unknown else ())):
+    lacking: list[str] = []
+    if "poses" in unknown:
+        lacking.append("ego2global")
+        if frames.has_windows:
+            lacking += ["ego2key", "cam2keyego"]
+    if "calibration" in unknown:
+        lacking += _OF_CAMERAS
+    for name in lacking:
         batch.pop(name, None)
     if lidar is not None:
-        moved = zip(frames.samples, frames.repeated(bevs), strict=True)
-        batch["points"] = frames.listed(
-            [torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved]
-        )
+        sweeps = []
+        for sample, bev in zip(frames.samples, frames.repeated(bevs), strict=True):
+            points = sample.points.get(lidar.channel)
+            # A sweep that is missing is an empty one: the batch's list must keep its length.
+            if points is None:
+                sweep = np.empty((0, len(lidar.columns)), np.float32)
+            else:
+                sweep = bev.points(points, sample.geometry.lidar2keyego())
+            sweeps.append(torch.from_numpy(sweep))
+        batch["points"] = frames.listed(sweeps)
     if channels.channels:
         batch.update(channels.entries(decoded, frames))
     if "pack" in batch:
         batch.update(packed_entries(batch))
     if any(sample.boxes is not None for sample in samples):
-        batch.update(_labels([_boxes(sample) for sample in samples], bevs))
-        if box_frame == "lidar":
-            in_lidar = [_in_lidar(sample, bev) for sample, bev in zip(samples, bevs, strict=True)]
-            batch["gt_boxes_3d"], batch["gt_velocity"] = map(list, zip(*in_lidar, strict=True))
+        batch.update(_labels(samples, bevs, box_frame))
     return batch
 
 
-def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[torch.Tensor]]:
-    pairs = list(zip(boxes, bevs, strict=True))
-    return {
-        "gt_boxes_3d": [torch.from_numpy(bev.boxes3d(b.boxes3d)) for b, bev in pairs],
-        "gt_labels_3d": [torch.from_numpy(b.label.astype(np.int64)) for b in boxes],
-        "gt_velocity": [torch.from_numpy(bev.vectors(b.velocity)) for b, bev in pairs],
-        "gt_valid": [torch.from_numpy(b.valid.astype(bool)) for b in boxes],
-        "instance_id": [torch.from_numpy(b.instance_id.copy()) for b in boxes],
+def _labels(
+    samples: Sequence[Sample], bevs: Sequence[BevMap], box_frame: BoxFrame
+) -> dict[str, list[torch.Tensor]]:
+    entries: dict[str, list[torch.Tensor]] = {
+        "gt_boxes_3d": [],
+        "gt_labels_3d": [],
+        "gt_velocity": [],
+        "gt_valid": [],
+        "instance_id": [],
     }
+    for sample, bev in zip(samples, bevs, strict=True):
+        boxes = sample.boxes
+        if boxes is None:
+            raise SchemaError("the sample has no boxes, others of its batch have", key=sample.key)
+        if box_frame == "lidar":
+            boxes3d, velocity = _in_lidar(boxes, sample.geometry, bev)
+        else:
+            boxes3d = torch.from_numpy(bev.boxes3d(boxes.boxes3d))
+            velocity = torch.from_numpy(bev.vectors(boxes.velocity))
+        entries["gt_boxes_3d"].append(boxes3d)
+        entries["gt_labels_3d"].append(torch.from_numpy(boxes.label.astype(np.int64)))
+        entries["gt_velocity"].append(velocity)
+        entries["gt_valid"].append(torch.from_numpy(boxes.valid.astype(bool)))
+        entries["instance_id"].append(torch.from_numpy(boxes.instance_id.copy()))
+    return entries
 
 
-def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_lidar(boxes: Boxes, geometry: Geometry, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
     """Return boxes and velocities of a sample, as augmented, in the first lidar's frame.
 
     The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the
     yaw.
     """
-    boxes = _boxes(sample)
-    ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
+    ego2lidar = invert_rigid(geometry.lidar2keyego())
     moved = ego2lidar @ bev.matrix
     boxes3d = boxes.boxes3d.astype(np.float64)
     heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T
@@ -185,20 +201,6 @@ def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
     moved_boxes = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
     velocity = boxes.velocity.astype(np.float64) @ moved[:3, :3].T
     return _float32(moved_boxes), _float32(velocity)
-
-
-def _boxes(sample: Sample) -> Boxes:
-    if sample.boxes is None:
-        raise SchemaError("the sample has no boxes, others of its batch have", key=sample.key)
-    return sample.boxes
-
-
-def _sweep(sample: Sample, bev: BevMap, lidar: LidarEntry) -> NDArray[np.float32]:
-    points = sample.points.get(lidar.channel)
-    # A sweep that is missing is an empty one: the batch's list must keep its length.
-    if points is None:
-        return np.empty((0, len(lidar.columns)), np.float32)
-    return bev.points(points, sample.geometry.lidar2keyego())
 
 
 def _tensor(values: Sequence[int]) -> torch.Tensor:

@@ -296,7 +296,9 @@ class SelectedChannels(NamedTuple):
             channel = stored if timed is None else timed.channel
             axes = frames
             if timed is None:
-                values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+                values = [
+                    frame_values[channel.name] for entry in decoded for frame_values in entry.extra
+                ]
             else:
                 values = [value for entry in decoded for value in entry.timed[channel.name]]
                 axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.batch.samples import keep
 from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.records import Fetched, Parsed, Source, Task
+from fuelrail.loaders.records import Fetched, Parsed, Task
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NUM_KEPT = 8
 class LeftOut(NamedTuple):
     """The parts that a loader leaves out.
 
-    ``kept`` holds the stored samples of each source that replace all reads, ``new_images`` takes
+    ``spans`` holds the stored samples of each source that replace all reads, ``new_images`` takes
     memory for images where that is the decoder's.
     """
 
@@ -92,19 +92,15 @@ def leave_out(
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
         return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
-    spans = {
-        source.base: _read_some(source, schedule.identity.split) for source in schedule.sources
-    }
+    spans: dict[int, list[FetchedSpan]] = {}
+    for source in schedule.sources:
+        entry = source.dataset.split(schedule.identity.split)
+        end = entry.first_sample + entry.num_samples
+        stride = max(1, entry.num_samples // _NUM_KEPT)  # neighbours may be of one clip
+        rows = range(entry.first_sample, end, stride)[:_NUM_KEPT]
+        fetched = [source.reader.fetch(row) for row in rows]
+        spans[source.base] = [sample._replace(span=sample.span.copied()) for sample in fetched]
     return LeftOut(frozenset(parts), spans, new_images), schedule._replace(reads=False), pipeline
-
-
-def _read_some(source: Source, split: str) -> list[FetchedSpan]:
-    """Read some samples of all shards: neighbours may be of one clip."""
-    entry = source.dataset.split(split)
-    stride = max(1, entry.num_samples // _NUM_KEPT)
-    rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
-    spans = [source.reader.fetch(row) for row in rows]
-    return [fetched._replace(span=fetched.span.copied()) for fetched in spans]
 
 
 class _Remembered:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -328,7 +329,9 @@ def make_batch_pipeline(
 
 def _all_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
     """Return the views of parsed or transformed samples: all first ones, then all second ones."""
-    return [view for of_all in zip(*(item.views for item in items), strict=True) for view in of_all]
+    return [
+        view for view_set in zip(*(item.views for item in items), strict=True) for view in view_set
+    ]
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
@@ -407,19 +410,17 @@ class BatchDecode:
         """
         errors: dict[int, tuple[int, ImageError]] = {}
         for cameras, images in parts:
-            names = [
-                (number, frame, camera)
-                for number, parsed in enumerate(samples)
-                for frame in range(len(parsed.samples))
-                for camera in (range(len(self._cameras)) if cameras is None else cameras)
-            ]
+            camera_numbers = range(len(self._cameras)) if cameras is None else cameras
+            places: list[tuple[int, int, int]] = []
+            for number, parsed in enumerate(samples):
+                places += product((number,), range(len(parsed.samples)), camera_numbers)
             encoded = [
-                samples[n].samples[frame].images.get(self._cameras[camera])
-                for n, frame, camera in names
+                samples[number].samples[frame].images.get(self._cameras[camera])
+                for number, frame, camera in places
             ]
-            maps = [samples[number].maps[frame][camera] for number, frame, camera in names]
+            maps = [samples[number].maps[frame][camera] for number, frame, camera in places]
             for (number, frame, camera), error in zip(
-                names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
+                places, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
             ):
                 if error is not None and number not in errors:
                     key = samples[number].samples[frame].key

@@ -171,7 +171,17 @@ class FixedBuffers:
                 f"static batches must have the same entries, and these come and go: {unlike}"
             )
         for name, tensor in tensors.items():
-            _check_like(".".join(name), tensor, first.get(name, tensor))
+            expected = first.get(name, tensor)
+            if (
+                tensor.shape != expected.shape
+                or tensor.dtype != expected.dtype
+                or tensor.stride() != expected.stride()
+            ):
+                raise ConfigError(
+                    f"static batches need fixed shapes, and {'.'.join(name)!r} is {tensor.dtype} "
+                    f"{list(tensor.shape)} where it was {expected.dtype} "
+                    f"{list(expected.shape)}: pad it in transform or collate_fn"
+                )
         home = None if arena is None else arena.untyped_storage().data_ptr()
         if arena is not None and self._arenas[set_number] is None:
             self._arenas[set_number] = torch.empty_like(arena)
@@ -180,12 +190,13 @@ class FixedBuffers:
             set_arena.copy_(arena)
         for name, tensor in tensors.items():
             is_packed = tensor.untyped_storage().data_ptr() == home
-            if name not in buffers:
-                buffers[name] = (
-                    _in_arena(tensor, set_arena)
-                    if is_packed and set_arena is not None
-                    else torch.empty_like(tensor)
+            if name not in buffers and is_packed and set_arena is not None:
+                # The view of this set's arena that the tensor is of its own.
+                buffers[name] = set_arena.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
                 )
+            elif name not in buffers:
+                buffers[name] = torch.empty_like(tensor)
             if not is_packed:
                 buffers[name].copy_(tensor)
         entries: dict[str, Any] = {
@@ -200,23 +211,3 @@ class FixedBuffers:
                     value._replace(**parts) if isinstance(value, Logits | Packed) else parts
                 )
         return {**batch, **entries}
-
-
-def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    if (
-        tensor.shape != first.shape
-        or tensor.dtype != first.dtype
-        or tensor.stride() != first.stride()
-    ):
-        raise ConfigError(
-            f"static batches need fixed shapes, and {name!r} is {tensor.dtype} "
-            f"{list(tensor.shape)} where it was {first.dtype} {list(first.shape)}: pad it "
-            "in transform or collate_fn"
-        )
-
-
-def _in_arena(tensor: torch.Tensor, arena: torch.Tensor) -> torch.Tensor:
-    """Return the view of another arena that this tensor is of its own."""
-    return arena.view(tensor.dtype).as_strided(
-        tensor.shape, tensor.stride(), tensor.storage_offset()
-    )

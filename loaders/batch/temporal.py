@@ -53,7 +53,7 @@ class Frames(NamedTuple):
     """(B, T) with windows, (B,) without."""
 
     @classmethod
-    def of(cls, decoded: Sequence[Parsed]) -> Self:
+    def collect(cls, decoded: Sequence[Parsed]) -> Self:
         """Collect the frames of some samples, of which all or none have windows."""
         samples = [sample for entry in decoded for sample in entry.samples]
         maps = [maps for entry in decoded for maps in entry.maps]

@@ -10,7 +10,7 @@ a batch has zeros, and ``{name}_valid`` False.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -99,15 +99,19 @@ def resampled(
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
     pairs = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
     return [
-        _between(values[a], values[b], of_later) if exists else None
-        for a, b, of_later, exists in pairs
+        _between(values[earlier], values[later], weight) if exists else None
+        for earlier, later, weight, exists in pairs
     ]
 
 
 def _between(low: Any, high: Any, share: float) -> Any:
     """Return ``low`` (1 - share) + ``high`` share; None where one that counts is missing."""
-    if share in (0, 1) or low is None or high is None:
-        return high if share == 1 else low if share == 0 else None
+    if share == 0:
+        return low
+    if share == 1:
+        return high
+    if low is None or high is None:
+        return None
     value = np.asarray(low, np.float64) * (1 - share) + np.asarray(high, np.float64) * share
     return np.asarray(value, np.asarray(low).dtype)
 
@@ -144,11 +148,11 @@ class TimedChannels(NamedTuple):
             return values
         motion = Motion({}, bev, {})
         moved = {}
-        for name, of_channel in values.items():
+        for name, channel_values in values.items():
             channel = self.by_name[name].channel
             move = LAWS[channel.law.name].move
             moved[name] = [
-                None if value is None else move(value, channel, motion) for value in of_channel
+                None if value is None else move(value, channel, motion) for value in channel_values
             ]
         return moved
 
@@ -195,20 +199,16 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
                 f"window: '{name}' (kind {channel.kind}, {channel.dtype or 'no numbers'}, "
                 f"law {channel.law.name}) has nothing between two values: use 'nearest' or 'hold'"
             )
-        usual = (
-            "linear"
-            if is_linear
-            else "nearest"
-            if law.moves or channel.kind in _NEAREST
-            else "hold"
-        )
-        offsets = np.array(settings.offsets_ns, np.int64)
-        how = cast("Interpolation", settings.interpolation or usual)
+        usual: Interpolation = "hold"
+        if is_linear:
+            usual = "linear"
+        elif law.moves or channel.kind in _NEAREST:
+            usual = "nearest"
         timed[name] = TimedChannel(
             channel=channel,
             is_series=channel is not stored,
-            offsets_ns=offsets,
-            interpolation=how,
+            offsets_ns=np.array(settings.offsets_ns, np.int64),
+            interpolation=settings.interpolation or usual,
             reach_ns=settings.reach_ns,
         )
     return TimedChannels(num_frames, timed)

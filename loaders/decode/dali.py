@@ -57,13 +57,15 @@ from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 try:
     from nvidia.dali import Pipeline, backend, fn, types
 except ImportError as error:
-    found = dali_install.installed_dali()
-    if found is None:
+    installed = dali_install.installed_dali()
+    if installed is None:
         raise ConfigError(
             f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}"
         ) from error
-    problem = found.problem or f"{found.package} is installed without a package that it imports"
-    raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
+    problem = (
+        installed.problem or f"{installed.package} is installed without a package that it imports"
+    )
+    raise ConfigError(f"decoder='dali': {problem} ({error}); {installed.advice}") from error
 
 from collections.abc import Sequence
 
@@ -290,15 +292,19 @@ class DaliDecoder:
                 prepared.errors[index] = prepared.errors[earlier]
             else:
                 out[index] = out[earlier]
-        self._note_refused([index for index in refused if index not in prepared.errors])
+        # Only libjpeg-turbo could decode these: if they are many, the GPU decodes nothing.
+        num_refused = sum(index not in prepared.errors for index in refused)
+        if num_refused and self.num_refused == 0:  # said once
+            _LOG.warning(
+                "DALI fails on images that libjpeg-turbo decodes; those are left to it: %s",
+                dali_install.short(self._reason),
+            )
+        self.num_refused += num_refused
         if self._check_every:
             self._local.state.wait()
-            good = [
-                view.place
-                for job in prepared.jobs
-                for view in job.views
-                if view.place not in refused
-            ]
+            good = []
+            for job in prepared.jobs:
+                good += [view.place for view in job.views if view.place not in refused]
             self._compare_some(
                 good, encoded=encoded, image_maps=image_maps, out=out, interpolation=interpolation
             )
@@ -342,17 +348,6 @@ class DaliDecoder:
                     f"{dali_install.installed_dali()}"
                 )
 
-    def _note_refused(self, places: Sequence[int]) -> None:
-        """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes
-        nothing. Said once.
-        """
-        if places and self.num_refused == 0:
-            reason = dali_install.short(self._reason)
-            _LOG.warning(
-                "DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", reason
-            )
-        self.num_refused += len(places)
-
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
         if interpolation not in INTERPOLATIONS:
             raise ConfigError(
@@ -387,7 +382,7 @@ class DaliDecoder:
             return []
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
-            self._run_known_good(Key.of(jobs, out, interpolation), 1)
+            self._run_known_good(Key.from_jobs(jobs, out, interpolation), 1)
             return [view.place for view in jobs[0].views]
         half = len(jobs) // 2
         first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
@@ -395,7 +390,7 @@ class DaliDecoder:
 
     def _run(self, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> bool:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
-        key = Key.of(jobs, out, interpolation)
+        key = Key.from_jobs(jobs, out, interpolation)
         try:
             outputs = self._run_pipeline(key, jobs)
         except RuntimeError as error:

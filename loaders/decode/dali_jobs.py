@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import weakref
 
     from fuelrail.loaders.decode.native import CameraJpeg
-    from fuelrail.loaders.decode.splice import SplicedRows
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -71,14 +70,14 @@ class Key(NamedTuple):
     num_views: int = 1
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
+    def from_jobs(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
         return cls(
-            interpolation,
-            jobs[0].is_aligned,
-            int(out.shape[3]),
-            int(out.shape[2]),
-            len(jobs[0].views),
+            interpolation=interpolation,
+            is_aligned=jobs[0].is_aligned,
+            width=int(out.shape[3]),
+            height=int(out.shape[2]),
+            num_views=len(jobs[0].views),
         )
 
 
@@ -152,18 +151,16 @@ def prepare(
         rows = min(window[0] for window in windows), max(window[2] for window in windows)
         rows_wanted.append(RowsWanted(prepared.jobs[number].encoded, info, *rows))
     for number, spliced in zip(cuttable, splice_batch(rows_wanted, scratch, native), strict=True):
-        if spliced is not None:
-            first, *more_views = (_of_rows(view, spliced) for view in prepared.jobs[number].views)
-            prepared.jobs[number] = first._replace(second=more_views[0] if more_views else None)
+        if spliced is None:
+            continue
+        views = []
+        for view in prepared.jobs[number].views:
+            top, left, bottom, right = view.window
+            window = (top - spliced.top, left, bottom - spliced.top, right)
+            views.append(view._replace(encoded=spliced.encoded, window=window))
+        first, *more_views = views
+        prepared.jobs[number] = first._replace(second=more_views[0] if more_views else None)
     return prepared
-
-
-def _of_rows(job: Job, spliced: SplicedRows) -> Job:
-    """Return the job for some rows of its image."""
-    top, left, bottom, right = job.window
-    return job._replace(
-        encoded=spliced.encoded, window=(top - spliced.top, left, bottom - spliced.top, right)
-    )
 
 
 def lens_views(

@@ -72,7 +72,7 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     coefficients = np.array(lens.coefficients)
     if lens.kind == "fisheye":
         choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
-        chosen = choose(camera, coefficients, wh, np.eye(3), None, alpha)
+        chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
     else:
         chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
     return tuple(tuple(row) for row in chosen.tolist())
@@ -172,7 +172,8 @@ def sampling(
     width) of the output; shared, not to be written to.
     """
     x, y = source_places(_centre_matrix(image_map), lens, image_map.out_wh)
-    (width, height), (sx, sy) = image_map.source_wh, scale
+    width, height = image_map.source_wh
+    sx, sy = scale
     if top:
         y -= top
     for places, factor in ((x, sx), (y, sy)):
@@ -249,6 +250,7 @@ class Undistort(Settings, frozen=True):
                     lens, rectified=rectified_camera(lens, maps[row].source_wh, self.alpha)
                 )
             bent[row] = dataclasses.replace(maps[row], lens=lens)
-            intrinsics[row], dist[row] = lens.rectified, np.nan
+            intrinsics[row] = lens.rectified
+            dist[row] = np.nan
         geometry = dataclasses.replace(geometry, intrinsics=intrinsics, dist=dist)
         return dataclasses.replace(sample, geometry=geometry), bent

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch
-from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChange
+from fuelrail.pipeline.transforms.pixels import NO_CHANGE, PixelChange
 
 _scratch = Scratch()
 
@@ -32,8 +32,14 @@ def change_pixels(
         _distort(planes, change)
     if change.order != (0, 1, 2):
         planes[:] = planes[list(change.order)]
-    if change.holes is not None:
-        _mask(planes, change.holes, fill)
+    holes = change.holes
+    if holes is not None:
+        _, height, width = planes.shape
+        rows = (np.arange(height) - holes.top_px) % holes.spacing_px >= holes.bar_px
+        columns = (np.arange(width) - holes.left_px) % holes.spacing_px >= holes.bar_px
+        mask = rows[:, None] & columns
+        for plane, level in zip(planes, fill, strict=True):
+            plane[mask] = level
 
 
 def _distort(planes: NDArray[np.uint8], change: PixelChange) -> None:
@@ -62,12 +68,3 @@ def _distort(planes: NDArray[np.uint8], change: PixelChange) -> None:
     np.clip(image, 0.0, 255.0, out=image)
     np.copyto(merged, image, casting="unsafe")
     cv2.split(merged, list(planes))
-
-
-def _mask(planes: NDArray[np.uint8], holes: GridHoles, fill: tuple[int, int, int]) -> None:
-    _, height, width = planes.shape
-    rows = (np.arange(height) - holes.top_px) % holes.spacing_px >= holes.bar_px
-    columns = (np.arange(width) - holes.left_px) % holes.spacing_px >= holes.bar_px
-    hole = rows[:, None] & columns
-    for plane, level in zip(planes, fill, strict=True):
-        plane[hole] = level

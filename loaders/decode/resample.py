@@ -36,7 +36,7 @@ class Span(NamedTuple):
     first_needed: int
 
     @property
-    def needed(self) -> tuple[int, int]:
+    def source_lines(self) -> tuple[int, int]:
         """The source lines from which kept lines are made."""
         return self.first_needed, self.stop
 
@@ -53,6 +53,8 @@ class ResizeGrid(NamedTuple):
     flip: int | None
 
 
+_FLIP_CODES = {(False, False): None, (False, True): 0, (True, False): 1, (True, True): -1}
+"""OpenCV's codes by whether an image is mirrored left-right, and top-bottom."""
 _NOTHING = Span(start=0, stop=0, num_lines=0, skip=0, first_needed=0)
 
 
@@ -65,7 +67,8 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     """
     if not image_map.is_axis_aligned or image_map.max_scale <= 0.5:
         return None
-    (flip_x, flip_y), (out_width, out_height) = image_map.flips, image_map.out_wh
+    flip_x, flip_y = image_map.flips
+    out_width, out_height = image_map.out_wh
     a, _, tx, _, d, ty = image_map.coefficients
     covered = image_map.covered_output()
     x0, y0, x1, y1 = covered
@@ -74,9 +77,13 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
             covered=covered, columns=_NOTHING, rows=_NOTHING, scale=(1.0, 1.0), flip=None
         )
     if flip_x:
-        a, tx, x0, x1 = -a, out_width - tx, out_width - x1, out_width - x0
+        a = -a
+        tx = out_width - tx
+        x0, x1 = out_width - x1, out_width - x0
     if flip_y:
-        d, ty, y0, y1 = -d, out_height - ty, out_height - y1, out_height - y0
+        d = -d
+        ty = out_height - ty
+        y0, y1 = out_height - y1, out_height - y0
     reach = REACH[interpolation]
     columns = _aligned_span(
         a, offset=tx, first=x0, last=x1, size=image_map.source_wh[0], reach=reach
@@ -90,8 +97,13 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     )
     if same_size and (a, d) != (1.0, 1.0):
         return None  # OpenCV copies where the rounded size is the same, for any factors
-    flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
-    return ResizeGrid(covered=covered, columns=columns, rows=rows, scale=(a, d), flip=flip)
+    return ResizeGrid(
+        covered=covered,
+        columns=columns,
+        rows=rows,
+        scale=(a, d),
+        flip=_FLIP_CODES[flip_x, flip_y],
+    )
 
 
 def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:

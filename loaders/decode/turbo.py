@@ -92,8 +92,12 @@ class TurboDecoder:
 
     def __init__(self, *, native: bool | CameraJpeg = True) -> None:
         self._scratch = Scratch()
-        loaded = (load_native() if native else "") if isinstance(native, bool) else native
-        self._native: CameraJpeg | None = None if isinstance(loaded, str) else loaded
+        library: CameraJpeg | str = ""
+        if not isinstance(native, bool):
+            library = native
+        elif native:
+            library = load_native()
+        self._native: CameraJpeg | None = None if isinstance(library, str) else library
         _hold_opencv_threads()
         weakref.finalize(self, _release_opencv_threads).atexit = False
 
@@ -171,7 +175,7 @@ class TurboDecoder:
         grid = resize_grid(image_map, interpolation)
         rows = _rows(image_map, grid, interpolation)
         image = (
-            native.picture(encoded, info, factor, rows, self._scratch)
+            native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
             if native is not None
             else None
         )
@@ -235,7 +239,7 @@ class TurboDecoder:
         rows = min(first for first, _ in rows_of_views), max(last for _, last in rows_of_views)
         image = None
         if self._native is not None and self._native.takes(info, factor):
-            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
         if image is None and info.format == "jpeg":
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
@@ -305,7 +309,7 @@ class TurboDecoder:
         first = min(view.rows[0] for view in views)
         if self._native is not None and self._native.takes(info, factor):
             rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
-            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
         top = 0
         parts = ((0, info.height),) * len(views)
         if image is None and info.format == "jpeg":
@@ -353,7 +357,12 @@ class TurboDecoder:
         picture = self._scratch.take("resized", height, width, image.shape[2])
         try:
             cv2.remap(
-                image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE
+                image,
+                places.x,
+                places.y,
+                _FILTERS[interpolation],
+                dst=picture,
+                borderMode=cv2.BORDER_REPLICATE,
             )
         except cv2.error as error:
             stored_wh = image_map.source_wh
@@ -379,7 +388,12 @@ class TurboDecoder:
                 "resized", rows.num_lines, columns.num_lines, image.shape[2]
             )
             resized = cv2.resize(
-                region, None, resized, grid.scale[0], grid.scale[1], _FILTERS[interpolation]
+                region,
+                None,
+                dst=resized,
+                fx=grid.scale[0],
+                fy=grid.scale[1],
+                interpolation=_FILTERS[interpolation],
             )
             skip_x = columns.skip
             skip_y = rows.skip
@@ -412,9 +426,9 @@ class TurboDecoder:
             image[top:bottom, left:right],
             to_region,
             (width, height),
-            self._scratch.take("resized", height, width, image.shape[2]),
-            _FILTERS[interpolation] | cv2.WARP_INVERSE_MAP,
-            cv2.BORDER_REPLICATE,
+            dst=self._scratch.take("resized", height, width, image.shape[2]),
+            flags=_FILTERS[interpolation] | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REPLICATE,
         )
         self._split(warped, out)
         black_out_unseen(image_map, out)
@@ -432,7 +446,7 @@ class TurboDecoder:
 def _rows(image_map: ImageMap, grid: ResizeGrid | None, interpolation: str) -> tuple[int, int]:
     """Return the rows [first, last) of the decoded picture that sampling reads."""
     if grid is not None:
-        return grid.rows.needed
+        return grid.rows.source_lines
     if interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
         return bilinear_rows(image_map)
     _, first, _, last = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))
@@ -480,7 +494,9 @@ def _average_blocks(image: Picture, factor: int) -> Picture:
     pad_y = -image.shape[0] % factor
     pad_x = -image.shape[1] % factor
     if pad_y or pad_x:
-        image = cv2.copyMakeBorder(image, 0, pad_y, 0, pad_x, cv2.BORDER_REPLICATE)
+        image = cv2.copyMakeBorder(
+            image, top=0, bottom=pad_y, left=0, right=pad_x, borderType=cv2.BORDER_REPLICATE
+        )
     return cv2.resize(
         image, (image.shape[1] // factor, image.shape[0] // factor), interpolation=cv2.INTER_AREA
     )

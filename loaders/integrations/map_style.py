@@ -54,11 +54,11 @@ class MapView(TorchDataset[Any]):
         names = (select,) if isinstance(select, str) else tuple(select or ())
         if select is None:
             names = selectable.default([])
-        of_read = {name.partition(".")[0] for name in dataset.index.names}
-        channels, attributes = selectable.split([one for one in names if one not in of_read])
+        index_names = {name.partition(".")[0] for name in dataset.index.names}
+        channels, attributes = selectable.split([name for name in names if name not in index_names])
         self._channels = None
         if select is not None:
-            self._channels = (*(name for name in names if name in of_read), *channels)
+            self._channels = (*(name for name in names if name in index_names), *channels)
         table = dataset.table if attributes else None
         self._attributes = {} if table is None else {name: table[name] for name in attributes}
         self._dataset = dataset

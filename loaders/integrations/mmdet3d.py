@@ -73,7 +73,8 @@ def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
             "matrix; leave translate_std_m out of BevAugment"
         )
     rotations = torch.zeros_like(ida[..., :3, :3])
-    rotations[..., :2, :2], rotations[..., 2, 2] = ida[..., :2, :2], 1.0
+    rotations[..., :2, :2] = ida[..., :2, :2]
+    rotations[..., 2, 2] = 1.0
     translations = torch.zeros_like(ida[..., :3, 2])
     translations[..., :2] = ida[..., :2, 2]
     poses = (
@@ -189,7 +190,8 @@ def _facts(batch: Mapping[str, Any], row: int, box_frame: BoxFrame) -> dict[str,
     cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
     lidar2img = batch[f"{box_frame}2img"][row].cpu()
     moved = batch["ida_mat"][row].cpu().clone()
-    moved[:, :2, 3], moved[:, :2, 2] = moved[:, :2, 2], 0.0  # there it acts on (u, v, 0, 1)
+    moved[:, :2, 3] = moved[:, :2, 2]  # there it acts on (u, v, 0, 1)
+    moved[:, :2, 2] = 0.0
     return {
         "sample_idx": batch["sample_key"][row],
         "img_shape": (height, width),

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
 
 
+_BLUE = np.array([60, 90, 200])
+_YELLOW = np.array([250, 220, 60])
+"""Colours of points on the ground and three metres above it."""
+
+
 class RecordOptions(Settings, frozen=True, kw_only=True):
     """Options of ``fuelrail view`` for a recording."""
 
@@ -120,7 +125,7 @@ def _log_sample(
 ) -> tuple[int, int, int]:
     """Log images, boxes and points of one sample, in ego; return the number of each."""
     geometry = sample.geometry
-    cam2keyego = sample.geometry.cam2keyego()
+    cam2keyego = geometry.cam2keyego()
     for number, channel in enumerate(cameras):
         place = f"world/ego/{channel}"
         if channel not in sample.images:
@@ -151,25 +156,12 @@ def _log_sample(
                 class_ids=np.maximum(boxes.label, 0),
             ),
         )
-    points = _points_in_ego(sample)
-    recording.log("world/ego/lidar", rr.Points3D(points, colors=_by_height(points), radii=0.03))
-    return len(sample.images), 0 if boxes is None else len(boxes.boxes3d), len(points)
-
-
-def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
-    """Return the points of the first lidar, [P, 3] in ego at the sample's time; none where there
-    is no lidar.
-    """
-    if not sample.points:
-        return np.zeros((0, 3))
-    lidar2ego = sample.geometry.lidar2ego[0]
-    points = next(iter(sample.points.values()))[:, :3].astype(np.float64)
-    return np.asarray(points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3])
-
-
-def _by_height(points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """Return colours [P, 3] from blue on the ground to yellow three metres above it."""
+    points = np.zeros((0, 3))
+    if sample.points:
+        lidar2ego = geometry.lidar2ego[0]
+        sweep = next(iter(sample.points.values()))[:, :3].astype(np.float64)
+        points = sweep @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
     share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
-    return np.asarray([60, 90, 200] + share * (np.array([250, 220, 60]) - [60, 90, 200])).astype(
-        np.uint8
-    )
+    colours = (_BLUE + share * (_YELLOW - _BLUE)).astype(np.uint8)
+    recording.log("world/ego/lidar", rr.Points3D(points, colors=colours, radii=0.03))
+    return len(sample.images), 0 if boxes is None else len(boxes.boxes3d), len(points)

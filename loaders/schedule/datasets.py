@@ -107,7 +107,7 @@ def check_compatible(
             (*chosen[dataset_name].channels, *chosen[dataset_name].attributes.channels)
             for dataset_name in (first, name)
         ]
-        first_names, second_names = ({channel.name for channel in of_one} for of_one in entries)
+        first_names, second_names = ({channel.name for channel in side} for side in entries)
         if lacking := sorted(first_names ^ second_names):
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the "
@@ -260,13 +260,11 @@ def image_facts(sources: Sequence[Source]) -> ImageFacts:
     """Return sizes from the manifests, and how the images of a few samples, spread over the
     datasets, are coded.
     """
-    sizes = [
-        size
-        for source in sources
-        for camera in source.dataset.manifest.cameras
-        if camera.channel in source.reader.cameras
-        for size in camera.sizes
-    ]
+    sizes: list[tuple[int, int]] = []
+    for source in sources:
+        for camera in source.dataset.manifest.cameras:
+            if camera.channel in source.reader.cameras:
+                sizes += camera.sizes
     is_baseline = []
     for source in sources:
         num_samples = len(source.dataset.index)
@@ -282,5 +280,9 @@ def image_facts(sources: Sequence[Source]) -> ImageFacts:
                 continue  # a bad sample is handled when its turn comes
     share = sum(is_baseline) / len(is_baseline) if is_baseline else 1.0
     return ImageFacts(
-        (max((w for w, _ in sizes), default=0), max((h for _, h in sizes), default=0)), share
+        (
+            max((width for width, _ in sizes), default=0),
+            max((height for _, height in sizes), default=0),
+        ),
+        share,
     )

@@ -163,9 +163,9 @@ def check_epoch(layers: Layers, epoch: int) -> None:
 
 
 def _view_layers(layers: Layers) -> Sequence[Layer]:
-    return [
-        layer
-        for of_one in layers.values()
-        for layer in of_one
-        if layer.manifest.view.kind == "per_view"
-    ]
+    view_layers: list[Layer] = []
+    for layers_of_dataset in layers.values():
+        view_layers += [
+            layer for layer in layers_of_dataset if layer.manifest.view.kind == "per_view"
+        ]
+    return view_layers

@@ -93,10 +93,8 @@ class PositionIndex:
                 rows[mask] = samples[mask][:, None] + part.first_row
             else:
                 window_samples = part.window(samples[mask])
-                rows[mask], present[mask] = (
-                    window_samples.samples + part.first_row,
-                    window_samples.present,
-                )
+                rows[mask] = window_samples.samples + part.first_row
+                present[mask] = window_samples.present
         return Places(parts=parts, rows=rows, present=present, valid=valid, flags=flags)
 
     def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, NDArray[np.bool_]]:

@@ -61,7 +61,12 @@ def prefetch(
                 bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]] = []
                 lengths: list[int] = []
                 broken: tuple[Scheduled, FuelrailError] | None = None
-                size = MAX_SAMPLES if filled else EARLY_BUNDLE if window else FIRST_BUNDLE
+                if filled:
+                    size = MAX_SAMPLES
+                elif window:
+                    size = EARLY_BUNDLE
+                else:
+                    size = FIRST_BUNDLE
                 while (
                     waiting < max_bytes
                     and len(window) + len(bundle) < MAX_SAMPLES

@@ -40,9 +40,11 @@ class Selectable:
         self._dataset = dataset
         self._layers = layers
         manifest = dataset.manifest
-        lidars = [one for one in manifest.channels if one.sensor == LIDAR]
-        joined = [one for layer in layers for one in layer.channels]
-        self.channels = {one.name: one for one in (*manifest.extra_channels, *lidars, *joined)}
+        lidars = [channel for channel in manifest.channels if channel.sensor == LIDAR]
+        joined = [channel for layer in layers for channel in layer.channels]
+        self.channels = {
+            channel.name: channel for channel in (*manifest.extra_channels, *lidars, *joined)
+        }
         """The entries of channels by name, as a loader sees them."""
 
     @cached_property
@@ -65,7 +67,7 @@ class Selectable:
                 if name in self.attributes if channel is None else KINDS.find(channel.kind):
                     labels.append(name)
         joined = [channel for layer in self._layers for channel in layer.channels]
-        return (*labels, *(one.name for one in joined if lies_on(one, cameras)))
+        return (*labels, *(channel.name for channel in joined if lies_on(channel, cameras)))
 
     def split(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return which of the selected names are channels, and which attributes.
@@ -74,9 +76,11 @@ class Selectable:
         """
         channels: list[str] = []
         attributes: list[str] = []
-        table = {one.name for one in self._dataset.manifest.channels} | self.channels.keys()
+        channel_names = {
+            channel.name for channel in self._dataset.manifest.channels
+        } | self.channels.keys()
         for name in dict.fromkeys(names):
-            if name in table:
+            if name in channel_names:
                 channels.append(name)
             elif name in self.attributes or name in INDEXED:
                 attributes.append(name)

@@ -144,7 +144,16 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         state = msgspec.convert(plain, LoaderState)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
-    _check_numbers(state)
+    if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
+        raise StateMismatchError(
+            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both "
+            "must be 0 or more, and below 2**62"
+        )
+    if not 1 <= state.global_batch_size < _MAX_NUMBER:
+        raise StateMismatchError(
+            f"loader state has global_batch_size {state.global_batch_size}; it must be 1 or "
+            "more, and below 2**62"
+        )
     theirs = _so_far(state.identity, state)
     ours = _so_far(expected, state)
     differing = [
@@ -214,19 +223,6 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
     return msgspec.structs.replace(identity, order=order, layers=layers or None)
 
 
-def _check_numbers(state: LoaderState) -> None:
-    if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
-        raise StateMismatchError(
-            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both "
-            "must be 0 or more, and below 2**62"
-        )
-    if not 1 <= state.global_batch_size < _MAX_NUMBER:
-        raise StateMismatchError(
-            f"loader state has global_batch_size {state.global_batch_size}; it must be 1 or "
-            "more, and below 2**62"
-        )
-
-
 def settings_that_differ(
     first: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
 ) -> str:
@@ -235,12 +231,16 @@ def settings_that_differ(
     """
     if first is None:
         return f"settings: {whose} names none"
-    left = _flat(first)
-    right = _flat(current)
-    names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
+    earlier = _flat(first)
+    present = _flat(current)
+    names = [
+        name
+        for name in {**earlier, **present}
+        if earlier.get(name, _NONE) != present.get(name, _NONE)
+    ]
     names_shown = [name for name in names if name != "digest"] or names
     return "; ".join(
-        f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}"
+        f"{name}: {whose} has {earlier.get(name, _NONE)}, loader has {present.get(name, _NONE)}"
         for name in names_shown
     )
 

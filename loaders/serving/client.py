@@ -26,8 +26,8 @@ from fuelrail.loaders.serving.server import (
     Block,
     Failed,
     Forget,
-    Made,
     Received,
+    ServedBatch,
     Setup,
     Start,
     Stop,
@@ -221,12 +221,15 @@ class BatchClient:
         received = attempts = 0
         while not is_stopped.is_set():
             try:
-                link = self._linked()
+                link = self._link
+                # A fork cannot talk to its parent's process.
+                if link is None or link.pid != os.getpid():
+                    link = _Link(self._connect, self._setup, pinned=self._pinned)
+                    self._link = link
                 link.send(Start(self._iterations, walk.start, received))
                 for message in self._messages(link, is_stopped):
-                    if (
-                        message.number < received
-                    ):  # made for a rank that shares the batch and had not received it
+                    if message.number < received:
+                        # Made for a rank that shares the batch and had not received it.
                         link.send(Received(1, sorted(message.batch.blocks())))
                         continue
                     batch = link.memory.open(message.batch)
@@ -239,7 +242,7 @@ class BatchClient:
                 attempts += 1
                 self._lost(received, attempts, error)
 
-    def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[Made]:
+    def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[ServedBatch]:
         """Yield what is made for this iteration; map new blocks, and give those back that are
         free.
         """
@@ -250,7 +253,7 @@ class BatchClient:
                     link.send(Received(0, free))
             elif isinstance(message, Forget):
                 link.memory.forget(message.numbers)
-            elif isinstance(message, Made):
+            elif isinstance(message, ServedBatch):
                 if message.start == self._iterations:
                     self.counts.note(message.facts)
                     yield message
@@ -259,13 +262,6 @@ class BatchClient:
             elif isinstance(message, Failed) and message.start == self._iterations:
                 error, cause = pickle.loads(message.error)
                 raise error from cause
-
-    def _linked(self) -> _Link:
-        if (
-            self._link is None or self._link.pid != os.getpid()
-        ):  # a fork cannot talk to its parent's process
-            self._link = _Link(self._connect, self._setup, pinned=self._pinned)
-        return self._link
 
     def _lost(self, received: int, attempts: int, error: Exception) -> None:
         """Forget a process that ended; raise ChildProcessError if no batch came from the last
@@ -279,7 +275,10 @@ class BatchClient:
             f"the process that makes the batches ended before batch {received} of this iteration"
         )
         if link is not None and link.process is not None:
-            event += f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"  # noqa: E501
+            event += (
+                f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 "
+                "for lack of memory)"
+            )
         if attempts >= _ATTEMPTS:
             raise ChildProcessError(f"{event}, {attempts} times in a row") from error
         _LOG.warning("%s; another one is started", event)

@@ -199,7 +199,10 @@ class _Host:
         try:
             with self._lock:
                 self._forget(
-                    {local_rank, *(n for n, one in self._ranks.items() if not one.is_alive())}
+                    {
+                        local_rank,
+                        *(number for number, rank in self._ranks.items() if not rank.is_alive()),
+                    }
                 )
                 if self.has_begun.is_set() or not 0 <= local_rank < self._num_ranks:
                     connection.close()

@@ -168,7 +168,9 @@ class StepClient:
         ready = 0
         begin_s = time.monotonic()
         while not is_stopped.is_set():
-            ready += bool(steps) and self._is_done(steps[-1])
+            if steps:
+                done, _ = self._ray.wait(list(steps[-1].asked), timeout=0)
+                ready += bool(done)
             while len(steps) < _AHEAD * self._wanted:
                 steps.append(_Step(number))
                 self._ask(steps[-1], walk.start)
@@ -224,9 +226,6 @@ class StepClient:
         if (actor := self._actor(step)) is not None:
             step.asked[actor.handle.make.remote(place, step.number)] = actor
             actor.num_asked += 1
-
-    def _is_done(self, step: _Step) -> bool:
-        return bool(self._ray.wait(list(step.asked), timeout=0)[0])
 
     def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
         """Wait for a step; ask for it again where it is lost or late.

@@ -17,9 +17,9 @@ message     meaning
 ===========
 ====================================================================================================
 
-The server sends `Made` for a batch, after a `Block` and its file descriptor for memory that the
-client does not know, `Forget` for memory that is gone, and `Failed`. It keeps nothing but batches
-that are not free yet.
+The server sends `ServedBatch` for a batch, after a `Block` and its file descriptor for memory that
+the client does not know, `Forget` for memory that is gone, and `Failed`. It keeps nothing but
+batches that are not free yet.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Received(NamedTuple):
     free: list[int]
 
 
-class Made(NamedTuple):
+class ServedBatch(NamedTuple):
     """A batch; ``number`` counts from the place of the start ``start``."""
 
     start: int
@@ -151,7 +151,9 @@ class Client:
             self._held.clear()
             self._changed.notify_all()
 
-    def send(self, message: Made, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
+    def send(
+        self, message: ServedBatch, held: dict[int, torch.Tensor], memory: SharedMemory
+    ) -> None:
         """Send a batch, and the blocks that the client does not know yet."""
         with self._changed:
             self._held.update(held)
@@ -245,7 +247,9 @@ class RankServer:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
-                    if not self._send(Made(start.number, number, exported, self.facts()), held):
+                    if not self._send(
+                        ServedBatch(start.number, number, exported, self.facts()), held
+                    ):
                         return
                     del held
                     number += 1
@@ -254,7 +258,7 @@ class RankServer:
                 with contextlib.suppress(OSError):
                     client.connection.send(Failed(start.number, pickled_error(error)))
 
-    def _send(self, message: Made, held: dict[int, torch.Tensor]) -> bool:
+    def _send(self, message: ServedBatch, held: dict[int, torch.Tensor]) -> bool:
         """Send a batch to all who have asked for it, when each has room; return whether anybody
         still has.
         """

@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -69,8 +68,8 @@ class LoaderDisplay(ABC):
         """Iterate over batches."""
 
     @abstractmethod
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again, its arguments, first the struct, and its position."""
+    def _copy(self, **changes: Any) -> Any:
+        """Return a loader of the same arguments, but for ``changes``, at the same position."""
 
     def describe(self) -> BatchDescription:
         """Return name, form and meaning of each entry of the next iteration's first batch, loaded
@@ -88,18 +87,18 @@ class LoaderDisplay(ABC):
         Of a mix: what the first dataset has. Raises IndexFileError for damaged attributes.
         """
         selectable = Selectable(self.dataset, self.layers)
-        names = {one.name for one in self.selected}
+        names = {channel.name for channel in self.selected}
         is_cloud = {
-            one.channel for one in self.dataset.manifest.lidars[: bool(self.transforms.points)]
+            lidar.channel for lidar in self.dataset.manifest.lidars[: bool(self.transforms.points)]
         }
-        found = []
+        choices = []
         for name, channel in selectable.channels.items():
             if name not in names | is_cloud and lies_on(channel, self.cameras):
-                found.append((name, f"channel, {channel.kind}", channel.description))
+                choices.append((name, f"channel, {channel.kind}", channel.description))
         for name, kind in selectable.attributes.items():
             if name not in names and name not in batch_entries():
-                found.append((name, f"attribute, {kind}", ""))
-        return tuple(found)
+                choices.append((name, f"attribute, {kind}", ""))
+        return tuple(choices)
 
     def show(self, batch: Mapping[str, Any] | None = None, *, samples: int = 4) -> Picture:
         """Draw a batch of this loader as it goes into training: after augmentation, normalisation
@@ -136,11 +135,7 @@ class LoaderDisplay(ABC):
 
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
-        make, (arguments, datasets), place = self.__reduce__()
-        with make(
-            msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets
-        ) as preview:
-            preview.__setstate__(place)
+        with self._copy(check_ranks=False, trace=None, ledger=None) as preview:
             batch = next(iter(preview), None)
         if not isinstance(batch, dict):
             raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")
@@ -325,18 +320,14 @@ def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
     if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
         interval = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
-        return (
-            value.map(lambda part: _array(part[interval]))
-            if isinstance(value, Logits)
-            else _array(value.values[interval])
-        )
+        if isinstance(value, Logits):
+            return value.map(lambda part: _array(part[interval]))
+        return _array(value.values[interval])
     if isinstance(value, Logits):
         return value.map(lambda part: _part(part, index))
-    return (
-        {column_name: _part(column, index) for column_name, column in value.items()}
-        if isinstance(value, dict)
-        else _part(value, index)
-    )
+    if isinstance(value, dict):
+        return {column_name: _part(column, index) for column_name, column in value.items()}
+    return _part(value, index)
 
 
 def _part(value: Any, index: tuple[int, ...]) -> Any:

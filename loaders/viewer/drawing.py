@@ -27,6 +27,7 @@ ON_IMAGES: Final = ("image", "image_points")
 _GAP_PX: Final = 4
 _DARK: Final = 24
 _COLUMNS: Final = 3
+_FONT_SCALE: Final = 0.45
 _SHORT: Final = 8
 _MOST_TEXT: Final = 160
 # Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
@@ -114,7 +115,9 @@ def contact_sheet(
     if len(frames) == 1:
         sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
     else:
-        sheet = _grid([of_frame[channel] for channel in placed for of_frame in tiles], len(frames))
+        sheet = _grid(
+            [frame_tiles[channel] for channel in placed for frame_tiles in tiles], len(frames)
+        )
     boxes = frames[key].boxes
     if points is not None:
         rows = (
@@ -194,7 +197,10 @@ def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
     mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
     (c, d) = ida_mat[1, :2]
     degrees = math.degrees(math.atan2(c if mirrored else -c, d))
-    return f"{'  mirrored' if mirrored else ''}{f'  {degrees:+.1f} deg' if abs(degrees) >= 0.5 else ''}"
+    text = "  mirrored" if mirrored else ""
+    if abs(degrees) >= 0.5:
+        text += f"  {degrees:+.1f} deg"
+    return text
 
 
 def _hide_behind(
@@ -240,18 +246,35 @@ def _from_above(
     )
     for radius in (20, 40):
         cv2.circle(
-            pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA
+            pane,
+            center=(int(middle), int(middle)),
+            radius=round(radius * scale),
+            color=(70, 70, 70),
+            lineType=cv2.LINE_AA,
         )
         _caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
     if boxes is not None:
         for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
             if np.abs(box[:, :2]).max() < ABOVE_M:
                 outline = box[[0, 2, 6, 4], :2]  # the upper or lower face, around
-                cv2.polylines(pane, [pixels(outline)], True, _colour(label), 1, cv2.LINE_AA)
+                cv2.polylines(
+                    pane,
+                    [pixels(outline)],
+                    isClosed=True,
+                    color=_colour(label),
+                    lineType=cv2.LINE_AA,
+                )
                 centre = box[:, :2].mean(0)
                 front = box[:4, :2].mean(0)
                 line = pixels(np.stack([centre, front + 0.5 * (front - centre)]))
-                cv2.line(pane, line[0].tolist(), line[1].tolist(), _colour(label), 2, cv2.LINE_AA)
+                cv2.line(
+                    pane,
+                    line[0].tolist(),
+                    line[1].tolist(),
+                    color=_colour(label),
+                    thickness=2,
+                    lineType=cv2.LINE_AA,
+                )
     ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
     cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
     _caption(pane, "from above [ego]")
@@ -271,7 +294,7 @@ def _draw_box(
         if segment is None or max(np.abs(p).max() for p in segment) > 20 * max(width, height):
             continue
         first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
-        cv2.line(tile, first, second, colour, 1, cv2.LINE_AA, shift=4)
+        cv2.line(tile, first, second, colour, lineType=cv2.LINE_AA, shift=4)
 
 
 def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
@@ -285,16 +308,18 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
     for boxes in _groups(value, channel, "boxes"):
         for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
             u, v, right, bottom = (round(side * 16) for side in corners)
-            cv2.rectangle(tile, (u, v), (right, bottom), _colour(number), 1, cv2.LINE_AA, shift=4)
+            cv2.rectangle(
+                tile, (u, v), (right, bottom), _colour(number), lineType=cv2.LINE_AA, shift=4
+            )
     for points in _groups(value, channel, "points"):
         for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
             cv2.circle(
                 tile,
-                (round(point[0] * 16), round(point[1] * 16)),
-                32,
-                _colour(number),
-                -1,
-                cv2.LINE_AA,
+                center=(round(point[0] * 16), round(point[1] * 16)),
+                radius=32,
+                color=_colour(number),
+                thickness=cv2.FILLED,
+                lineType=cv2.LINE_AA,
                 shift=4,
             )
 
@@ -349,10 +374,29 @@ def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
 def _strip(width: int, text: str) -> NDArray[np.uint8]:
     strip = np.full((22, width, 3), _DARK, np.uint8)
     ascii_only = text[:_MOST_TEXT].encode("ascii", "replace").decode()
-    cv2.putText(
-        strip, ascii_only, (10, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA
-    )
+    _write(strip, ascii_only, (10, 15), (230, 230, 230))
     return strip
+
+
+def _write(
+    picture: NDArray[np.uint8], text: str, place: tuple[int, int], colour: tuple[int, int, int]
+) -> None:
+    cv2.putText(
+        picture,
+        text,
+        place,
+        fontFace=cv2.FONT_HERSHEY_SIMPLEX,
+        fontScale=_FONT_SCALE,
+        color=colour,
+        lineType=cv2.LINE_AA,
+    )
+
+
+def _text_size(text: str) -> tuple[int, int]:
+    (width, height), _ = cv2.getTextSize(
+        text, fontFace=cv2.FONT_HERSHEY_SIMPLEX, fontScale=_FONT_SCALE, thickness=1
+    )
+    return width, height
 
 
 def _colour(label: int) -> tuple[int, int, int]:
@@ -360,11 +404,9 @@ def _colour(label: int) -> tuple[int, int, int]:
 
 
 def _caption(tile: NDArray[np.uint8], text: str) -> None:
-    (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)
+    width, height = _text_size(text)
     tile[: height + 9, : width + 10] //= 3
-    cv2.putText(
-        tile, text, (5, height + 4), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA
-    )
+    _write(tile, text, (5, height + 4), (255, 255, 255))
 
 
 def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
@@ -388,16 +430,7 @@ def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np
     left = 10
     for label in sorted(set(boxes.label.tolist())):
         text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
-        cv2.rectangle(strip, (left, 7), (left + 12, 19), _colour(label), -1)
-        cv2.putText(
-            strip,
-            text,
-            (left + 18, 18),
-            cv2.FONT_HERSHEY_SIMPLEX,
-            0.45,
-            (230, 230, 230),
-            1,
-            cv2.LINE_AA,
-        )
-        left += 18 + cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)[0][0] + 24
+        cv2.rectangle(strip, (left, 7), (left + 12, 19), color=_colour(label), thickness=cv2.FILLED)
+        _write(strip, text, (left + 18, 18), (230, 230, 230))
+        left += 18 + _text_size(text)[0] + 24
     return strip

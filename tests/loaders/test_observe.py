@@ -107,7 +107,7 @@ class TestAutotune:
         )
         monkeypatch.setattr(
             "fuelrail.loaders.batch.stages.make_tuner",
-            lambda *_: Autotuner(Tuning(2, 2), Tuning(5, 4), window_s=0.0, window_batches=1),
+            lambda *_, **__: Autotuner(Tuning(2, 2), Tuning(5, 4), window_s=0.0, window_batches=1),
         )
         plain, tuned = (load(tiny, 2, image=image, num_workers=n, seed=3) for n in (1, "auto"))
         with caplog.at_level(logging.INFO, "fuelrail"), plain, tuned:
@@ -119,10 +119,10 @@ class TestAutotune:
         monkeypatch.setattr("fuelrail.loaders.autotune.default_num_workers", lambda: 8)
         tuner = make_tuner(Budget(cpus=6, memory_bytes=1200), 4, 100, 2)
         assert tuner.tuning == (6, 2)
-        assert tuner.most.num_workers == 6
-        assert batches_in_flight(tuner.most, 4) * 100 <= 1200
-        assert tuner.most.ready > 2
-        assert make_tuner(Budget(), 4, 100, 2).most.num_workers == 12
+        assert tuner.limits.num_workers == 6
+        assert batches_in_flight(tuner.limits, 4) * 100 <= 1200
+        assert tuner.limits.ready > 2
+        assert make_tuner(Budget(), 4, 100, 2).limits.num_workers == 12
 
     def test_a_budget_that_holds_nothing_is_refused_with_what_it_takes(self, tiny):
         with pytest.raises(ConfigError, match=r"memory_bytes=1000 does not hold the \d+ bytes"):

@@ -156,7 +156,13 @@ class SpanCache:
                 len(neighbours),
             )
         index = dataset.index
-        return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
+        return cls(
+            folder=folder,
+            fingerprint=fingerprint,
+            num_samples=len(index),
+            length_of=lambda row: index.row(row).length,
+            max_bytes=max_bytes,
+        )
 
     @classmethod
     def open_or_warn(

@@ -108,7 +108,9 @@ def test_two_views_are_one_decode_and_equal_those_of_two(
     for owner, name in ((turbo, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
+            owner,
+            name,
+            lambda *a, true=true, **k: decoded.append(picture := true(*a, **k)) or picture,
         )
     identity = ImageMap.identity((1600, 900))
     maps = [
@@ -169,7 +171,7 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     calls = []
     resize = native.CameraJpeg.resize
     monkeypatch.setattr(
-        native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a)
+        native.CameraJpeg, "resize", lambda *a, **k: calls.append(len(a[1])) or resize(*a, **k)
     )
     errors = decoder.decode_images(*zip(*inputs, strict=True), list(together), interpolation)
     assert [None if error is None else str(error) for error in errors] == expected
