@@ -81,12 +81,17 @@ def differing(
             yield name, a, b
 
 
-def differences(one: Mapping[str, Any], two: Mapping[str, Any], first: str, second: str) -> str:
+def differences(
+    first_object: Mapping[str, Any], second_object: Mapping[str, Any], first: str, second: str
+) -> str:
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
     """
-    found = [(name, [_value(side) for side in sides]) for name, *sides in differing(one, two)]
-    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in found)
+    values = [
+        (name, [_value(side) for side in sides])
+        for name, *sides in differing(first_object, second_object)
+    ]
+    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in values)
 
 
 def message(text: str) -> str:

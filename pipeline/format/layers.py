@@ -310,7 +310,7 @@ def open_layer_data(
     )
     entry = data.manifest.file(ROWS_FILE)
     if entry is not None and data.origin is not None:
-        data.origin.whole(entry)
+        data.origin.ensure_file(entry)
     return data
 
 

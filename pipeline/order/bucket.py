@@ -21,7 +21,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.epoch import Entries, Shown
+from fuelrail.pipeline.order.epoch import Entries, Occurrences
 from fuelrail.pipeline.order.pack import WindowLength
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
@@ -157,13 +157,13 @@ class BucketedEpoch(RegroupedEpoch):
             valid[mask] = batch.valid[index] & (index == rows[mask])
         return Entries(parts, samples, valid, {"bucket": buckets})
 
-    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
+    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Occurrences:
         """Raise OrderError: it is for runs with a ledger, which refuses buckets."""
         raise OrderError("an order in buckets does not look up where samples are shown")
 
     def _make(self, batch: int) -> tuple[int, Entries]:
         """Return the bucket of a batch, and its samples, at most ``global_batch``."""
-        window, number = self._shown(batch)
+        window, number = self._locate(batch)
         ends = np.cumsum(self._batches[window + 1] - self._batches[window])
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Occurrences
 from fuelrail.pipeline.order.permutation import (
     CHUNK,
     MAX_LENGTH,
@@ -343,7 +343,7 @@ class MixedEpoch(Epoch):
             arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
         return arranged
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers
         outside its split.
         """
@@ -364,7 +364,7 @@ class MixedEpoch(Epoch):
                     chunk = inside[start : start + CHUNK // 16]
                     indices.append(matches[chunk])
                     positions.append(self._places(number, turns[chunk]))
-        return Shown.sorted(np.concatenate(indices), np.concatenate(positions))
+        return Occurrences.sorted(np.concatenate(indices), np.concatenate(positions))
 
     def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""

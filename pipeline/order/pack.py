@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
-from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Positive, Settings, check_types
@@ -188,14 +188,14 @@ class PackedEpoch(RegroupedEpoch):
         """
         pieces = []
         for place in as_positions(positions, len(self)).reshape(-1).tolist():
-            window, pack = self._shown(place)
+            window, pack = self._locate(place)
             members, bounds = self._members(window)
             pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
         sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
         packs = np.repeat(np.arange(len(pieces)), sizes)
         return joined(pieces)._replace(flags={"pack": packs})
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is
         shown.
 
@@ -210,4 +210,4 @@ class PackedEpoch(RegroupedEpoch):
             places[mask] = (
                 self._starts[number] + np.argsort(self._order_shown(number))[packs[offsets[mask]]]
             )
-        return Shown.sorted(indices, places)
+        return Occurrences.sorted(indices, places)

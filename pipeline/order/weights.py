@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import CHUNK, as_positions
 from fuelrail.pipeline.settings import Settings
 
@@ -361,7 +361,7 @@ class SystematicEpoch:
             for start in starts
         ]
 
-    def find(self, samples: ArrayLike, /) -> Shown:
+    def find(self, samples: ArrayLike, /) -> Occurrences:
         """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises
         OrderError for others.
         """
@@ -369,4 +369,6 @@ class SystematicEpoch:
         first = np.array(self.first_copies(numbers.tolist()), np.int64)
         num = np.array(self.first_copies((numbers + 1).tolist()), np.int64) - first
         indices = np.repeat(np.arange(len(numbers)), num)
-        return Shown(indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices])
+        return Occurrences(
+            indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices]
+        )

@@ -145,8 +145,8 @@ def _code(error: BaseException) -> str:
     """
     for raised in (error, error.__cause__):
         response = getattr(raised, "response", None)
-        about = response.get("Error") if isinstance(response, dict) else None
-        code = about.get("Code") if isinstance(about, dict) else None
+        details = response.get("Error") if isinstance(response, dict) else None
+        code = details.get("Code") if isinstance(details, dict) else None
         if isinstance(code, str) and code.isalnum() and not code.isdigit():
             return code
     match = _CODE_IN_TEXT.search(str(error))
