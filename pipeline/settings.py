@@ -525,18 +525,12 @@ def _hint(text: str, path: str, root: type) -> str:
         # than none.
         allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
     elif "Invalid enum value" in text:
-        allowed = [
-            str(value)
-            for kind in kinds
-            if isinstance(kind, inspect.LiteralType)
-            for value in kind.values
-        ]
-        allowed += [
-            str(item.value)
-            for kind in kinds
-            if isinstance(kind, inspect.EnumType)
-            for item in kind.cls
-        ]
+        for kind in kinds:
+            if isinstance(kind, inspect.LiteralType):
+                allowed += map(str, kind.values)
+        for kind in kinds:
+            if isinstance(kind, inspect.EnumType):
+                allowed += [str(item.value) for item in kind.cls]
     if not allowed:
         return ""
     unknown = re.search(r"unknown field `([^`]+)`", text)

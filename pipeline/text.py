@@ -32,7 +32,12 @@ def escaped(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _code(char) for char in text)
+    return "".join(
+        char
+        if char.isprintable()
+        else char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for char in text
+    )
 
 
 def shortened(value: object, limit: int = MAX_VALUE) -> str:
@@ -136,10 +141,6 @@ def text_of(lines: Iterable[str]) -> str:
 
 def _value(value: object) -> str:
     return "none" if value is None else shortened(msgspec.json.encode(value).decode(), _MAX_SIDE)
-
-
-def _code(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def _json_code(char: str) -> str:

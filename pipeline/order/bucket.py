@@ -97,7 +97,7 @@ class BucketedOrder(WindowedOrder):
                 f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are "
                 "allowed: set bounds"
             )
-        super().__init__(base, costs, bucket.window, seed, len(bounds))
+        super().__init__(base, costs, bucket.window, seed=seed, num_kept=len(bounds))
         self.bucket = bucket
         self.global_batch = global_batch
         self.num_buckets = len(bounds)
@@ -153,7 +153,8 @@ class BucketedEpoch(RegroupedEpoch):
             mask = numbers == number
             buckets[mask], batch = self._batch(number)
             index = rows[mask] % len(batch.samples)
-            parts[mask], samples[mask] = batch.parts[index], batch.samples[index]
+            parts[mask] = batch.parts[index]
+            samples[mask] = batch.samples[index]
             valid[mask] = batch.valid[index] & (index == rows[mask])
         return Entries(parts, samples, valid, {"bucket": buckets})
 

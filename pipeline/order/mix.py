@@ -150,7 +150,8 @@ class MixSchedule:
         for stage in np.unique(stages).tolist():
             mask = stages == stage
             inside = blocks[mask] - self._starts[stage]
-            before[mask], after[mask] = self._within(stage, inside), self._within(stage, inside + 1)
+            before[mask] = self._within(stage, inside)
+            after[mask] = self._within(stage, inside + 1)
         return before, after - before
 
     def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -178,7 +179,8 @@ def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64
         turns.append(named[np.lexsort((named, place / more[named]))])
     steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
     for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
-        steps[number, falls], steps[number, rises] = -1, 1
+        steps[number, falls] = -1
+        steps[number, rises] = 1
     return np.cumsum(steps, axis=0)
 
 

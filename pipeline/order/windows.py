@@ -180,16 +180,11 @@ class TimeWindow(Settings, frozen=True):
     @property
     def own_offsets(self) -> tuple[int, ...]:
         """The offsets [ns] of all channels with times of their own, each once, ascending."""
-        return tuple(
-            sorted(
-                {
-                    offset_ns
-                    for name, window in self.channels.items()
-                    if name != IMAGES
-                    for offset_ns in window.offsets_ns
-                }
-            )
-        )
+        offsets_ns: set[int] = set()
+        for name, window in self.channels.items():
+            if name != IMAGES:
+                offsets_ns.update(window.offsets_ns)
+        return tuple(sorted(offsets_ns))
 
     @property
     def frames(self) -> tuple[int, ...]:
