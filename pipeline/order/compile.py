@@ -6,6 +6,10 @@
     "num_bus")),)), dataset)
     samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
 
+`_select` and `_narrow` say which samples; `_arrange` reads the columns that their order depends on,
+once, and computes costs, weights and what is left out from that table. A stage is such an order of
+its own.
+
 Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them
 into selected samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection
 turns these into samples of the split.
@@ -23,6 +27,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.cost import cost_columns
 from fuelrail.pipeline.order.epoch import (
     DIGEST_CHARS,
     CopyMap,
@@ -229,7 +234,16 @@ def _arrange(
     """Return the order of the selected samples: arranged by its kind, weights, mix or stages; then
     in packs or buckets, without what is left out, and dealt.
     """
-    costs = OrderCosts.read(spec, attributes, rows, sum(shard_lengths))
+
+    def name_sample(number: int) -> str:
+        if "key" not in attributes.names:
+            return f"sample {number}"
+        key = attributes.read(("key",))["key"][number].as_py()
+        return f"sample {key!r} (number {number} of the split)"
+
+    columns = _arrangement_columns(spec, attributes)
+    table = attributes.read(columns) if columns or spec.weights or spec.without else None
+    costs = OrderCosts.compute(spec, table, rows, sum(shard_lengths), name_sample=name_sample)
     identity |= costs.identity()
     if rows is not None:
         identity["selected"] = f"{len(rows)} samples {digest(rows)}"
@@ -250,9 +264,27 @@ def _arrange(
     elif spec.stages:
         order = _staged(spec, attributes, rows, identity, shard_lengths=shard_lengths)
     else:
-        order = _weighted(spec, attributes, rows, identity, shard_lengths=shard_lengths)
-    hidden = _hidden(spec, attributes, rows, window=window, clips=clips, unknown=unknown)
+        order = _weighted(spec, table, rows, identity, shard_lengths=shard_lengths)
+    hidden = _hidden(spec, table, rows, window=window, clips=clips, unknown=unknown)
     return costs.apply(order, spec, global_batch, [(hidden_rows,) for hidden_rows in hidden])
+
+
+def _arrangement_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
+    """Return the columns that the order of the selected samples depends on, each once."""
+    columns: list[str] = []
+    if spec.pack is not None:
+        columns += cost_columns(spec.pack.cost)
+    if spec.bucket is not None:
+        columns += cost_columns(spec.bucket.by)
+    if spec.balance is not None:
+        columns += cost_columns(spec.balance.cost)
+    if not spec.stages:  # each stage reads its own
+        if spec.mix is not None:
+            columns.append(spec.mix.attribute)
+        columns += columns_of(spec.weights)
+    if spec.without:
+        columns += [name for name in ("key", "clip_id") if name in attributes.names]
+    return list(dict.fromkeys(columns))
 
 
 def _staged(
@@ -319,7 +351,7 @@ def _staged(
 
 def _weighted(
     spec: OrderSpec,
-    attributes: AttributeTable,
+    table: pa.Table | None,
     rows: Rows | None,
     identity: dict[str, Any],
     *,
@@ -327,28 +359,30 @@ def _weighted(
 ) -> EndlessOrder:
     """Return the order of the selected samples by their weights, or the mix of its parts, each
     with its own order; weights are those of the whole selection.
+
+    ``table`` has the columns of the weights and of the mix, a row a sample of the split.
     """
-
-    def read_selected(names: Sequence[str]) -> pa.Table:
-        table = attributes.read(names)
-        return table if rows is None else table.take(rows)
-
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
+    weights = None
+    if spec.weights:
+        assert table is not None
+        weight_columns = table.select(columns_of(spec.weights))
+        if rows is not None:
+            weight_columns = weight_columns.take(rows)
+        weights = compute_weights(spec.weights, weight_columns)
     mix = spec.mix
     if mix is None:
         sampling = None
-        if spec.weights:
-            table = read_selected(columns_of(spec.weights))
-            weights = compute_weights(spec.weights, table)
-            length = spec.epoch_length or natural_length(spec.weights, table)
+        if weights is not None:
+            length = spec.epoch_length or natural_length(spec.weights, weight_columns)
             sampling = SystematicSampling(weights, length)
             identity["weighted"] = _describe(sampling)
         return CompiledOrder(spec, identity, shard_lengths, selected=rows, sampling=sampling)
-    column = read_selected((mix.attribute,))[mix.attribute]
-    weights_of_all = None
-    if spec.weights:
-        weights_of_all = compute_weights(spec.weights, read_selected(columns_of(spec.weights)))
+    assert table is not None
+    column = table[mix.attribute]
+    if rows is not None:
+        column = column.take(rows)
     number = value_numbers(column, tuple(mix.ratios))
     parts = []
     for part_number, value in enumerate(mix.ratios):
@@ -369,8 +403,8 @@ def _weighted(
         )
         text = f"{len(part_rows)} samples {digest(part_rows)}"
         sampling = None
-        if weights_of_all is not None:
-            sampling = SystematicSampling(weights_of_all[inside], len(part_rows))
+        if weights is not None:
+            sampling = SystematicSampling(weights[inside], len(part_rows))
             text += f", {_describe(sampling)}"
         part = CompiledOrder(
             part_spec, {value: text}, shard_lengths, selected=part_rows, sampling=sampling
@@ -389,7 +423,7 @@ def _weighted(
 
 def _hidden(
     spec: OrderSpec,
-    attributes: AttributeTable,
+    table: pa.Table | None,
     rows: Rows | None,
     *,
     window: Window | None,
@@ -401,13 +435,13 @@ def _hidden(
     """
     if not spec.without:
         return []
-    columns = [name for name in ("key", "clip_id") if name in attributes.names]
-    table = attributes.read(columns)
+    assert table is not None
+    name_columns = table.select([name for name in ("key", "clip_id") if name in table.column_names])
     hidden = []
     named: Rows = np.zeros(0, np.int64)
     for entry in spec.without:
         names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-        hidden_rows, missing = named_rows(names, table)
+        hidden_rows, missing = named_rows(names, name_columns)
         if missing and unknown is None:
             raise unknown_names(missing)
         if unknown is not None:

@@ -19,14 +19,14 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
+from fuelrail.pipeline.order.cost import MAX_COST, Cost, refuse
 from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -109,8 +109,8 @@ def pack_window(
 def fit(
     costs: NDArray[np.integer],
     pack: Pack,
-    attributes: AttributeTable,
     rows: NDArray[np.int64] | None,
+    name_sample: Callable[[int], str],
 ) -> None:
     """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one
     that fits no pack.
@@ -120,8 +120,8 @@ def fit(
     refuse(
         costs > limit,
         costs=costs,
-        attributes=attributes,
         rows=rows,
+        name_sample=name_sample,
         reason=reason,
         fix="truncate=True, a larger budget",
     )
@@ -129,8 +129,8 @@ def fit(
     refuse(
         costs < 1,
         costs=costs,
-        attributes=attributes,
         rows=rows,
+        name_sample=name_sample,
         reason=reason,
         fix="a Cost with a constant of 1 or more",
     )
