@@ -275,7 +275,7 @@ def warn_of_workers(share: WorkerShard) -> None:
     not shared out.
     """
     worker = get_worker_info()
-    if worker is not None and share.of < worker.num_workers:
+    if worker is not None and share.stride < worker.num_workers:
         warnings.warn(
             f"a fuelrail DataLoader is iterated in worker {worker.id} of "
             f"{worker.num_workers} of torch's DataLoader: each worker gives every batch, "

@@ -432,7 +432,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 f"where={self._arguments.where!r} cannot be used in worker processes: leave "
                 "it out there"
             )
-        if self._share.of == 1 < count:
+        if self._share.stride == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
 

@@ -193,14 +193,11 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
     """Return argparse's arguments for a value of these types."""
     kinds = {type(kind) for kind in types}
     if kinds == {inspect.LiteralType}:
-        return {
-            "choices": [
-                value
-                for kind in types
-                if isinstance(kind, inspect.LiteralType)
-                for value in kind.values
-            ]
-        }
+        values: list[Any] = []
+        for kind in types:
+            if isinstance(kind, inspect.LiteralType):
+                values += kind.values
+        return {"choices": values}
     if isinstance(types[0], inspect.ListType | inspect.VarTupleType):
         return {"nargs": "+", **_arguments(list(_plain_types(types[0].item_type, {})), field)}
     if inspect.FloatType in kinds and kinds <= {inspect.FloatType, inspect.IntType}:

@@ -64,18 +64,18 @@ def how_to_install(*requirements: str) -> str:
     checkout.
     """
     extras: list[str] = []
-    others: list[str] = []
+    packages: list[str] = []
     for requirement in requirements:
-        own = _OWN_EXTRAS.fullmatch(requirement)
-        if own is None:
-            others.append(repr(requirement))
+        extra_match = _OWN_EXTRAS.fullmatch(requirement)
+        if extra_match is None:
+            packages.append(repr(requirement))
         else:
-            extras += [extra for extra in own[1].split(",") if extra not in extras]
+            extras += [extra for extra in extra_match[1].split(",") if extra not in extras]
     commands = []
     if extras:
         commands.append(f"pip install -e '.[{','.join(extras)}]' in a checkout of Fuelrail")
-    if others:
-        commands.append(f"pip install {' '.join(others)}")
+    if packages:
+        commands.append(f"pip install {' '.join(packages)}")
     return ", and ".join(commands)
 
 

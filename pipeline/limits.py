@@ -17,21 +17,21 @@ class Limit(NamedTuple):
 
     Attributes:
         subject: what is limited, as the table of docs/guarantees.md has it.
-        most: the largest number that is allowed.
+        maximum: the largest number that is allowed.
         unit: what is counted.
     """
 
     subject: str
-    most: int
+    maximum: int
     unit: str = "bytes"
 
     def broken(self, number: int) -> str | None:
         """Return a clause for a message where ``number`` is over the limit; None where it is
         not.
         """
-        if number <= self.most:
+        if number <= self.maximum:
             return None
-        return f"takes {number} {self.unit} when it is decoded, at most {self.most} are read"
+        return f"takes {number} {self.unit} when it is decoded, at most {self.maximum} are read"
 
 
 MEMBER: Final = Limit("a member of a sample", 128 * _MIB)

@@ -383,7 +383,7 @@ def read_text(file: Path) -> str:
     file.
     """
     with file.open("rb") as stream:
-        data = stream.read(UNTYPED.most + 1)
+        data = stream.read(UNTYPED.maximum + 1)
     if (text := UNTYPED.broken(len(data))) is not None:
         raise OSError(errno.EFBIG, f"it {text}")
     return data.decode("utf-8").replace("\r\n", "\n")
@@ -412,8 +412,8 @@ def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]
         return root, yaml.load(text, Loader=kind)
     except Exception as error:
         # PyYAML lets out errors of many kinds: for a day 32, an `!!int x`, an `!!bool x`.
-        what = " ".join(str(error).split())
-        raise ValueError(what or type(error).__name__) from error
+        clause = " ".join(str(error).split())
+        raise ValueError(clause or type(error).__name__) from error
 
 
 def _check_yaml(number: int, limit: Limit) -> None:
@@ -525,18 +525,12 @@ def _hint(text: str, path: str, root: type) -> str:
         # than none.
         allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
     elif "Invalid enum value" in text:
-        allowed = [
-            str(value)
-            for kind in kinds
-            if isinstance(kind, inspect.LiteralType)
-            for value in kind.values
-        ]
-        allowed += [
-            str(item.value)
-            for kind in kinds
-            if isinstance(kind, inspect.EnumType)
-            for item in kind.cls
-        ]
+        for kind in kinds:
+            if isinstance(kind, inspect.LiteralType):
+                allowed += map(str, kind.values)
+        for kind in kinds:
+            if isinstance(kind, inspect.EnumType):
+                allowed += [str(item.value) for item in kind.cls]
     if not allowed:
         return ""
     unknown = re.search(r"unknown field `([^`]+)`", text)

@@ -32,7 +32,12 @@ def escaped(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _code(char) for char in text)
+    return "".join(
+        char
+        if char.isprintable()
+        else char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for char in text
+    )
 
 
 def shortened(value: object, limit: int = MAX_VALUE) -> str:
@@ -81,12 +86,17 @@ def differing(
             yield name, a, b
 
 
-def differences(one: Mapping[str, Any], two: Mapping[str, Any], first: str, second: str) -> str:
+def differences(
+    first_object: Mapping[str, Any], second_object: Mapping[str, Any], first: str, second: str
+) -> str:
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
     """
-    found = [(name, [_value(side) for side in sides]) for name, *sides in differing(one, two)]
-    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in found)
+    values = [
+        (name, [_value(side) for side in sides])
+        for name, *sides in differing(first_object, second_object)
+    ]
+    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in values)
 
 
 def message(text: str) -> str:
@@ -131,10 +141,6 @@ def text_of(lines: Iterable[str]) -> str:
 
 def _value(value: object) -> str:
     return "none" if value is None else shortened(msgspec.json.encode(value).decode(), _MAX_SIDE)
-
-
-def _code(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def _json_code(char: str) -> str:

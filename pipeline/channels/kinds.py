@@ -299,7 +299,7 @@ def _encode_text(value: Value, channel: Channel) -> bytes:
 
 
 def _encode_texts(value: Value, channel: Channel) -> bytes:
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
         raise SchemaError(
             f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str"
         )

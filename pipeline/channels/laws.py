@@ -119,7 +119,10 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
     """
     sizes_by_role = ROLES[channel.law.name]
     arrays = {spec.name: spec for spec in channel.arrays}
-    named = [name for groups in channel.law.roles.values() for group in groups for name in group]
+    named: list[str] = []
+    for groups in channel.law.roles.values():
+        for group in groups:
+            named += group
     if twice := sorted({name for name in named if named.count(name) > 1}):
         yield f"roles name {twice} twice, and each is moved once: name them in one group"
     for role, groups in channel.law.roles.items():

@@ -36,10 +36,10 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
-MAX_MEMBER_BYTES: Final = MEMBER.most
+MAX_MEMBER_BYTES: Final = MEMBER.maximum
 """Cap on one member, stored or decoded: 128 MiB."""
 
-MAX_SAMPLE_BYTES: Final = SAMPLE.most
+MAX_SAMPLE_BYTES: Final = SAMPLE.maximum
 """Cap on what a reader holds of one sample, 512 MiB: its span, and what its compressed members
 decode to.
 """

@@ -410,7 +410,15 @@ def open_kind(
         hint = hint if FORMAT in kinds else BRING_BACK
         raise IndexFileError(f"{error}; {hint}") from error
     dictionary = load_dictionary(folder, manifest, tables.samples)
-    return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
+    return Dataset(
+        folder,
+        manifest,
+        *tables,
+        url=url,
+        storage_options=storage_options,
+        dictionary=dictionary,
+        origin=origin,
+    )
 
 
 def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:

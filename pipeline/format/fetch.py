@@ -164,7 +164,7 @@ class RemoteFolder:
             self._opened[os.getpid()] = self._open()[0]
         return self._opened[os.getpid()]
 
-    def whole(self, entry: FileEntry) -> None:
+    def ensure_file(self, entry: FileEntry) -> None:
         """Have a file in the folder, as the manifest describes it.
 
         Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another

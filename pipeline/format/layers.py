@@ -310,7 +310,7 @@ def open_layer_data(
     )
     entry = data.manifest.file(ROWS_FILE)
     if entry is not None and data.origin is not None:
-        data.origin.whole(entry)
+        data.origin.ensure_file(entry)
     return data
 
 
@@ -384,11 +384,14 @@ class JoinedAttributes(Attributes):
     def __init__(self, dataset: Dataset, split: str, layers: Sequence[Layer] = ()) -> None:
         super().__init__(dataset, split)
         self._own = super().names
-        self._layers = {
-            f"{layer.name}.{name}": (layer, name)
-            for layer in layers
-            for name in _attribute_names(layer.data)
-        }
+        self._layers: dict[str, tuple[Layer, str]] = {}
+        for layer in layers:
+            file = layer.data.attributes_file()
+            if not file.exists:
+                continue
+            for name in file.schema(len(layer.data.index)).names:
+                if name not in INDEXED:
+                    self._layers[f"{layer.name}.{name}"] = (layer, name)
         entry = dataset.split(split)
         self._positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
 
@@ -412,15 +415,6 @@ class JoinedAttributes(Attributes):
             stored = pa.Table.from_batches(layer.data.attributes_file().batches([column]))[column]
             columns[name] = stored.take(pa.array(rows, mask=rows < 0))
         return pa.table(columns)
-
-
-def _attribute_names(data: Dataset) -> list[str]:
-    file = data.attributes_file()
-    return (
-        [name for name in file.schema(len(data.index)).names if name not in INDEXED]
-        if file.exists
-        else []
-    )
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:

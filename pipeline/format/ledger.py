@@ -136,7 +136,7 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
     setup_bytes = 0
     rest = b""
     try:
-        with open_file(path, LEDGER.most) as file:
+        with open_file(path, LEDGER.maximum) as file:
             for line in file:
                 if size == 0 and not _begins_as_ledger(line):
                     raise LedgerError(

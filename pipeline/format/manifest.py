@@ -254,12 +254,9 @@ def _lacks(fact: str, provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
         return False
-    parts = [
-        part
-        for name in ("merged", "appended")
-        for part in facts.get(name) or ()
-        if isinstance(part, dict)
-    ]
+    parts = []
+    for name in ("merged", "appended"):
+        parts += [part for part in facts.get(name) or () if isinstance(part, dict)]
     inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
     return facts.get(fact) == "none" or any(_lacks(fact, origin) for origin in inner)
 

@@ -107,7 +107,11 @@ class Rig(NamedTuple):
         """Make the rig of a manifest."""
         cameras = [camera.channel for camera in manifest.cameras]
         return cls.make(
-            cameras, manifest.lidars, manifest.classes, manifest.attributes, manifest.extra_channels
+            cameras,
+            manifest.lidars,
+            classes=manifest.classes,
+            attributes=manifest.attributes,
+            extra=manifest.extra_channels,
         )
 
     @classmethod
@@ -122,7 +126,13 @@ class Rig(NamedTuple):
         """Make the rig of these cameras, lidars, names and other channels."""
         columns = tuple((lidar.channel, len(lidar.columns)) for lidar in lidars)
         fields = frozenset(channel.field for channel in extra)
-        return cls(tuple(cameras), columns, len(classes), len(attributes), fields)
+        return cls(
+            cameras=tuple(cameras),
+            lidars=columns,
+            num_classes=len(classes),
+            num_attributes=len(attributes),
+            fields=fields,
+        )
 
 
 class Broken(NamedTuple):

@@ -263,10 +263,14 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
     is_pax = block[156:157] == b"x"
     length = BLOCK_BYTES
     if is_pax:
-        length += (
-            BLOCK_BYTES
-            + (_octal(block, shard, position) + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-        )
+        try:
+            pax_bytes = int(block[124:135], 8)
+        except ValueError as error:
+            raise TarFormatError("size field is not octal", shard=shard, offset=position) from error
+        if pax_bytes > 1 << 20:
+            raise TarFormatError(f"a pax header of {pax_bytes} bytes", shard=shard, offset=position)
+        num_blocks = -(-pax_bytes // BLOCK_BYTES)
+        length += BLOCK_BYTES + num_blocks * BLOCK_BYTES
     header = bytes(view[position : position + length])
     if len(header) < length:
         raise TruncatedShardError("the shard ends inside a header", shard=shard, offset=position)
@@ -279,16 +283,6 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
     if header != normal:
         raise TarFormatError(f"header of '{name}' is not normalised", shard=shard, offset=position)
     return name, info.size, position + length
-
-
-def _octal(block: bytes, shard: str, position: int) -> int:
-    try:
-        size = int(block[124:135], 8)
-    except ValueError as error:
-        raise TarFormatError("size field is not octal", shard=shard, offset=position) from error
-    if size > 1 << 20:
-        raise TarFormatError(f"a pax header of {size} bytes", shard=shard, offset=position)
-    return size
 
 
 def _pax_path(records: bytes) -> str:

@@ -226,16 +226,16 @@ class Cursor:
 
 
 class WorkerShard(NamedTuple):
-    """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from
+    """The steps that a process makes of its rank's: every ``stride``-th one of an epoch, from
     ``first`` on.
     """
 
     first: int = 0
-    of: int = 1
+    stride: int = 1
 
     def steps(self, batching: Batching) -> range:
         """Return the steps of these batches that are its own."""
-        return range(self.first, batching.num_steps, self.of)
+        return range(self.first, batching.num_steps, self.stride)
 
 
 EVERY_STEP: Final = WorkerShard()
@@ -328,7 +328,7 @@ class Walk:
         """Return the cursor after this number of steps made here and by each other share, in the
         first epoch.
         """
-        num_all = min(num_steps * self.share.of, self.rest.num_steps)
+        num_all = min(num_steps * self.share.stride, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
     def positions(
@@ -345,8 +345,8 @@ class Walk:
         while num_steps > 0:
             epoch, step = self.place(first)
             batches = self.batches(epoch)
-            end = min(step + num_steps * self.share.of, batches.num_steps)
-            steps = np.arange(step, end, self.share.of, dtype=np.int64)
+            end = min(step + num_steps * self.share.stride, batches.num_steps)
+            steps = np.arange(step, end, self.share.stride, dtype=np.int64)
             starts = batches.start + steps * batches.global_batch
             yield epoch, (starts[:, None] + in_step).reshape(-1) % batches.epoch_length
             first = first + len(steps)

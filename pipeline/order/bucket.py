@@ -21,7 +21,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.epoch import Entries, Shown
+from fuelrail.pipeline.order.epoch import Entries, Occurrences
 from fuelrail.pipeline.order.pack import WindowLength
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
@@ -97,7 +97,7 @@ class BucketedOrder(WindowedOrder):
                 f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are "
                 "allowed: set bounds"
             )
-        super().__init__(base, costs, bucket.window, seed, len(bounds))
+        super().__init__(base, costs, bucket.window, seed=seed, num_kept=len(bounds))
         self.bucket = bucket
         self.global_batch = global_batch
         self.num_buckets = len(bounds)
@@ -153,17 +153,18 @@ class BucketedEpoch(RegroupedEpoch):
             mask = numbers == number
             buckets[mask], batch = self._batch(number)
             index = rows[mask] % len(batch.samples)
-            parts[mask], samples[mask] = batch.parts[index], batch.samples[index]
+            parts[mask] = batch.parts[index]
+            samples[mask] = batch.samples[index]
             valid[mask] = batch.valid[index] & (index == rows[mask])
         return Entries(parts, samples, valid, {"bucket": buckets})
 
-    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
+    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Occurrences:
         """Raise OrderError: it is for runs with a ledger, which refuses buckets."""
         raise OrderError("an order in buckets does not look up where samples are shown")
 
     def _make(self, batch: int) -> tuple[int, Entries]:
         """Return the bucket of a batch, and its samples, at most ``global_batch``."""
-        window, number = self._shown(batch)
+        window, number = self._locate(batch)
         ends = np.cumsum(self._batches[window + 1] - self._batches[window])
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size

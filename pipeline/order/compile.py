@@ -6,6 +6,10 @@
     "num_bus")),)), dataset)
     samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
 
+`_select` and `_narrow` say which samples; `_arrange` reads the columns that their order depends on,
+once, and computes costs, weights and what is left out from that table. A stage is such an order of
+its own.
+
 Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them
 into selected samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection
 turns these into samples of the split.
@@ -15,7 +19,7 @@ sample with lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.cost import cost_columns
 from fuelrail.pipeline.order.epoch import (
     DIGEST_CHARS,
     CopyMap,
@@ -33,7 +38,7 @@ from fuelrail.pipeline.order.epoch import (
 )
 from fuelrail.pipeline.order.keys import listed_names, named_rows, read_keys, unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
+from fuelrail.pipeline.order.mix import MAX_BLOCK, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, position_map
 from fuelrail.pipeline.order.uses import OrderCosts
@@ -89,20 +94,29 @@ def compile_order(
     attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
-    selection = _Selection(spec, attributes)
+    rows, identity = _select(spec, attributes)
     for layer in layers:
         if layer.missing == "drop" and not layer.is_complete:
-            selection.narrow(
-                present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'"
-            )
+            present = present_samples(layer, dataset, split)
+            rows = _narrow(rows, present, f"layer '{layer.name}' with missing='drop'")
     if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
-    selection.complete(window, clips)
+    rows = _drop_incomplete(rows, window, clips)
     for layer in layers:
         if layer.missing == "error":
-            check_present(layer, dataset, split, selection.rows)
+            check_present(layer, dataset, split, rows)
     lengths = split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples]
-    return selection.order(lengths, clips, global_batch, window, unknown)
+    return _arrange(
+        spec,
+        attributes,
+        rows=rows,
+        identity=identity,
+        shard_lengths=lengths,
+        global_batch=global_batch,
+        window=window,
+        clips=clips,
+        unknown=unknown,
+    )
 
 
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
@@ -131,235 +145,244 @@ def compile_table(
 
     ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
     """
-    selection = _Selection(spec, attributes)
-    selection.complete(window, clips)
-    return selection.order(shard_lengths, clips, global_batch, window, unknown)
+    rows, identity = _select(spec, attributes)
+    return _arrange(
+        spec,
+        attributes,
+        rows=_drop_incomplete(rows, window, clips),
+        identity=identity,
+        shard_lengths=shard_lengths,
+        global_batch=global_batch,
+        window=window,
+        clips=clips,
+        unknown=unknown,
+    )
 
 
 def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
     """Return whether an order depends on the clips of its samples."""
-    return spec.kind == "lanes" or _drops(window)
+    return spec.kind == "lanes" or (window is not None and window.pad == "drop")
 
 
-class _Selection:
-    """The samples that a spec selects, narrowed step by step, and the identity of the order over
-    them.
+def _select(spec: OrderSpec, attributes: AttributeTable) -> tuple[Rows | None, dict[str, Any]]:
+    """Return the samples that the filter and the subset of a spec select, ascending (None: all),
+    and the spec as an identity has it.
     """
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
+    defaults = plain(OrderSpec())
+    identity: dict[str, Any] = {"version": ORDER_VERSION} | {
+        name: value
+        for name, value in plain(spec).items()
+        # No other field that has its default, so that new fields keep a state valid.
+        if name in ("kind", "seed") or value != defaults[name]
+    }
+    identity.pop("without", None)  # the order without them says it
+    rows: Rows | None = None
+    if spec.filter is not None:
+        # Here, with Arrow, which plain orders do without.
+        from fuelrail.pipeline.order.select import Filter
 
-    def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
-        if (
-            spec.epoch_length is not None
-            and not spec.weights
-            and spec.mix is None
-            and not spec.stages
-        ):
-            raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
-        self._spec = spec
-        self._attributes = attributes
-        self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
-        self._identity.pop("without", None)  # the order without them says it
-        self.rows: Rows | None = None
-        """Selected samples, ascending; None: all."""
-        if spec.filter is not None:
-            from fuelrail.pipeline.order.select import (
-                Filter,
-            )  # with Arrow, which plain orders do without
-
-            condition = Filter(spec.filter, attributes.names)
-            columns = attributes.read(condition.columns)
-            self.narrow(condition.select(columns, len(attributes)), f"filter {spec.filter!r}")
-        if spec.subset is not None:
-            listed = read_keys(spec.subset, attributes.read(("key",))["key"])
-            self._identity["subset"] = f"{len(listed)} samples {digest(listed)}"
-            self.narrow(listed, f"subset '{spec.subset}'")
-
-    def narrow(self, among: Rows, selector: str) -> None:
-        """Keep samples that are ``among`` others, ascending; raise OrderError, naming ``what``,
-        if none is left.
-        """
-        before = self.rows
-        rows = among if before is None else np.intersect1d(before, among, assume_unique=True)
-        if not rows.size:
-            rest = (
-                ""
-                if before is None or not among.size
-                else f" out of the {len(before)} selected before"
-            )
-            shows = (
-                "; `fuelrail inspect DATASET` shows the values of its attributes"
-                if selector.startswith("filter")
-                else ""
-            )
-            raise OrderError(f"{selector} selects no sample{rest}{shows}")
-        self.rows = rows
-
-    def complete(self, window: Window | None, clips: ClipTable | None) -> None:
-        """Leave out samples that lack a frame of a window that drops them."""
-        if window is not None and _drops(window):
-            assert clips is not None
-            complete = np.flatnonzero(window_lookup(clips, window).complete())
-            self.narrow(complete, f"{window}")
-
-    def order(
-        self,
-        shard_lengths: Sequence[int],
-        clips: ClipTable | None,
-        global_batch: int | None,
-        window: Window | None,
-        unknown: set[str] | None,
-    ) -> EndlessOrder:
-        """Return the order of the selected samples."""
-        costs = OrderCosts.read(self._spec, self._attributes, self.rows, sum(shard_lengths))
-        self._identity |= costs.identity()
-        plain_order = self._plain(shard_lengths, clips, global_batch)
-        hidden = [(rows,) for rows in self._hidden(window, clips, unknown)]
-        return costs.apply(plain_order, self._spec, global_batch, hidden)
-
-    def _hidden(
-        self, window: Window | None, clips: ClipTable | None, unknown: set[str] | None
-    ) -> Iterator[Rows]:
-        """Yield the samples of each entry of ``without``, and those whose windows are dropped
-        with them.
-        """
-        named: Rows = np.zeros(0, np.int64)
-        for entry in self._spec.without:
-            names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-            columns = [name for name in ("key", "clip_id") if name in self._attributes.names]
-            rows, missing = named_rows(names, self._attributes.read(columns))
-            if missing and unknown is None:
-                raise unknown_names(missing)
-            if unknown is not None:
-                unknown |= missing
-            named = np.union1d(named, rows)
-            if window is not None and _drops(window) and clips is not None:
-                clips_left = clips.without(named)
-                lacking = clips_left.samples[
-                    ~window_lookup(clips_left, window)(clips_left.samples).present.all(axis=1)
-                ]
-                rows = np.union1d(
-                    rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows)
-                )
-            yield rows
-
-    def _plain(
-        self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None
-    ) -> EndlessOrder:
-        """Return the order of the selected samples, without packs, buckets and balance."""
-        spec = self._spec
-        selected = self.rows
-        identity = self._identity
-        if selected is not None:
-            identity["selected"] = f"{len(selected)} samples {digest(selected)}"
-        if spec.kind == "lanes":
-            if global_batch is None:
-                raise OrderError(
-                    "order kind 'lanes' needs the global batch: it is the number of lanes"
-                )
-            assert clips is not None
-            identity["lanes"] = global_batch
-            pieces = spec.pieces_per_clip or 1
-            return LaneOrder(
-                clips,
-                global_batch,
-                seed=spec.seed,
-                pieces_per_clip=pieces,
-                selected=selected,
-                identity=identity,
-            )
-        if spec.stages:
-            return self._staged(shard_lengths)
-        for described in identity.get("weights", ()):
-            described.pop("file", None)  # what the file says is in a digest
-        if spec.mix is not None:
-            return _mixed(
-                spec,
-                mix=spec.mix,
-                attributes=self._attributes,
-                shard_lengths=shard_lengths,
-                selected=selected,
-                identity=identity,
-            )
-        sampling = None
-        if spec.weights:
-            table = _selected_rows(self._attributes.read(columns_of(spec.weights)), selected)
-            weights = compute_weights(spec.weights, table)
-            sampling = SystematicSampling(
-                weights, spec.epoch_length or natural_length(spec.weights, table)
-            )
-            identity["weighted"] = _said(sampling)
-        return CompiledOrder(
-            spec=spec,
-            identity=identity,
-            shard_lengths=shard_lengths,
-            selected=selected,
-            sampling=sampling,
-        )
-
-    def _staged(self, shard_lengths: Sequence[int]) -> MixedOrder:
-        """Return the orders of the stages as a mix in blocks of one position, each with its
-        stage's order.
-        """
-        spec = self._spec
-        orders = []
-        stages = []
-        for number, stage in enumerate(spec.stages):
-            weights = (*spec.weights, *stage.weights)
-            stage_spec = msgspec.structs.replace(
-                spec,
-                filter=stage.filter,
-                subset=None,
-                weights=weights,
-                stages=(),
-                balance=None,
-                without=(),
-                seed=derive_key("order stage", spec.seed, number) % 2**63 if number else spec.seed,
-                epoch_length=spec.epoch_length if weights else None,
-            )
-            try:
-                selection = _Selection(stage_spec, self._attributes)
-                if self.rows is not None:
-                    selection.narrow(self.rows, "the selection of all stages")
-                orders.append(selection.order(shard_lengths, None, None, None, None))
-            except OrderError as error:
-                raise OrderError(f"stage {number}: {error}") from error
-            ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
-            stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
-        schedule = MixSchedule(stages, list(stages[0].ratios))
-        length = spec.epoch_length or orders[0].epoch_length
-        staged = MixedOrder(
-            orders,
-            schedule.final,
-            seed=spec.seed,
-            epoch_length=length,
-            is_one_split=True,
-            schedule=schedule,
-        )
-        described = [
-            {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
-            for stage, order in zip(spec.stages, orders, strict=True)
-        ]
-        self._identity.pop("weights", None)  # those of each stage have them
-        staged.identity = {**self._identity, "stages": described, "epoch_length": length}
-        return staged
+        condition = Filter(spec.filter, attributes.names)
+        table = attributes.read(condition.columns)
+        rows = _narrow(rows, condition.select(table, len(attributes)), f"filter {spec.filter!r}")
+    if spec.subset is not None:
+        listed = read_keys(spec.subset, attributes.read(("key",))["key"])
+        identity["subset"] = f"{len(listed)} samples {digest(listed)}"
+        rows = _narrow(rows, listed, f"subset '{spec.subset}'")
+    return rows, identity
 
 
-def _mixed(
+def _narrow(rows: Rows | None, among: Rows, selector: str) -> Rows:
+    """Return those of ``rows`` (None: all) that are ``among`` others, ascending; raise OrderError,
+    naming the ``selector``, where none is left.
+    """
+    narrowed = among if rows is None else np.intersect1d(rows, among, assume_unique=True)
+    if narrowed.size:
+        return narrowed
+    text = f"{selector} selects no sample"
+    if rows is not None and among.size:
+        text += f" out of the {len(rows)} selected before"
+    if selector.startswith("filter"):
+        text += "; `fuelrail inspect DATASET` shows the values of its attributes"
+    raise OrderError(text)
+
+
+def _drop_incomplete(
+    rows: Rows | None, window: Window | None, clips: ClipTable | None
+) -> Rows | None:
+    """Leave out samples that lack a frame of a window that drops them."""
+    if window is None or window.pad != "drop":
+        return rows
+    assert clips is not None
+    complete = np.flatnonzero(window_lookup(clips, window).complete())
+    return _narrow(rows, complete, f"{window}")
+
+
+def _arrange(
     spec: OrderSpec,
-    mix: Mix,
     attributes: AttributeTable,
-    shard_lengths: Sequence[int],
-    selected: Rows | None,
+    *,
+    rows: Rows | None,
     identity: dict[str, Any],
-) -> MixedOrder:
-    """Mix the parts of the selected samples, each with its own order; weights are those of the
-    whole selection.
+    shard_lengths: Sequence[int],
+    global_batch: int | None = None,
+    window: Window | None = None,
+    clips: ClipTable | None = None,
+    unknown: set[str] | None = None,
+) -> EndlessOrder:
+    """Return the order of the selected samples: arranged by its kind, weights, mix or stages; then
+    in packs or buckets, without what is left out, and dealt.
     """
-    column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
+
+    def name_sample(number: int) -> str:
+        if "key" not in attributes.names:
+            return f"sample {number}"
+        key = attributes.read(("key",))["key"][number].as_py()
+        return f"sample {key!r} (number {number} of the split)"
+
+    columns = _arrangement_columns(spec, attributes)
+    table = attributes.read(columns) if columns or spec.weights or spec.without else None
+    costs = OrderCosts.compute(spec, table, rows, sum(shard_lengths), name_sample=name_sample)
+    identity |= costs.identity()
+    if rows is not None:
+        identity["selected"] = f"{len(rows)} samples {digest(rows)}"
+    order: EndlessOrder
+    if spec.kind == "lanes":
+        if global_batch is None:
+            raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
+        assert clips is not None
+        identity["lanes"] = global_batch
+        order = LaneOrder(
+            clips,
+            global_batch,
+            seed=spec.seed,
+            pieces_per_clip=spec.pieces_per_clip or 1,
+            selected=rows,
+            identity=identity,
+        )
+    elif spec.stages:
+        order = _staged(spec, attributes, rows, identity, shard_lengths=shard_lengths)
+    else:
+        order = _weighted(spec, table, rows, identity, shard_lengths=shard_lengths)
+    hidden = _hidden(spec, table, rows, window=window, clips=clips, unknown=unknown)
+    return costs.apply(order, spec, global_batch, [(hidden_rows,) for hidden_rows in hidden])
+
+
+def _arrangement_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
+    """Return the columns that the order of the selected samples depends on, each once."""
+    columns: list[str] = []
+    if spec.pack is not None:
+        columns += cost_columns(spec.pack.cost)
+    if spec.bucket is not None:
+        columns += cost_columns(spec.bucket.by)
+    if spec.balance is not None:
+        columns += cost_columns(spec.balance.cost)
+    if not spec.stages:  # each stage reads its own
+        if spec.mix is not None:
+            columns.append(spec.mix.attribute)
+        columns += columns_of(spec.weights)
+    if spec.without:
+        columns += [name for name in ("key", "clip_id") if name in attributes.names]
+    return list(dict.fromkeys(columns))
+
+
+def _staged(
+    spec: OrderSpec,
+    attributes: AttributeTable,
+    rows: Rows | None,
+    identity: dict[str, Any],
+    *,
+    shard_lengths: Sequence[int],
+) -> MixedOrder:
+    """Return the orders of the stages as a mix in blocks of one position, each with its stage's
+    order.
+    """
+    orders = []
+    stages = []
+    for number, stage in enumerate(spec.stages):
+        weights = (*spec.weights, *stage.weights)
+        stage_spec = msgspec.structs.replace(
+            spec,
+            filter=stage.filter,
+            subset=None,
+            weights=weights,
+            stages=(),
+            balance=None,
+            without=(),
+            seed=derive_key("order stage", spec.seed, number) % 2**63 if number else spec.seed,
+            epoch_length=spec.epoch_length if weights else None,
+        )
+        try:
+            stage_rows, stage_identity = _select(stage_spec, attributes)
+            if rows is not None:
+                stage_rows = _narrow(stage_rows, rows, "the selection of all stages")
+            orders.append(
+                _arrange(
+                    stage_spec,
+                    attributes,
+                    rows=stage_rows,
+                    identity=stage_identity,
+                    shard_lengths=shard_lengths,
+                )
+            )
+        except OrderError as error:
+            raise OrderError(f"stage {number}: {error}") from error
+        ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
+        stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
+    schedule = MixSchedule(stages, list(stages[0].ratios))
+    length = spec.epoch_length or orders[0].epoch_length
+    staged = MixedOrder(
+        orders,
+        schedule.final,
+        seed=spec.seed,
+        epoch_length=length,
+        is_one_split=True,
+        schedule=schedule,
+    )
+    described = [
+        {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
+        for stage, order in zip(spec.stages, orders, strict=True)
+    ]
+    identity.pop("weights", None)  # those of each stage have them
+    staged.identity = {**identity, "stages": described, "epoch_length": length}
+    return staged
+
+
+def _weighted(
+    spec: OrderSpec,
+    table: pa.Table | None,
+    rows: Rows | None,
+    identity: dict[str, Any],
+    *,
+    shard_lengths: Sequence[int],
+) -> EndlessOrder:
+    """Return the order of the selected samples by their weights, or the mix of its parts, each
+    with its own order; weights are those of the whole selection.
+
+    ``table`` has the columns of the weights and of the mix, a row a sample of the split.
+    """
+    for described in identity.get("weights", ()):
+        described.pop("file", None)  # what the file says is in a digest
     weights = None
     if spec.weights:
-        weights = compute_weights(
-            spec.weights, _selected_rows(attributes.read(columns_of(spec.weights)), selected)
-        )
+        assert table is not None
+        weight_columns = table.select(columns_of(spec.weights))
+        if rows is not None:
+            weight_columns = weight_columns.take(rows)
+        weights = compute_weights(spec.weights, weight_columns)
+    mix = spec.mix
+    if mix is None:
+        sampling = None
+        if weights is not None:
+            length = spec.epoch_length or natural_length(spec.weights, weight_columns)
+            sampling = SystematicSampling(weights, length)
+            identity["weighted"] = _describe(sampling)
+        return CompiledOrder(spec, identity, shard_lengths, selected=rows, sampling=sampling)
+    assert table is not None
+    column = table[mix.attribute]
+    if rows is not None:
+        column = column.take(rows)
     number = value_numbers(column, tuple(mix.ratios))
     parts = []
     for part_number, value in enumerate(mix.ratios):
@@ -369,24 +392,24 @@ def _mixed(
             raise OrderError(
                 f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {values}"
             )
-        part_rows = inside if selected is None else selected[inside]
-        seed = derive_key("order mix part", spec.seed, part_number) % 2**63
-        part = msgspec.structs.replace(
-            spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None
+        part_rows = inside if rows is None else rows[inside]
+        part_spec = msgspec.structs.replace(
+            spec,
+            seed=derive_key("order mix part", spec.seed, part_number) % 2**63,
+            filter=None,
+            subset=None,
+            mix=None,
+            epoch_length=None,
         )
-        sampling = None if weights is None else SystematicSampling(weights[inside], len(part_rows))
-        text = f"{len(part_rows)} samples {digest(part_rows)}" + (
-            "" if sampling is None else f", {_said(sampling)}"
+        text = f"{len(part_rows)} samples {digest(part_rows)}"
+        sampling = None
+        if weights is not None:
+            sampling = SystematicSampling(weights[inside], len(part_rows))
+            text += f", {_describe(sampling)}"
+        part = CompiledOrder(
+            part_spec, {value: text}, shard_lengths, selected=part_rows, sampling=sampling
         )
-        parts.append(
-            CompiledOrder(
-                spec=part,
-                identity={value: text},
-                shard_lengths=shard_lengths,
-                selected=part_rows,
-                sampling=sampling,
-            )
-        )
+        parts.append(part)
     mixed = MixedOrder(
         parts,
         tuple(mix.ratios.values()),
@@ -396,6 +419,43 @@ def _mixed(
     )
     mixed.identity = {**identity, "mixed": mixed.identity["parts"]}
     return mixed
+
+
+def _hidden(
+    spec: OrderSpec,
+    table: pa.Table | None,
+    rows: Rows | None,
+    *,
+    window: Window | None,
+    clips: ClipTable | None,
+    unknown: set[str] | None,
+) -> list[Rows]:
+    """Return the samples of each entry of ``without``, and those whose windows are dropped with
+    them.
+    """
+    if not spec.without:
+        return []
+    assert table is not None
+    name_columns = table.select([name for name in ("key", "clip_id") if name in table.column_names])
+    hidden = []
+    named: Rows = np.zeros(0, np.int64)
+    for entry in spec.without:
+        names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
+        hidden_rows, missing = named_rows(names, name_columns)
+        if missing and unknown is None:
+            raise unknown_names(missing)
+        if unknown is not None:
+            unknown |= missing
+        named = np.union1d(named, hidden_rows)
+        if window is not None and window.pad == "drop" and clips is not None:
+            clips_left = clips.without(named)
+            is_present = window_lookup(clips_left, window)(clips_left.samples).present
+            lacking = clips_left.samples[~is_present.all(axis=1)]
+            if rows is not None:
+                lacking = np.intersect1d(lacking, rows)
+            hidden_rows = np.union1d(hidden_rows, lacking)
+        hidden.append(hidden_rows)
+    return hidden
 
 
 class CompiledOrder:
@@ -455,19 +515,6 @@ class CompiledOrder:
         )
 
 
-def _as_said(spec: OrderSpec) -> dict[str, Any]:
-    """Return kind, seed and fields that differ from the defaults, so that new fields keep a
-    state valid.
-    """
-    stated = plain(spec)
-    defaults = plain(OrderSpec())
-    return {
-        name: value
-        for name, value in stated.items()
-        if name in ("kind", "seed") or value != defaults[name]
-    }
-
-
 def plain(settings: object) -> Any:
     """Return settings in plain JSON types: a state that was saved as JSON has lists where these
     have tuples.
@@ -475,15 +522,7 @@ def plain(settings: object) -> Any:
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
-def _drops(window: Window | None) -> bool:
-    return window is not None and window.pad == "drop"
-
-
-def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:
-    return table if selected is None else table.take(selected)
-
-
-def _said(sampling: SystematicSampling) -> str:
+def _describe(sampling: SystematicSampling) -> str:
     return f"{sampling.length} positions, weights {sampling.digest()[:DIGEST_CHARS]}"
 
 
@@ -510,18 +549,15 @@ def compile_mix(
     def compile_one(
         number: int, name: str, part_spec: OrderSpec, unknown: set[str]
     ) -> EndlessOrder:
-        keywords: Any = {
-            "window": window,
-            "clips": None if clips is None else clips[number],
-            "unknown": unknown,
-        }
         return compile_order(
             part_spec,
             datasets[name],
             split,
             global_batch=global_batch,
+            window=window,
+            clips=None if clips is None else clips[number],
             layers=layers.get(name, ()),
-            **keywords,
+            unknown=unknown,
         )
 
     return mix_orders(
@@ -545,10 +581,12 @@ def mix_orders(
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
-        feature = (
-            "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
-        )
-        feature = "a mix of its own" if spec.mix else feature
+        if spec.mix is not None:
+            feature = "a mix of its own"
+        elif spec.kind == "lanes":
+            feature = "kind 'lanes'"
+        else:
+            feature = "stages" if spec.stages else "a subset"
         raise OrderError(
             f"an order with {feature} is of one dataset; mix datasets by kind, filter, "
             "weights, epoch_length"

@@ -8,7 +8,7 @@ same samples cost the same everywhere.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import numpy as np
@@ -104,18 +104,18 @@ def _total(cost: Cost, values: Mapping[str, Any]) -> Any:
 
 def sample_costs(
     cost: str | Cost,
-    attributes: AttributeTable,
+    table: pa.Table,
     rows: NDArray[np.int64] | None,
     num_samples: int,
     *,
     texts: bool = False,
 ) -> NDArray[np.integer]:
     """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None:
-    all are).
+    all are). ``table`` has a row a sample.
     """
-    table = attributes.read(cost_columns(cost))
+    columns = table.select(cost_columns(cost))
     costs: NDArray[np.integer] = compute_costs(
-        cost, table if rows is None else table.take(rows), texts=texts
+        cost, columns if rows is None else columns.take(rows), texts=texts
     )
     if rows is not None:
         selected = costs
@@ -127,27 +127,19 @@ def sample_costs(
 def refuse(
     wrong: NDArray[np.bool_],
     costs: NDArray[np.integer],
-    attributes: AttributeTable,
     rows: NDArray[np.int64] | None,
+    name_sample: Callable[[int], str],
     reason: str,
     fix: str,
 ) -> None:
-    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first: by
-    its key, if any.
-    """
+    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first."""
     selected = np.arange(len(costs)) if rows is None else rows
     refused = selected[wrong[selected]]
     if not len(refused):
         return
     first = int(refused[0])
-    name = f"sample {first}"
-    if "key" in attributes.names:
-        name = (
-            f"sample {attributes.read(('key',))['key'][first].as_py()!r} (number {first} of the "
-            "split)"
-        )
     raise OrderError(
-        f"{name} costs {costs[first]}, {reason}; so do {len(refused) - 1} others of "
+        f"{name_sample(first)} costs {costs[first]}, {reason}; so do {len(refused) - 1} others of "
         f"{len(selected)}: take {fix}, or leave them out by a filter"
     )
 

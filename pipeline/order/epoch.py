@@ -47,7 +47,7 @@ class Entries(NamedTuple):
     """
 
 
-class Shown(NamedTuple):
+class Occurrences(NamedTuple):
     """Where some samples are shown in an epoch, by sample and then by position; both int64 (k,)."""
 
     indices: NDArray[np.int64]
@@ -57,7 +57,7 @@ class Shown(NamedTuple):
     positions: NDArray[np.int64]
 
     @classmethod
-    def sorted(cls, indices: NDArray[np.int64], positions: NDArray[np.int64]) -> Shown:
+    def sorted(cls, indices: NDArray[np.int64], positions: NDArray[np.int64]) -> Occurrences:
         """Return both in order."""
         by_sample = np.lexsort((positions, indices))
         return cls(indices[by_sample], positions[by_sample])
@@ -85,7 +85,7 @@ class Epoch(ABC):
         """Return entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
 
     @abstractmethod
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) of a part are shown, padding included: the inverse of
         :meth:`entries`.
 
@@ -125,7 +125,7 @@ class CopyMap(Protocol):
     def __call__(self, copies: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return samples (int64, same shape) of ``copies``."""
 
-    def find(self, samples: NDArray[np.int64], /) -> Shown:
+    def find(self, samples: NDArray[np.int64], /) -> Occurrences:
         """Return the copies of ``samples`` (n,)."""
 
 
@@ -142,13 +142,13 @@ class SelectedSamples:
         """Return samples of the split (int64, same shape)."""
         return self._selected[numbers].astype(np.int64)
 
-    def find(self, samples: NDArray[np.int64], /) -> Shown:
+    def find(self, samples: NDArray[np.int64], /) -> Occurrences:
         """Return the numbers of ``samples`` (n,) among the selected ones; others have none."""
         places = np.searchsorted(self._selected, samples)
         indices = np.flatnonzero(
             self._selected[np.minimum(places, len(self._selected) - 1)] == samples
         )
-        return Shown(indices, places[indices])
+        return Occurrences(indices, places[indices])
 
 
 class MappedEpoch(Epoch):
@@ -179,7 +179,7 @@ class MappedEpoch(Epoch):
             np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool)
         )
 
-    def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) are shown; raises OrderError for numbers that no copy of
         the split has.
         """
@@ -188,4 +188,4 @@ class MappedEpoch(Epoch):
         for step in reversed(self._copy_maps):
             copies, values = step.find(values)
             indices = indices[copies]
-        return Shown.sorted(indices, self._first.inverse(values))
+        return Occurrences.sorted(indices, self._first.inverse(values))

@@ -53,7 +53,7 @@ def listed_names(file: str) -> pa.Array:
         return read_columns(file, ("key",))["key"].cast(pa.string()).unique()
     try:
         with Path(file).open("rb") as stream:
-            data = stream.read(NAMES.most + 1)
+            data = stream.read(NAMES.maximum + 1)
     except (OSError, ValueError) as error:
         raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
     if (text := NAMES.broken(len(data))) is not None:
@@ -62,14 +62,14 @@ def listed_names(file: str) -> pa.Array:
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     # As Arrow's texts: a list of Python's would take twenty times the bytes of short lines.
     ends = np.array([0, len(data)], np.int64)
-    whole = pa.Array.from_buffers(
+    text_array = pa.Array.from_buffers(
         pa.large_string(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)]
     )
     try:
-        whole.validate(full=True)
+        text_array.validate(full=True)
     except pa.ArrowInvalid as error:
         raise OrderError(f"keys file '{file}' cannot be read: it is not text in UTF-8") from error
-    names = pc.utf8_trim_whitespace(pc.split_pattern(whole, "\n").flatten())
+    names = pc.utf8_trim_whitespace(pc.split_pattern(text_array, "\n").flatten())
     is_name = pc.invert(pc.or_(pc.equal(names, ""), pc.starts_with(names, "#")))
     return names.filter(is_name).unique().cast(pa.string())
 

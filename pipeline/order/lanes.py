@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Entries, Epoch, Shown
+from fuelrail.pipeline.order.epoch import Entries, Epoch, Occurrences
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.order.regroup import groups_of
 
@@ -191,7 +191,7 @@ class LaneEpoch(Epoch):
             np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0}
         )
 
-    def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) are shown, padding included; raises OrderError for numbers
         outside the split.
 
@@ -221,7 +221,7 @@ class LaneEpoch(Epoch):
         padding, turn = _runs(np.zeros_like(turns), turns)
         steps = np.append(step, repeat_start[padding] + turn * length[padding])
         lanes = np.append(lane, ended[padding])
-        return Shown.sorted(
+        return Occurrences.sorted(
             np.append(indices, indices[showing[padding]]), steps * self.num_lanes + lanes
         )
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Occurrences
 from fuelrail.pipeline.order.permutation import (
     CHUNK,
     MAX_LENGTH,
@@ -150,7 +150,8 @@ class MixSchedule:
         for stage in np.unique(stages).tolist():
             mask = stages == stage
             inside = blocks[mask] - self._starts[stage]
-            before[mask], after[mask] = self._within(stage, inside), self._within(stage, inside + 1)
+            before[mask] = self._within(stage, inside)
+            after[mask] = self._within(stage, inside + 1)
         return before, after - before
 
     def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -178,7 +179,8 @@ def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64
         turns.append(named[np.lexsort((named, place / more[named]))])
     steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
     for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
-        steps[number, falls], steps[number, rises] = -1, 1
+        steps[number, falls] = -1
+        steps[number, rises] = 1
     return np.cumsum(steps, axis=0)
 
 
@@ -343,7 +345,7 @@ class MixedEpoch(Epoch):
             arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
         return arranged
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers
         outside its split.
         """
@@ -364,7 +366,7 @@ class MixedEpoch(Epoch):
                     chunk = inside[start : start + CHUNK // 16]
                     indices.append(matches[chunk])
                     positions.append(self._places(number, turns[chunk]))
-        return Shown.sorted(np.concatenate(indices), np.concatenate(positions))
+        return Occurrences.sorted(np.concatenate(indices), np.concatenate(positions))
 
     def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""

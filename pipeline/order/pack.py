@@ -19,14 +19,14 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
-from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.cost import MAX_COST, Cost, refuse
+from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -109,8 +109,8 @@ def pack_window(
 def fit(
     costs: NDArray[np.integer],
     pack: Pack,
-    attributes: AttributeTable,
     rows: NDArray[np.int64] | None,
+    name_sample: Callable[[int], str],
 ) -> None:
     """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one
     that fits no pack.
@@ -120,8 +120,8 @@ def fit(
     refuse(
         costs > limit,
         costs=costs,
-        attributes=attributes,
         rows=rows,
+        name_sample=name_sample,
         reason=reason,
         fix="truncate=True, a larger budget",
     )
@@ -129,8 +129,8 @@ def fit(
     refuse(
         costs < 1,
         costs=costs,
-        attributes=attributes,
         rows=rows,
+        name_sample=name_sample,
         reason=reason,
         fix="a Cost with a constant of 1 or more",
     )
@@ -188,14 +188,14 @@ class PackedEpoch(RegroupedEpoch):
         """
         pieces = []
         for place in as_positions(positions, len(self)).reshape(-1).tolist():
-            window, pack = self._shown(place)
+            window, pack = self._locate(place)
             members, bounds = self._members(window)
             pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
         sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
         packs = np.repeat(np.arange(len(pieces)), sizes)
         return joined(pieces)._replace(flags={"pack": packs})
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is
         shown.
 
@@ -210,4 +210,4 @@ class PackedEpoch(RegroupedEpoch):
             places[mask] = (
                 self._starts[number] + np.argsort(self._order_shown(number))[packs[offsets[mask]]]
             )
-        return Shown.sorted(indices, places)
+        return Occurrences.sorted(indices, places)

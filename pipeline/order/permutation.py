@@ -184,31 +184,31 @@ class KeyedPermutation:
         """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go
         through the rounds.
         """
-        left = source // self._b
-        right = source - left * self._b
-        mixed = np.empty_like(left)
-        spare = np.empty_like(left)
+        high = source // self._b
+        low = source - high * self._b
+        mixed = np.empty_like(high)
+        spare = np.empty_like(high)
         size = self._a
-        other = self._b
+        other_size = self._b
         for key in reversed(self._round_keys) if backwards else self._round_keys:
             if backwards:
-                left, right, size, other = right, left, other, size
-                _round_function(right, key=key, size=size, out=mixed, spare=spare)
+                high, low, size, other_size = low, high, other_size, size
+                _round_function(low, key=key, size=size, out=mixed, spare=spare)
                 np.subtract(
-                    left, mixed, out=left
+                    high, mixed, out=high
                 )  # wraps around to a huge number where it is negative
-                np.add(left, size, out=spare)
-                np.minimum(left, spare, out=left)
+                np.add(high, size, out=spare)
+                np.minimum(high, spare, out=high)
             else:
-                _round_function(right, key=key, size=size, out=mixed, spare=spare)
-                np.add(left, mixed, out=left)  # under 2 * size
+                _round_function(low, key=key, size=size, out=mixed, spare=spare)
+                np.add(high, mixed, out=high)  # under 2 * size
                 np.subtract(
-                    left, size, out=spare
+                    high, size, out=spare
                 )  # wraps around to a huge number where left < size already
-                np.minimum(left, spare, out=left)
-                left, right, size, other = right, left, other, size
-        np.multiply(left, self._b, out=target)
-        np.add(target, right, out=target)
+                np.minimum(high, spare, out=high)
+                high, low, size, other_size = low, high, other_size, size
+        np.multiply(high, self._b, out=target)
+        np.add(target, low, out=target)
 
 
 def _round_function(

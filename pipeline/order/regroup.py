@@ -170,7 +170,7 @@ class RegroupedEpoch(Epoch):
         self._members = lru_cache(maxsize=_WINDOWS_KEPT)(self._grouped)
         self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
 
-    def _shown(self, place: int) -> tuple[int, int]:
+    def _locate(self, place: int) -> tuple[int, int]:
         """Return the window of a pack, or batch, of the epoch, and its number there: those of a
         window are shuffled.
         """

@@ -98,7 +98,12 @@ class Filter:
         text compared with a number.
         """
         row = "\0row"  # no column of a file has this name
-        columns = {name: _plain(table[name]) for name in self.columns}
+        columns = {}
+        for name in self.columns:
+            column = table[name]
+            if pa.types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            columns[name] = column
         numbered = pa.table({**columns, row: np.arange(num_rows)})
         try:
             matches = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
@@ -241,11 +246,6 @@ class Filter:
         if depth == MAX_DEPTH:
             raise self._refuse(node, f"nested more than {MAX_DEPTH} deep")
         return depth + 1
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a dictionary-encoded column as its values; others as they are."""
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:

@@ -187,10 +187,8 @@ class OrderedRows:
             rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
             if lookup is not None and rows_of_part.size:
                 window_samples = lookup(samples.reshape(-1)[rows_of_part])
-                frames[rows_of_part], present[rows_of_part] = (
-                    window_samples.samples + self._bases[part],
-                    window_samples.present,
-                )
+                frames[rows_of_part] = window_samples.samples + self._bases[part]
+                present[rows_of_part] = window_samples.present
         return frames, present
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Read what the samples of an order cost, for packs, for buckets and for balance, and apply
+"""Compute what the samples of an order cost, for packs, for buckets and for balance, and apply
 these to the order.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.cost import AttributeTable, refuse, sample_costs
+from fuelrail.pipeline.order.cost import refuse, sample_costs
 from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.pack import PackedOrder, fit
@@ -17,9 +17,10 @@ from fuelrail.pipeline.order.regroup import RegroupedOrder
 from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
+    import pyarrow as pa
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -34,39 +35,41 @@ class OrderCosts(NamedTuple):
     balance: tuple[NDArray[np.integer], ...] = ()
 
     @classmethod
-    def read(
+    def compute(
         cls,
         spec: OrderSpec,
-        attributes: AttributeTable,
+        table: pa.Table | None,
         rows: NDArray[np.int64] | None,
         num_samples: int,
+        *,
+        name_sample: Callable[[int], str],
     ) -> OrderCosts:
         """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
 
-        Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
-        bucket.
+        ``table`` has the columns of all costs, a row a sample; without costs it is None. Raises
+        OrderError for columns that are no costs, and for a sample that fits no pack and no bucket.
         """
         costs_of = {}
         if spec.pack is not None:
-            costs = sample_costs(spec.pack.cost, attributes, rows, num_samples)
-            fit(costs, spec.pack, attributes, rows)
+            costs = sample_costs(spec.pack.cost, table, rows, num_samples)
+            fit(costs, spec.pack, rows, name_sample)
             costs_of["pack"] = (costs,)
         if spec.bucket is not None:
             bounds = spec.bucket.bounds
-            costs = sample_costs(spec.bucket.by, attributes, rows, num_samples, texts=not bounds)
+            costs = sample_costs(spec.bucket.by, table, rows, num_samples, texts=not bounds)
             if bounds:
                 reason = f"above the last bound of {bounds[-1]}"
                 refuse(
                     costs > bounds[-1],
                     costs=costs,
-                    attributes=attributes,
                     rows=rows,
+                    name_sample=name_sample,
                     reason=reason,
                     fix="another bound",
                 )
             costs_of["bucket"] = (costs,)
         if spec.balance is not None:
-            costs_of["balance"] = (sample_costs(spec.balance.cost, attributes, rows, num_samples),)
+            costs_of["balance"] = (sample_costs(spec.balance.cost, table, rows, num_samples),)
         return cls(**costs_of)
 
     def identity(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import CHUNK, as_positions
 from fuelrail.pipeline.settings import Settings
 
@@ -127,17 +127,13 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
                     f"'{name} is not None', or name weights in `values`"
                 )
             return checked(_numbers(table[name], name), f"attribute {name!r}")
-        case AttributeWeights():
-            return _by_value(weighting, table[weighting.attribute])
-
-
-def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[np.float64]:
-    values = weighting.values or {}
-    named = checked(
-        np.array([*values.values(), weighting.default]), f"weights of {weighting.attribute!r}"
-    )
-    weights: NDArray[np.float64] = named[value_numbers(column, tuple(values))]
-    return weights
+        case AttributeWeights(attribute=name, default=default):
+            values = weighting.values or {}
+            weight_of_value = checked(np.array([*values.values(), default]), f"weights of {name!r}")
+            weights: NDArray[np.float64] = weight_of_value[
+                value_numbers(table[name], tuple(values))
+            ]
+            return weights
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
@@ -146,15 +142,17 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
     """
     import pyarrow as pa
 
-    number = {text: i for i, text in enumerate(values)}
+    number_of_text = {text: number for number, text in enumerate(values)}
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = column.combine_chunks()
-    of_code = np.array(
-        [number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1]
-    )
-    unknown = len(of_code) - 1
-    numbers: NDArray[np.int64] = of_code[
+    number_of_code = []
+    for value in codes.dictionary.to_pylist():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        number_of_code.append(number_of_text.get(text, -1))
+    unknown = len(number_of_code)
+    number_of_code.append(-1)
+    numbers: NDArray[np.int64] = np.array(number_of_code)[
         codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
     ]
     return numbers
@@ -225,10 +223,6 @@ def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDA
         ) from error
     numbers: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     return numbers
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def checked(weights: NDArray[np.float64], subject: str) -> NDArray[np.float64]:
@@ -361,7 +355,7 @@ class SystematicEpoch:
             for start in starts
         ]
 
-    def find(self, samples: ArrayLike, /) -> Shown:
+    def find(self, samples: ArrayLike, /) -> Occurrences:
         """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises
         OrderError for others.
         """
@@ -369,4 +363,6 @@ class SystematicEpoch:
         first = np.array(self.first_copies(numbers.tolist()), np.int64)
         num = np.array(self.first_copies((numbers + 1).tolist()), np.int64) - first
         indices = np.repeat(np.arange(len(numbers)), num)
-        return Shown(indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices])
+        return Occurrences(
+            indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices]
+        )

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, OrderError
-from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.settings import AtLeast0, Positive, Settings, as_settings, check_types
 
 if TYPE_CHECKING:
@@ -180,16 +180,11 @@ class TimeWindow(Settings, frozen=True):
     @property
     def own_offsets(self) -> tuple[int, ...]:
         """The offsets [ns] of all channels with times of their own, each once, ascending."""
-        return tuple(
-            sorted(
-                {
-                    offset_ns
-                    for name, window in self.channels.items()
-                    if name != IMAGES
-                    for offset_ns in window.offsets_ns
-                }
-            )
-        )
+        offsets_ns: set[int] = set()
+        for name, window in self.channels.items():
+            if name != IMAGES:
+                offsets_ns.update(window.offsets_ns)
+        return tuple(sorted(offsets_ns))
 
     @property
     def frames(self) -> tuple[int, ...]:
@@ -304,7 +299,7 @@ class WindowLookup:
         is_whole = self.window.pad == "drop" or not len(samples)
         return self if is_whole else window_lookup(self._clips.without(samples), self.window)
 
-    def find(self, samples: ArrayLike) -> Shown:
+    def find(self, samples: ArrayLike) -> Occurrences:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample,
         then ascending.
         """
@@ -318,7 +313,7 @@ class WindowLookup:
             centres = np.sort(near[(self(near).samples == numbers[index]).any(axis=1)])
             indices.append(np.full(len(centres), index))
             window_samples.append(centres)
-        return Shown(np.concatenate(indices), np.concatenate(window_samples))
+        return Occurrences(np.concatenate(indices), np.concatenate(window_samples))
 
     def complete(self) -> NDArray[np.bool_]:
         """Return which samples of the split have all their frames: bool (n,)."""

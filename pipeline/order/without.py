@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
-from fuelrail.pipeline.order.epoch import Entries, Epoch, Shown, digest
+from fuelrail.pipeline.order.epoch import Entries, Epoch, Occurrences, digest
 from fuelrail.pipeline.order.lanes import LaneEpoch
 from fuelrail.pipeline.order.permutation import as_positions
 
@@ -143,14 +143,14 @@ class ThinnedEpoch(Epoch):
             {name: flag[mask] for name, flag in flags.items()},
         )
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) of a part are shown; those that are left out, nowhere."""
         numbers = np.asarray(samples, dtype=np.int64)
         indices, positions = self._base.find(numbers, part)
         mask = ~np.isin(numbers[indices], self._hidden[part])
         indices = indices[mask]
         positions = positions[mask]
-        return Shown(indices, positions - np.searchsorted(self._gone, positions))
+        return Occurrences(indices, positions - np.searchsorted(self._gone, positions))
 
     def _below(self, positions: ArrayLike) -> NDArray[np.int64]:
         """Return the positions in the whole order."""

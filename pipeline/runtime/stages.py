@@ -337,7 +337,10 @@ def _per_batch(stages: Sequence[Stage]) -> int:
     """Return how many outputs of the first of these stages become one result of the last."""
     product = 1
     for stage in stages[1:]:
-        product *= stage.group if isinstance(stage.group, int) else 1 if stage.group is None else 0
+        if isinstance(stage.group, int):
+            product *= stage.group
+        elif stage.group is not None:
+            product = 0
     return product
 
 

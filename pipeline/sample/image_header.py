@@ -338,27 +338,29 @@ def jpeg_length(encoded: Buffer) -> int | None:
     ``encoded`` begins with a sound header; what follows the marker counts for nothing.
     """
     data = bytes(encoded)
-    at = 2
-    while (match := _MARKER.search(data, at)) is not None:
-        at = match.end()
+    position = 2
+    while (match := _MARKER.search(data, position)) is not None:
+        position = match.end()
         if match[0][1] == 0xD9:
-            return at
+            return position
         if match[0][1] != 0x01:  # of arithmetic coding, without a segment
-            if at + 2 > len(data):
+            if position + 2 > len(data):
                 return None
-            at += int(_U16(data, at)[0])
+            position += int(_U16(data, position)[0])
     return None
 
 
 def png_length(encoded: Buffer) -> int | None:
     """Return the bytes of a PNG up to the end of its IEND chunk; None where there is none."""
-    at = len(_PNG_SIGNATURE)
-    while at + 12 <= len(encoded):
-        (length,) = struct.unpack_from(">I", encoded, at)
-        name = bytes(encoded[at + 4 : at + 8])
-        at += 12 + length
+    position = len(_PNG_SIGNATURE)
+    while position + 12 <= len(encoded):
+        (length,) = struct.unpack_from(">I", encoded, position)
+        name = bytes(encoded[position + 4 : position + 8])
+        position += 12 + length
         if name == b"IEND":
-            return at if bytes(encoded[at - 8 : at]) == b"IEND\xaeB`\x82" else None
+            return (
+                position if bytes(encoded[position - 8 : position]) == b"IEND\xaeB`\x82" else None
+            )
     return None
 
 

@@ -412,12 +412,14 @@ def _check(
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
         shape_stored = array.shape
-        shape_expected = tuple(
-            sizes.setdefault(n, shape_stored[i] if i < len(shape_stored) else -1)
-            if isinstance(n, str)
-            else n
-            for i, n in enumerate(shape)
-        )
+        sides: list[int] = []
+        for axis, size in enumerate(shape):
+            if isinstance(size, str):  # a letter: the size that its first array has
+                size_stored = shape_stored[axis] if axis < len(shape_stored) else -1
+                sides.append(sizes.setdefault(size, size_stored))
+            else:
+                sides.append(size)
+        shape_expected = tuple(sides)
         if array.dtype != dtype or shape_stored != shape_expected:
             raise SchemaError(
                 f"array '{name}' is {array.dtype}{list(shape_stored)}; wanted "

@@ -122,7 +122,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 def read_regular(path: str | os.PathLike[str], limit: Limit) -> bytes:
     """Return the whole of a regular file that a user named, within a limit; raises OSError."""
     with open_regular(path) as file:
-        data = file.read(limit.most + 1)
+        data = file.read(limit.maximum + 1)
     if (text := limit.broken(len(data))) is not None:
         raise OSError(errno.EFBIG, f"it {text}", str(path))
     return data
@@ -164,8 +164,8 @@ def check_plain_tree(folder: Path) -> None:
                 elif not entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
                         kind = _kind_of(entry.stat(follow_symlinks=False).st_mode)
-                        what = f"it is {kind}, not a folder or a regular file; remove it"
-                        raise _refused(parent / entry.name, what)
+                        clause = f"it is {kind}, not a folder or a regular file; remove it"
+                        raise _refused(parent / entry.name, clause)
 
 
 def open_lock(path: Path) -> int:
@@ -178,14 +178,14 @@ def open_lock(path: Path) -> int:
     try:
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
-        what = {
+        clause = {
             errno.ELOOP: "it is a link; remove it",
             errno.EISDIR: "it is a folder, not a file; remove it",
             errno.ENXIO: "it is a socket, not a file; remove it",
         }.get(error.errno or 0)
-        if what is None:
+        if clause is None:
             raise
-        raise _refused(path, what) from error
+        raise _refused(path, clause) from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)

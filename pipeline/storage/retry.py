@@ -122,21 +122,17 @@ class Fault(NamedTuple):
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
     """Classify an exception of any storage library."""
     code = _code(error)
-    return Fault(
-        kind=_OF_CODE.get(code) or _kind(error),
-        text=redacted(_text(error, code), storage_options),
-        code=code,
-    )
-
-
-def _text(error: BaseException, code: str) -> str:
-    """Return the start of an error's text, with the storage's own code, which may be far behind
-    it.
-    """
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    start = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
-    return start if code in start else f"{code}: {start}"
+    if len(text) > _MAX_TEXT:
+        text = text[:_MAX_TEXT] + "..."
+    if code not in text:  # it may be far behind the start of the text
+        text = f"{code}: {text}"
+    return Fault(
+        kind=_OF_CODE.get(code) or _kind(error),
+        text=redacted(text, storage_options),
+        code=code,
+    )
 
 
 def _code(error: BaseException) -> str:
@@ -145,8 +141,8 @@ def _code(error: BaseException) -> str:
     """
     for raised in (error, error.__cause__):
         response = getattr(raised, "response", None)
-        about = response.get("Error") if isinstance(response, dict) else None
-        code = about.get("Code") if isinstance(about, dict) else None
+        details = response.get("Error") if isinstance(response, dict) else None
+        code = details.get("Code") if isinstance(details, dict) else None
         if isinstance(code, str) and code.isalnum() and not code.isdigit():
             return code
     match = _CODE_IN_TEXT.search(str(error))

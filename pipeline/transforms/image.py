@@ -228,10 +228,10 @@ class ImageAugment(Settings, frozen=True):
         """
         room_x = max(0, size[0] - self.width)
         room_y = max(0, size[1] - self.height)
-        left = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
+        offsets_x = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
         bottom = int((1.0 - share) * size[1]) - self.height
-        top = {"top": 0, "center": room_y // 2, "random": int(u_y * room_y), "bottom": bottom}
-        return left[self.crop_x], top[self.crop_y]
+        offsets_y = {"top": 0, "center": room_y // 2, "random": int(u_y * room_y), "bottom": bottom}
+        return offsets_x[self.crop_x], offsets_y[self.crop_y]
 
     def _map(
         self,

@@ -144,19 +144,21 @@ class PixelAugment(Settings, frozen=True):
 
     def _change(self, height: int, u: list[float]) -> PixelChange:
         prob = self.prob
+        order = (0, 1, 2)
+        if self.swap_channels and u[8] < prob:
+            order = _ORDERS[int(u[9] * len(_ORDERS))]
+        holes = None
+        if u[11] < self.grid_mask_prob:
+            u_spacing, u_top, u_left = u[12:]
+            spacing = 2 + int(u_spacing * max(1, height - 2))
+            bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
+            holes = GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
         return PixelChange(
             brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
             contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
             saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
             hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
-            order=_ORDERS[int(u[9] * len(_ORDERS))]
-            if self.swap_channels and u[8] < prob
-            else (0, 1, 2),
+            order=order,
             contrast_first=u[10] < 0.5,
-            holes=self._holes(height, *u[12:]) if u[11] < self.grid_mask_prob else None,
+            holes=holes,
         )
-
-    def _holes(self, height: int, u_spacing: float, u_top: float, u_left: float) -> GridHoles:
-        spacing = 2 + int(u_spacing * max(1, height - 2))
-        bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
-        return GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))

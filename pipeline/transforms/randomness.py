@@ -80,10 +80,10 @@ def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
         return
     defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
     values = {name: getattr(settings, name) for name in drawn}
-    given = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
-    if given:
+    chosen = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
+    if chosen:
         raise ConfigError(
-            f"{type(settings).__name__}: {', '.join(given)} is drawn in training alone, and "
+            f"{type(settings).__name__}: {', '.join(chosen)} is drawn in training alone, and "
             "train is not given: say train=True, or train=False for evaluation"
         )
     msgspec.structs.force_setattr(settings, "train", False)

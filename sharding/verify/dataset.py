@@ -331,7 +331,7 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
     """Check that each row of a layer belongs to one position of its base."""
     try:
         if layer.origin is not None and (entry := layer.manifest.file(ROWS_FILE)) is not None:
-            layer.origin.whole(entry)
+            layer.origin.ensure_file(entry)
         rows = read_rows(layer)
     except (IndexFileError, ManifestError) as error:
         return [Fault(ROWS_FILE, str(error))]

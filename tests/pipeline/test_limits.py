@@ -16,7 +16,7 @@ ROW = re.compile(r"\| (.+) \| ([\d,]+) (\w+) \|")
 def test_the_table_of_the_page_is_that_of_the_code() -> None:
     section = PAGE.read_text(encoding="utf-8").split("### Sizes")[1].split("\n## ")[0]
     rows = [match.groups() for match in map(ROW.fullmatch, section.splitlines()) if match]
-    assert rows == [(limit.subject, f"{limit.most:,}", limit.unit) for limit in LIMITS]
+    assert rows == [(limit.subject, f"{limit.maximum:,}", limit.unit) for limit in LIMITS]
 
 
 @pytest.mark.parametrize(("number", "is_broken"), [(0, False), (9, False), (10, True)])

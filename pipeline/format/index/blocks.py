@@ -72,7 +72,8 @@ def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, by
     first = 0
     for name, num_bytes in sizes:
         end = first + DIGEST_BYTES * num_blocks(num_bytes)
-        digests[name], first = data[first:end], end
+        digests[name] = data[first:end]
+        first = end
     if first != len(data):
         raise IndexFileError(
             f"{BLOCKS_FILE} has {len(data)} bytes; the tables of the dataset make {first}"

@@ -36,8 +36,8 @@ SHARDS_SCHEMA: Final = pa.schema(
     metadata={"fuelrail.shards.version": "1"},
 )
 _DTYPES: Final = {
-    one.name: np.dtype("V32") if one.type == pa.binary(32) else numpy_dtype(one.type)
-    for one in SHARDS_SCHEMA
+    field.name: np.dtype("V32") if field.type == pa.binary(32) else numpy_dtype(field.type)
+    for field in SHARDS_SCHEMA
 }
 _ENDINGS: Final = (".tar", ".tar.zst")
 
@@ -244,12 +244,12 @@ class ShardTable(Sequence[ShardEntry]):
     def __getitem__(self, number: int | slice) -> ShardEntry | tuple[ShardEntry, ...]:
         if isinstance(number, slice):
             return tuple(map(self._entry, range(*number.indices(self._length))))
-        at = number + self._length if number < 0 else number
-        if not 0 <= at < self._length:
+        index = number + self._length if number < 0 else number
+        if not 0 <= index < self._length:
             raise IndexError(
                 f"shard {number} is not in the dataset: it has shards 0 to {self._length - 1}"
             )
-        return self._entry(at)
+        return self._entry(index)
 
     def __iter__(self) -> Iterator[ShardEntry]:
         return map(self._entry, range(self._length))

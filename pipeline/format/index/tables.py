@@ -79,7 +79,7 @@ class _Opener:
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
             return open_sparse(path, entry.bytes, self._digests(name), read)
         if self._origin is not None:
-            self._origin.whole(entry)
+            self._origin.ensure_file(entry)
         elif not path.exists():
             raise IndexFileError(f"'{self._folder}' has no {name}")
         if path.is_file() and (num_bytes := path.stat().st_size) != entry.bytes:
@@ -103,7 +103,7 @@ class _Opener:
                 f"'{path}' has {entry.bytes} bytes, at most {MAX_BLOCKS_BYTES} are read"
             )
         if self._origin is not None:
-            self._origin.whole(entry)
+            self._origin.ensure_file(entry)
         try:
             data = read_file(path, MAX_BLOCKS_BYTES)
         except OSError as error:
@@ -133,7 +133,7 @@ def open_attributes(
         return AttributesFile(path, exists=entry is not None)
     if not comes_whole(entry):
         return AttributesFile(path, _Opener(folder, manifest, origin).table(ATTRIBUTES_FILE))
-    origin.whole(entry)
+    origin.ensure_file(entry)
     return AttributesFile(path)
 
 

@@ -284,25 +284,25 @@ def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
     """Positions that are not stored take a bit, and 37 bytes of arrays."""
     entry = channel("logits_topk", 4, 10)
     kind = KINDS["logits_topk"]
-    most = LOGITS.most // 37
+    most = LOGITS.maximum // 37
 
     def member(positions: int) -> bytes:
         return np.array([positions, 0], "<u4").tobytes() + bytes(-(-positions // 8))
 
     value = kind.decode(member(most), entry)
-    assert sum(part.nbytes for part in value.parts.values()) == most * 37 <= LOGITS.most
-    with pytest.raises(SchemaError, match=f"at most {LOGITS.most} are read"):
+    assert sum(part.nbytes for part in value.parts.values()) == most * 37 <= LOGITS.maximum
+    with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
         kind.decode(member(most + 1), entry)
-    with pytest.raises(SchemaError, match=f"at most {LOGITS.most} are read"):
+    with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
         kind.encode(Logits(np.broadcast_to(np.zeros(1, int), (most + 1, 4))), entry)
     # A sample without a value gets as many zeros, where the table says the length.
     (text,) = broken_table([channel("logits_topk", 4, 10, most + 1)])
-    assert text and f"at most {LOGITS.most} are read" in text
+    assert text and f"at most {LOGITS.maximum} are read" in text
 
 
 def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
     most = 3 * (2 * 37)
-    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(most=most))
+    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(maximum=most))
     table = [channel("logits_topk", 4, 10, name=f"c{n}", field=f"c{n}.lgt") for n in range(4)]
     member = np.array([2, 0], "<u4").tobytes() + bytes(1)
     members = {entry.field: member for entry in table}

@@ -361,7 +361,7 @@ def test_tokens_beyond_the_vocabulary_are_not_handed_out() -> None:
 
 def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(monkeypatch) -> None:
     entry = channel({"kind": "texts"})
-    monkeypatch.setattr(kinds, "UNTYPED", UNTYPED._replace(most=100))
+    monkeypatch.setattr(kinds, "UNTYPED", UNTYPED._replace(maximum=100))
     assert KINDS["texts"].decode(KINDS["texts"].encode(["a"] * 24, entry), entry) == ["a"] * 24
     with pytest.raises(SchemaError, match="takes 101 bytes when it is decoded"):
         KINDS["texts"].encode(["a"] * 25, entry)

@@ -197,7 +197,7 @@ def test_a_link_is_followed_within_the_folder_and_no_file_is_made_outside(path, 
 
 def test_setups_are_limited_by_what_they_decode_to(tmp_path, monkeypatch):
     """Two bytes of JSON become a list of 64."""
-    monkeypatch.setattr(ledger, "UNTYPED", UNTYPED._replace(most=5000))
+    monkeypatch.setattr(ledger, "UNTYPED", UNTYPED._replace(maximum=5000))
     large = RunSetup(
         version=1,
         identity={"lists": [[]] * 700},

@@ -73,7 +73,7 @@ def check(order, epoch, sizes):
             which, np.repeat(np.arange(len(asked)), [len(one) for one in expected])
         )
         assert np.array_equal(positions, np.concatenate(expected))
-        assert len(shown.find([], part).which) == 0
+        assert len(shown.find([], part).indices) == 0
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -203,8 +203,8 @@ def test_files_of_ranks_are_read_as_the_ledger_is(ledger, tmp_path, make):
             fr.run_history(path)
         rank.rmdir() if rank.is_dir() else rank.unlink()
     with rank.open("wb") as stream:
-        stream.truncate(LEDGER.most)
-    with pytest.raises(ConfigError, match=f"its 1 files of ranks .* {LEDGER.most} are read"):
+        stream.truncate(LEDGER.maximum)
+    with pytest.raises(ConfigError, match=f"its 1 files of ranks .* {LEDGER.maximum} are read"):
         fr.run_history(path)
 
 
@@ -214,7 +214,7 @@ def test_states_of_checkpoints_are_those_of_a_regular_file(ledger, tmp_path):
     (tmp_path / "deep.json").write_bytes(b'{"a":' * 100_000)
     (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
     with (tmp_path / "large.json").open("wb") as stream:
-        stream.truncate(UNTYPED.most + 1)
+        stream.truncate(UNTYPED.maximum + 1)
     for name in ("fifo", "zero", "deep", "latin", "large"):
         with pytest.raises(ConfigError, match="must be a JSON file of loaders' states by name"):
             fr.seen(ledger, ["clip-0001"], checkpoints=tmp_path / f"{name}.json")
@@ -240,9 +240,9 @@ def test_a_table_of_keys_is_limited_by_what_it_decodes_to(tmp_path, form):
     assert form == "lists" or file.stat().st_size < 300_000
     text, num_bytes = peak_bytes("listed_names(sys.argv[1])", file)
     assert {
-        "dictionary": f"at most {NAMES.most} are read",
+        "dictionary": f"at most {NAMES.maximum} are read",
         "delta": "has the encoding DELTA_BYTE_ARRAY",
-        "runs": f"at most {NAMES.most} are read",
+        "runs": f"at most {NAMES.maximum} are read",
         "lists": "each row must have a value of its own",
     }[form] in text
     assert num_bytes < 100 << 20
