@@ -120,7 +120,7 @@ def append(
                 datasets[dataset], old, output, new, was_finished=finished is not None
             )
             progress.advanced(new.bytes)
-            progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
+            progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
         if complete is not None:
             work.remove()
             return complete

@@ -506,12 +506,12 @@ def _finished_report(
         return None
     if report.names != names:
         return None
-    made = {folder.after for folder in report.folders}
+    fingerprints = {folder.after for folder in report.folders}
     for manifest in manifests:
         versions = {manifest.fingerprint}
         if not is_started:
             versions |= {ancestor.fingerprint for ancestor in manifest.lineage.ancestors}
-        if not versions & made:
+        if not versions & fingerprints:
             return None
     return report
 
@@ -557,8 +557,8 @@ def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
     if source.root == out.root or out.size(MANIFEST_FILE) is None:
         _take_place(part)
     manifest = load_manifest(out.root, EITHER)
-    left = {shard.sha256 for shard in open_shards(out.root, manifest)}
-    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in left}
+    digests = {shard.sha256 for shard in open_shards(out.root, manifest)}
+    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in digests}
     noted = _noted(out)
     return DeletedFrom(
         folder=str(out.root),
@@ -711,13 +711,13 @@ def _write_shards(
     first = 0
     numbers = Counter[str]()
     for old in source.shards:
-        left = _inside(kept_rows, old)
-        if not len(left):
+        shard_rows = _inside(kept_rows, old)
+        if not len(shard_rows):
             continue
         name = shard_name(old.split, numbers[old.split], framed=is_framed(old.name))
         numbers[old.split] += 1
-        new = old._replace(name=name, first_sample=first, num_samples=len(left))
-        rows = [source.index.row(number) for number in left.tolist()]
+        new = old._replace(name=name, first_sample=first, num_samples=len(shard_rows))
+        rows = [source.index.row(number) for number in shard_rows.tolist()]
         if old.name in hit:
             packed = _pack(
                 part, old=old.name, new=name, number=len(entries), rows=rows, keys=keys, out=out
@@ -730,7 +730,7 @@ def _write_shards(
             bring_shard(source, old, out, new, was_finished=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
-        first += len(left)
+        first += len(shard_rows)
         source.index.release()
 
 

@@ -208,7 +208,7 @@ def _attributes(
 ) -> Iterator[pa.Table]:
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
-    left = pa.Table.from_batches(file.batches(schema.names), schema)
+    remaining = pa.Table.from_batches(file.batches(schema.names), schema)
     columns = []
     for field in schema:
         values = [row.get(field.name) for row in deleted]
@@ -218,10 +218,10 @@ def _attributes(
             column = pa.array([str(value) for value in values]).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]
-    left = pa.Table.from_arrays(left.columns, schema=pa.schema(fields))
+    remaining = pa.Table.from_arrays(remaining.columns, schema=pa.schema(fields))
     gone = pa.Table.from_arrays(columns, schema=pa.schema(fields))
-    places = np.where(order >= 0, order, len(left) - 1 - order)
-    table = pa.concat_tables([left, gone])
+    places = np.where(order >= 0, order, len(remaining) - 1 - order)
+    table = pa.concat_tables([remaining, gone])
     for first in range(0, len(places), ROWS_PER_GROUP):
         yield table.take(pa.array(places[first : first + ROWS_PER_GROUP])).combine_chunks()
 

@@ -445,7 +445,7 @@ def _make_shards(
     try:
         for done in engine.make_shards(job, numbers, progress.advanced):
             work.check()
-            num_written -= done.kept
+            num_written -= done.is_kept
             if bands is not None:
                 bands.finished(done.number)
             progress.shard_done(done)

@@ -89,7 +89,9 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
     frames = base.index.column("frame").astype(np.int64)
     lidars = [lidar.channel for lidar in base.manifest.lidars]
     has_sweeps = has_shards and any(name.endswith(SWEEPS_FIELD) for name in base.index.names)
-    radars = [one for one in base.manifest.extra_channels if has_shards and _is_radar(one)]
+    radars = [
+        channel for channel in base.manifest.extra_channels if has_shards and _is_radar(channel)
+    ]
     clips: dict[str, DeletedTimes] = {}
     for samples in _clips_of(table, numbers, rows):
         is_deleted = np.isin(samples, rows)
@@ -143,7 +145,8 @@ def is_cut(name: str, channels: tuple[Channel, ...]) -> bool:
     if name.endswith(SWEEPS_FIELD) or name in (EGO.field, _AGENTS):
         return True
     return any(
-        one.field == name and (one_of_series(one) is not None or _is_radar(one)) for one in channels
+        channel.field == name and (one_of_series(channel) is not None or _is_radar(channel))
+        for channel in channels
     )
 
 
@@ -158,15 +161,15 @@ def cut_member(
     if name.endswith(SWEEPS_FIELD):
         spans_ns = times.sensor_spans_ns.get(name.removesuffix(SWEEPS_FIELD))
         return data if spans_ns is None else _cut_sweeps(data, spans_ns)
-    channel = next((one for one in channels if one.field == name), None)
+    channel = next((entry for entry in channels if entry.field == name), None)
     if channel is None:
         return data
     kind = KINDS[channel.kind]
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
         keep = ~_inside(series[TIMES], times.spans_ns)
-        kept = {part: values[keep] for part, values in series.items()}
-        return data if keep.all() else kind.encode(kept, channel)
+        remaining = {part: values[keep] for part, values in series.items()}
+        return data if keep.all() else kind.encode(remaining, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
@@ -181,10 +184,10 @@ def cut_member(
         value[is_step, :-1] = np.nan
         value[is_step, -1] = 0
         return kind.encode(value, channel) if is_step.any() else data
-    if name == _AGENTS and tuple(one.name for one in channel.arrays) == _OF_STEPS:
+    if name == _AGENTS and tuple(array.name for array in channel.arrays) == _OF_STEPS:
         steps = times.frames - row.frame + PAST
         steps = steps[(steps >= 0) & (steps < STEPS)]
-        arrays = {part: np.array(one) for part, one in kind.decode(data, channel).items()}
+        arrays = {part: np.array(values) for part, values in kind.decode(data, channel).items()}
         if not arrays["valid"][:, steps].any():
             return data
         arrays["position"][:, steps] = np.nan
@@ -215,13 +218,13 @@ def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
         return data
     if not keep.any():
         return None
-    kept = Sweeps(
+    remaining = Sweeps(
         num_points=sweeps.num_points[keep],
         timestamp_ns=sweeps.timestamp_ns[keep],
         lidar2global=sweeps.lidar2global[keep],
         points=sweeps.points[np.repeat(keep, sweeps.num_points)],
     )
-    return encode_arrays(kept)
+    return encode_arrays(remaining)
 
 
 def _clips_of(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
@@ -238,10 +241,10 @@ def _lidar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], num_lidars: int
 ) -> NDArray[np.int64]:
     """Return the times of the sweeps of samples (n, L) [ns]; those that no span needs are 0."""
-    needed = is_deleted.copy()
-    needed[:-1] |= is_deleted[1:]
+    is_needed = is_deleted.copy()
+    is_needed[:-1] |= is_deleted[1:]
     times_ns = np.zeros((len(samples), num_lidars), np.int64)
-    for number in np.flatnonzero(needed).tolist():
+    for number in np.flatnonzero(is_needed).tolist():
         raw = _read_raw(base, int(samples[number]), [GEOMETRY])
         times_ns[number] = decode_arrays(raw[GEOMETRY], Geometry).lidar_timestamp_ns
     return times_ns
@@ -264,10 +267,10 @@ def _radar_times(
     """Return the times of the newest points of a radar of samples (n,) [ns]; without points those
     of the samples.
     """
-    needed = is_deleted.copy()
-    needed[:-1] |= is_deleted[1:]
+    is_needed = is_deleted.copy()
+    is_needed[:-1] |= is_deleted[1:]
     times_ns = base.index.column("timestamp_ns")[samples]
-    for number in np.flatnonzero(needed).tolist():
+    for number in np.flatnonzero(is_needed).tolist():
         data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
         points = np.zeros((0, len(radar.columns)), np.float32)
         if data is not None:

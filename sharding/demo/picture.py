@@ -166,8 +166,8 @@ def render(
 def _through_air(colour: Floats, depth: Floats, weather: Weather) -> Floats:
     """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
     haze = np.array(weather.haze_rgb, np.float32)
-    left = np.exp(-depth / np.float32(weather.haze_m))[:, None]
-    return np.asarray(haze + (colour * np.float32(weather.light) - haze) * left)
+    transmittance = np.exp(-depth / np.float32(weather.haze_m))[:, None]
+    return np.asarray(haze + (colour * np.float32(weather.light) - haze) * transmittance)
 
 
 def _backdrop(
@@ -192,7 +192,7 @@ def _backdrop(
     return np.asarray(image, np.float32)
 
 
-def _ground(along: Floats, left: Floats, pixel_m: Floats) -> Floats:
+def _ground(along: Floats, lateral: Floats, pixel_m: Floats) -> Floats:
     """Return the colour (N, 3) of places on the road, of which a pixel covers ``pixel_m``."""
 
     def band(distance: Floats, half: float) -> Floats:
@@ -200,14 +200,14 @@ def _ground(along: Floats, left: Floats, pixel_m: Floats) -> Floats:
 
     grey = (
         86.0
-        + 13.0 * noise_at(along, left, 60.0) / (1.0 + 9.0 * pixel_m)
-        + 4.5 * noise_at(along, left, 6.0)
+        + 13.0 * noise_at(along, lateral, 60.0) / (1.0 + 9.0 * pixel_m)
+        + 4.5 * noise_at(along, lateral, 6.0)
     )
     dashes = band(np.mod(along, 9.0) - 4.5, 1.6)
-    paint = band(np.abs(left) - 0.14, 0.06) + band(np.abs(left) - LANE_WIDTH_M, 0.07) * dashes
-    paint += band(np.abs(left) - 2 * LANE_WIDTH_M, 0.07)
-    grey += (1.0 - band(left, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
-    grass = 1.0 - band(left, FACADE_M - 1.2)
+    paint = band(np.abs(lateral) - 0.14, 0.06) + band(np.abs(lateral) - LANE_WIDTH_M, 0.07) * dashes
+    paint += band(np.abs(lateral) - 2 * LANE_WIDTH_M, 0.07)
+    grey += (1.0 - band(lateral, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
+    grass = 1.0 - band(lateral, FACADE_M - 1.2)
     return np.asarray(
         grey[:, None] * (1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)), np.float32
     )

@@ -82,14 +82,14 @@ class Road:
         """Return the global heading of the centre line in rad."""
         return self.heading_rad + self.curvature_per_m * along
 
-    def point(self, along: float, left: float) -> tuple[float, float]:
+    def point(self, along: float, lateral: float) -> tuple[float, float]:
         """Return global x, y of a place on the road."""
         k = self.curvature_per_m
         if abs(k) < _STRAIGHT_PER_M:
             u = along
-            v = left
+            v = lateral
         else:
-            radius = 1.0 / k - left
+            radius = 1.0 / k - lateral
             u = math.sin(k * along) * radius
             v = 1.0 / k - math.cos(k * along) * radius
         c = math.cos(self.heading_rad)
@@ -127,11 +127,11 @@ def corners(
     given centres.
     """
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
-    left = np.array([0.5, 0.5, -0.5, -0.5]) * width
+    lateral = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c = np.cos(yaw_rad)[..., None]
     s = np.sin(yaw_rad)[..., None]
     return np.stack(
-        [x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1
+        [x[..., None] + c * along - s * lateral, y[..., None] + s * along + c * lateral], axis=-1
     )
 
 
@@ -157,11 +157,11 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
     def stand(
         kind: str,
         along: float,
-        left: float,
+        lateral: float,
         size_lwh: tuple[float, float, float],
         floor_m: float = 0.0,
     ) -> None:
-        centre = (*road.point(along, left), floor_m + size_lwh[2] / 2.0)
+        centre = (*road.point(along, lateral), floor_m + size_lwh[2] / 2.0)
         colour = _WALLS[int(draw.integers(len(_WALLS)))]
         solids.append(
             Solid(
@@ -190,13 +190,15 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
             along += length + draw.uniform(0.5, 6.0)
         along = start
         while along < end:
-            left = side * (KERB_M + 0.9)
+            lateral = side * (KERB_M + 0.9)
             if draw.random() < 0.4:
-                stand("post", along, left, (0.22, 0.22, 7.0))
+                stand("post", along, lateral, (0.22, 0.22, 7.0))
             else:
                 width = draw.uniform(2.2, 3.2)
-                stand("crown", along, left, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M)
-                stand("trunk", along, left, (0.3, 0.3, _CROWN_BASE_M))
+                stand(
+                    "crown", along, lateral, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M
+                )
+                stand("trunk", along, lateral, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
     return tuple(solids)
 
@@ -214,7 +216,7 @@ class Actor:
     size_wlh: tuple[float, float, float]
     colour: tuple[int, int, int]
     along: float
-    left: float
+    lateral: float
     speed_mps: tuple[float, float]
     facing_rad: float
     attribute: str
@@ -224,7 +226,7 @@ class Actor:
         clip.
         """
         along = self.along + self.speed_mps[0] * t_s
-        x, y = road.point(along, self.left + self.speed_mps[1] * t_s)
+        x, y = road.point(along, self.lateral + self.speed_mps[1] * t_s)
         return (
             round(x, METRE_DECIMALS),
             round(y, METRE_DECIMALS),
@@ -236,7 +238,7 @@ def _actor(
     draw: np.random.Generator,
     category: str,
     along: float,
-    left: float,
+    lateral: float,
     attribute: str = "",
     speed_mps: tuple[float, float] = (0.0, 0.0),
     facing_rad: float | None = None,
@@ -255,7 +257,7 @@ def _actor(
         size_wlh=(width, length, height),
         colour=colour,
         along=along,
-        left=left,
+        lateral=lateral,
         speed_mps=speed_mps,
         facing_rad=facing,
         attribute=attribute,
@@ -280,7 +282,7 @@ def _vehicles(
                 draw,
                 category=category,
                 along=along,
-                left=lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
+                lateral=lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
                 attribute=attribute,
                 speed_mps=(speed, 0.0),
             )
@@ -295,7 +297,7 @@ def _vehicles(
                 draw,
                 category=category,
                 along=along,
-                left=side * PARKING_M,
+                lateral=side * PARKING_M,
                 attribute="vehicle.parked",
                 facing_rad=turned,
             )
@@ -316,24 +318,24 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         else:
             yield _actor(draw, category, *place, "pedestrian.moving", (speed, 0.0))
     for _ in range(6):  # crossing the road where the traffic lets them
-        along, left = somewhere(3.0, 12.0)
-        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -left))
+        along, lateral = somewhere(3.0, 12.0)
+        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -lateral))
         yield _actor(
             draw,
             category="human.pedestrian.adult",
             along=along,
-            left=left,
+            lateral=lateral,
             attribute="pedestrian.moving",
             speed_mps=velocity,
         )
     for _ in range(int((end - start) / 30.0)):
-        along, left = somewhere(_CYCLING_M, _CYCLING_M)
-        velocity = (math.copysign(draw.uniform(3.0, 5.0), -left), 0.0)
+        along, lateral = somewhere(_CYCLING_M, _CYCLING_M)
+        velocity = (math.copysign(draw.uniform(3.0, 5.0), -lateral), 0.0)
         yield _actor(
             draw,
             category="vehicle.bicycle",
             along=along,
-            left=left,
+            lateral=lateral,
             attribute="cycle.with_rider",
             speed_mps=velocity,
         )
@@ -343,7 +345,11 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
     yield _actor(
-        draw, category="vehicle.construction", along=along, left=lane, attribute="vehicle.stopped"
+        draw,
+        category="vehicle.construction",
+        along=along,
+        lateral=lane,
+        attribute="vehicle.stopped",
     )
     for step in range(6):
         yield _actor(
@@ -358,7 +364,7 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
             draw,
             category=category,
             along=along + 5.0 + 2.0 * step,
-            left=lane,
+            lateral=lane,
             attribute="pedestrian.standing",
             facing_rad=facing,
         )

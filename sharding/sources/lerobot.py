@@ -171,7 +171,7 @@ class _Metadata:
         have in samples.
         """
         feature_of: dict[str, str] = {}
-        others = {"task", *RESERVED, *COMMON_COLUMNS}
+        reserved = {"task", *RESERVED, *COMMON_COLUMNS}
         for name, feature in self.info.features.items():
             if name in _OWN_COLUMNS or feature.is_picture:
                 continue
@@ -181,7 +181,7 @@ class _Metadata:
                 ] += 1
             elif (
                 _plain(name) in feature_of
-                or _plain(name) in others
+                or _plain(name) in reserved
                 or not may_be_attribute(_plain(name))
             ):
                 self.noted[

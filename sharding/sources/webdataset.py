@@ -270,9 +270,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
         types = {
-            one.name: _TYPES.get(one.dtype)
-            for one in attributes.channels()
-            if may_be_attribute(one.name)
+            attribute.name: _TYPES.get(attribute.dtype)
+            for attribute in attributes.channels()
+            if may_be_attribute(attribute.name)
         }
         channels = {channel.name: channel for channel in values.channels()}
         return (

@@ -104,13 +104,21 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
     extra = [
         (
-            one.name,
-            one.kind,
+            channel.name,
+            channel.kind,
             "; ".join(
-                filter(None, (_values_of(one), one.frame, f"law {one.law.name}", one.description))
+                filter(
+                    None,
+                    (
+                        _values_of(channel),
+                        channel.frame,
+                        f"law {channel.law.name}",
+                        channel.description,
+                    ),
+                )
             ),
         )
-        for one in manifest.extra_channels
+        for channel in manifest.extra_channels
     ]
     fields = [
         (
@@ -132,7 +140,7 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         (("member", "codec", "samples", "stored MB", "raw MB"), fields),
         (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers)),
     )
-    named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
+    named = [dict(zip(("name", "type", "values"), channel, strict=True)) for channel in attributes]
     facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
 
@@ -161,17 +169,17 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     Raises ConfigError for a key that does not exist, SchemaError for a sample that breaks a rule.
     """
     dataset = open_kind(root, EITHER)
-    at = dataset.find(key)
-    if at is None:
+    row_number = dataset.find(key)
+    if row_number is None:
         raise ConfigError(
             f"dataset '{dataset.location}' has no sample '{key}'; the first of its "
             f"{len(dataset.index)} is '{dataset.index.row(0).key}'"
         )
-    row = dataset.index.row(at)
+    row = dataset.index.row(row_number)
     shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
     facts: dict[str, Any] = {
-        "position": at,
+        "position": row_number,
         "shard": shard,
         "offset": row.offset,
         "length": row.length,
@@ -195,8 +203,8 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         for m in row.members
     ]
     if isinstance(dataset.manifest, LayerManifest):
-        facts["values"] = _values(dataset, at)
-        of_layer = f"row {at} of {len(dataset.index):,} of layer {dataset.manifest.name}"
+        facts["values"] = _values(dataset, row_number)
+        of_layer = f"row {row_number} of {len(dataset.index):,} of layer {dataset.manifest.name}"
         head = [
             ("row", f"{row.key} ({of_layer})"),
             *address,
@@ -204,9 +212,9 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         ]
         tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
     else:
-        sample = _read(dataset, row, at)
+        sample = _read(dataset, row, row_number)
         facts["meta"] = msgspec.to_builtins(sample.meta)
-        of_split = f"position {at} of {len(dataset.index):,}, split {sample.meta.split}"
+        of_split = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
         tables = _sensor_tables(dataset, sample)
     return Description(

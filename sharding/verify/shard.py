@@ -309,7 +309,7 @@ class _FramedCheck(ShardCheck):
             self._fault(error.message, error.offset)
         if self._dataset is None:
             for frame in (table or [])[:-1]:
-                self._found(view[frame.offset : frame.offset + frame.stored_bytes], frame)
+                self._read_members(view[frame.offset : frame.offset + frame.stored_bytes], frame)
             return
         position = 0
         for number, row in enumerate(self._rows(self._dataset)):
@@ -322,7 +322,7 @@ class _FramedCheck(ShardCheck):
                 self._fault(f"the index has {frame}, the seek table {text}", position, row.key)
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
-                    members = self._found(stored, frame, row.key)
+                    members = self._read_members(stored, frame, row.key)
                 if members is not None:
                     by_offset = {row.offset + member.offset: member for member in members}
                     self._check_members(row, by_offset, row.offset + frame.raw_bytes)
@@ -335,7 +335,7 @@ class _FramedCheck(ShardCheck):
             self.num_samples += 1
         self._check_end(view, position, table)
 
-    def _found(
+    def _read_members(
         self, stored: memoryview, frame: Frame, key: str | None = None
     ) -> list[FoundMember] | None:
         """Return the members in a frame; None where it cannot be decoded."""

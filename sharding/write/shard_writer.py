@@ -73,7 +73,7 @@ class ShardDone(NamedTuple):
     number: int
     name: str
     num_bytes: int
-    kept: bool
+    is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ class ShardWriter:
                 and is_whole(self._out, record)
             ):
                 pulse(record.shard.bytes)
-                return ShardDone(number, record.shard.name, record.shard.bytes, kept=True)
+                return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
             with naming(self._job.source):
                 record = self._write(number, shard, pulse)
             store_version_tag(self._out, record)
-        return ShardDone(number, record.shard.name, record.shard.bytes, kept=False)
+        return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job

@@ -28,8 +28,8 @@ from fuelrail.sharding.sources.adapter.members import (
     NO_POSE,
     NOT_IN_CLIP,
     NOTED,
-    Found,
     MemberFinder,
+    StampedReference,
     check_inside,
     facts_by_name,
 )
@@ -195,24 +195,24 @@ class ClipRows:
             )
             sizes_shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
             self.report.note_principal_points(cameras, geometry.intrinsics, sizes_shown)
-            for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
+            for row, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
                 present_members = [
-                    entry for entry in images_found[at].values() if not isinstance(entry, str)
+                    entry for entry in images_found[row].values() if not isinstance(entry, str)
                 ]
                 members = [entry.reference for entry in present_members]
-                meta = facts.meta(at, images_found[at])
-                attributes = facts.attributes(at, num_cameras[at])
-                extra_members = [entry.reference for entry in members_found[at]]
+                meta = facts.meta(row, images_found[row])
+                attributes = facts.attributes(row, num_cameras[row])
+                extra_members = [entry.reference for entry in members_found[row]]
                 if self.channels:
-                    place = f"{where}: frame {at}"
-                    values = {name: of_one[at] for name, of_one in parts.items()}
+                    place = f"{where}: frame {row}"
+                    values = {name: of_one[row] for name, of_one in parts.items()}
                     extra_members += value_members(
-                        self.channels, {**frames[at].values, **values}, place
+                        self.channels, {**frames[row].values, **values}, place
                     )
                     present = [entry.name.partition(".")[0] for entry in members]
                     extra_members += image_boxes(
                         self.channels,
-                        boxes=frames[at].boxes2d,
+                        boxes=frames[row].boxes2d,
                         cameras=present,
                         classes=self.classes,
                         where=place,
@@ -220,10 +220,10 @@ class ClipRows:
                 if extra_members:
                     members += sorted(extra_members, key=lambda member: rank.get(member.name, -1))
                 files = [
-                    entry.stamp for entry in (*present_members, *members_found[at]) if entry.stamp
+                    entry.stamp for entry in (*present_members, *members_found[row]) if entry.stamp
                 ]
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
-                self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
+                self.out.append(meta, encoded, boxes.encoded[row], members, attributes, stamps)
         self.report.samples += len(order)
         self._note_cameras(frames, is_there, arrays, order)
 
@@ -270,7 +270,7 @@ class ClipRows:
         self,
         where: str,
         frames: Sequence[Frame],
-        images_found: Sequence[Mapping[str, Found | str]],
+        images_found: Sequence[Mapping[str, StampedReference | str]],
         arrays: ClipArrays,
     ) -> NDArray[np.bool_]:
         """Return which frames are samples (F,); count those left out, and note what the policy
@@ -333,19 +333,19 @@ class ClipRows:
     def _check_sweep_poses(
         self,
         where: str,
-        found: Sequence[Mapping[str, Found | str]],
-        kept: NDArray[np.bool_],
+        images_found: Sequence[Mapping[str, StampedReference | str]],
+        mask: NDArray[np.bool_],
         arrays: ClipArrays,
     ) -> None:
         """Note the sweeps of samples that have no ego pose."""
-        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & kept[:, None]
+        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & mask[:, None]
         for number, lidar in enumerate(self.sensors.lidars):
-            for at in np.flatnonzero(is_unplaced[:, number]).tolist():
-                if isinstance(found[at].get(lidar.channel), Found):
+            for frame_number in np.flatnonzero(is_unplaced[:, number]).tolist():
+                if isinstance(images_found[frame_number].get(lidar.channel), StampedReference):
                     self.findings.add_cause(
                         lidar.channel,
                         cause=NO_POSE,
-                        place=f"{where}: frame {at}",
+                        place=f"{where}: frame {frame_number}",
                         fault=f"has a sweep of {lidar.channel} without an ego pose at its time",
                         remedy="; the pose of each sweep, or poses before and after it, are "
                         "needed; the option points=false leaves sweeps out",
@@ -370,7 +370,7 @@ class ClipRows:
             raise SourceError(f"{where}: {error}") from error
 
     def _image_sizes(
-        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, Found | str]]
+        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, StampedReference | str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
@@ -462,7 +462,7 @@ class _ClipFacts:
             "vehicle": clip.vehicle,
         }
 
-    def meta(self, frame_number: int, images_found: Mapping[str, Found | str]) -> Meta:
+    def meta(self, frame_number: int, images_found: Mapping[str, StampedReference | str]) -> Meta:
         """Return the metadata of a frame; dataset, split and license are filled in when shards
         are written.
         """

@@ -199,7 +199,7 @@ class FuelrailSource:
             if len(self._cameras) < self._num_cameras:
                 sample = sample.of_cameras(self._camera_rows, self._num_cameras)
                 small[GEOMETRY] = encode_arrays(sample.geometry)
-                meta = _of_cameras(meta, self._cameras)
+                meta = _name_by_camera(meta, self._cameras)
                 if "num_cameras" in attributes:
                     attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
@@ -245,7 +245,7 @@ class FuelrailSource:
         )
 
 
-def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
+def _name_by_camera(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
     """Return the metadata of a sample, of these cameras alone."""
     cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
     stats = dict(meta.stats)

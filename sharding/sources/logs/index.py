@@ -267,21 +267,21 @@ class LogIndex:
         stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
         start = picture.offset
         length = picture.length
-        known = self._heads.get(topic.name)
+        cached_head = self._heads.get(topic.name)
         offset = message.offset + start if message.offset >= 0 else -1
         is_whole = 0 < length <= message.length - start
         if (
-            known
+            cached_head
             and is_whole
-            and bytes(message.data[start : start + len(known.text)]) == known.text
+            and bytes(message.data[start : start + len(cached_head.text)]) == cached_head.text
         ):
             return stamp_ns, Shot(
                 place=message.place,
                 offset=offset,
                 length=length,
-                width=known.width,
-                height=known.height,
-                extension=known.extension,
+                width=cached_head.width,
+                height=cached_head.height,
+                extension=cached_head.extension,
             )
         where = f"topic '{topic.name}', message {message.place}"
         if not is_whole:

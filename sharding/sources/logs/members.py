@@ -116,7 +116,9 @@ class LogMembers:
                 name for _, files in self._recordings.logs for name in files
             )
         }
-        for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
+        for place in sorted(
+            todo, key=lambda place: (rank[place.file], place.chunk, place.position)
+        ):
             for task in todo[place]:
                 if isinstance(task, Job):
                     yield task, self._member(task)

@@ -31,7 +31,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     check_finite,
     vectors,
 )
-from fuelrail.sharding.sources.shared.joins import Cut, Tokens, Wanted
+from fuelrail.sharding.sources.shared.joins import Cut, TextFilter, Tokens
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.storage.columns import Disk
@@ -324,7 +324,7 @@ class Joined:
         self._cut = cut or Cut(is_on=False)
         self._wanted = select_sensors
         self._tables: dict[str, JoinedTable] = {}
-        poses = Wanted()
+        poses = TextFilter()
         for name, stored in plan.items():
             table = self._tables[name] = JoinedTable(name, stored, disk)
             for piece in tables.read(name, _record_type(name, stored)):
@@ -332,7 +332,7 @@ class Joined:
                 if (
                     name == "ego_pose"
                 ):  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
-                    records = poses.kept(records, list(map(_TOKEN, records)))
+                    records = poses.select(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
                 added = self._add(table, records)
@@ -354,7 +354,7 @@ class Joined:
         required = {
             field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
         }
-        records = self._cut.kept(records, table.name, **required)
+        records = self._cut.select(records, table.name, **required)
         tokens_added = list(map(_TOKEN, records))
         rows = dict[str, NDArray[np.int64]]()
         for field in table.links:

@@ -185,18 +185,18 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         )
 
     def _check_group(self, group: int) -> None:
-        about = self.metadata.row_group(group)
+        row_group = self.metadata.row_group(group)
         for number in range(self.metadata.num_columns):
-            chunk = about.column(number)
+            chunk = row_group.column(number)
             column = chunk.path_in_schema
-            what = f"{self._where}: column '{column}'"
+            label = f"{self._where}: column '{column}'"
             num_bytes = chunk.total_uncompressed_size
-            check_most(num_bytes, what, _MOST_COLUMN)
+            check_most(num_bytes, label, _MOST_COLUMN)
             if chunk.physical_type != "BYTE_ARRAY":
                 width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
-                check_most(chunk.num_values * width, f"{what}, decoded,", _MOST_COLUMN)
+                check_most(chunk.num_values * width, f"{label}, decoded,", _MOST_COLUMN)
                 continue
-            check_most(chunk.num_values * _OFFSET_BYTES, f"{what}, decoded,", _MOST_COLUMN)
+            check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
             if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
                 continue
             if self.schema.column(number).max_repetition_level or (

@@ -86,7 +86,7 @@ def is_hidden(name: str) -> bool:
     return is_dotted or name.lower() in _OF_SYSTEMS
 
 
-class _Shown:
+class _VisibleNames:
     """Leaves hidden names out of listings; ``hidden`` has the number of those of each folder."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def source_files(location: str, named: str = "") -> SourceFiles:
     )
 
 
-class FolderFiles(_Shown):
+class FolderFiles(_VisibleNames):
     """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
 
     Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is
@@ -266,7 +266,7 @@ class FolderFiles(_Shown):
         return target
 
 
-class UrlFiles(_Shown):
+class UrlFiles(_VisibleNames):
     """Files under a prefix of an object store.
 
     Facts come from listings, one for each top folder, kept on disk.

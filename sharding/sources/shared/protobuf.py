@@ -148,7 +148,7 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
     """
     position = start
     while position < end:
-        head = window.at(position, MAX_HEAD)
+        head = window.read(position, MAX_HEAD)
         if not head:
             raise ValueError("the file ends")
         key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)

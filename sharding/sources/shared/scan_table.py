@@ -151,11 +151,11 @@ class ScanWriter:
         *,
         is_check: bool = False,
     ) -> None:
-        most = MAX_COLUMNS - NUM_OF_SAMPLES
-        if len(attributes) > most:
+        max_attributes = MAX_COLUMNS - NUM_OF_SAMPLES
+        if len(attributes) > max_attributes:
             raise SourceError(
                 f"the source has {len(attributes):,} attributes, and the table of a dataset "
-                f"takes {most:,}: leave columns out, or make arrays of columns that belong together"
+                f"takes {max_attributes:,}: leave columns out, or make arrays of columns that belong together"
             )
         self._is_check = is_check
         self._attributes = tuple(attributes)

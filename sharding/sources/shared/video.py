@@ -72,7 +72,7 @@ class _Packet(NamedTuple):
     is_keyframe: bool
 
 
-class _Shown(NamedTuple):
+class _ShownPackets(NamedTuple):
     """Packets of the frames that are shown; in the order of presentation where they have times,
     else of the file.
     """
@@ -168,7 +168,7 @@ class VideoFile:
                         f"{self._where} is cut off: it has {container.size} bytes, its index {end}"
                     )
                 return VideoFacts(*head, sum(not entry.is_discard for entry in entries), 0)
-            packets = self._shown(container).packets
+            packets = self._read_packets(container).packets
             first = next(
                 (number for number, packet in enumerate(packets) if packet.is_keyframe),
                 len(packets),
@@ -188,7 +188,7 @@ class VideoFile:
                 f"{self._where} has {len(order)} frames, and no frame {frame_numbers[-1]}"
             )
         if not has_times:
-            yield from self._from_the_start(frame_numbers, form)
+            yield from self._decode_from_start(frame_numbers, form)
             return
         keys = [position for position, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
@@ -208,10 +208,10 @@ class VideoFile:
             yield from self._run(order, key, run, form)
 
     @cached_property
-    def order(self) -> _Shown:
+    def order(self) -> _ShownPackets:
         """The packets of the frames that are shown."""
         with self._opened() as container:
-            return self._shown(container)
+            return self._read_packets(container)
 
     def _run(
         self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
@@ -237,7 +237,7 @@ class VideoFile:
             f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, or damaged?"
         )
 
-    def _from_the_start(
+    def _decode_from_start(
         self, frame_numbers: list[int], form: JpegForm
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
@@ -254,7 +254,7 @@ class VideoFile:
             f"{self._where} has {number + 1} frames, and no frame {frame_numbers[-1]}"
         )
 
-    def _shown(self, container: Any) -> _Shown:
+    def _read_packets(self, container: Any) -> _ShownPackets:
         packets = [
             _Packet(packet.pts, packet.is_keyframe)
             for packet in container.demux(_best(container))
@@ -262,13 +262,13 @@ class VideoFile:
         ]
         times = {packet.pts for packet in packets}
         if None not in times and len(times) == len(packets):
-            return _Shown(sorted(packets), has_times=True)
+            return _ShownPackets(sorted(packets), has_times=True)
         if packets and not packets[0].is_keyframe:
             raise SourceError(
                 f"{self._where} has no times and does not begin with a keyframe, so its "
                 "frames have no numbers: cut it at a keyframe"
             )
-        return _Shown(packets, has_times=False)
+        return _ShownPackets(packets, has_times=False)
 
     def _decoded(self, container: Any) -> Iterator[Any]:
         import av

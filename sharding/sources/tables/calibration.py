@@ -132,7 +132,7 @@ class CalibrationTable:
     @cached_property
     def sensors(self) -> dict[str, bool]:
         """All sensors in order, and whether each is a camera: it has intrinsics."""
-        found: dict[str, bool] = {}
+        is_camera_by_name: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")
             is_camera = [
@@ -140,8 +140,8 @@ class CalibrationTable:
             ]
             for name, has_intrinsics in zip(rows.texts("sensor"), is_camera, strict=True):
                 if name:
-                    found[name] = found.get(name, False) or has_intrinsics
-        return found
+                    is_camera_by_name[name] = is_camera_by_name.get(name, False) or has_intrinsics
+        return is_camera_by_name
 
     def _read(self, rows: Rows) -> dict[str, RowCalibration]:
         calibrations: dict[str, RowCalibration] = {}

@@ -329,7 +329,7 @@ class Manifest(FrameSource[ManifestSettings]):
             dtype = self._mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
         names = [channel.name for channel in channels.values()]
-        if twice := {*self._values} & {*names} or {one for one in names if names.count(one) > 1}:
+        if twice := {*self._values} & {*names} or {name for name in names if names.count(name) > 1}:
             raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
         return channels
 
@@ -566,11 +566,11 @@ def _single_text(rows: Rows, name: str) -> str | None:
     """Return the one text that all rows have."""
     texts = rows.texts(name)
     if len(set(texts)) > 1:
-        other = next(row for row, text in enumerate(texts) if text != texts[0])
+        other_row = next(row for row, text in enumerate(texts) if text != texts[0])
         rows.fail(
-            other,
+            other_row,
             name,
-            f"'{texts[other]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
+            f"'{texts[other_row]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
         )
     return texts[0]
 

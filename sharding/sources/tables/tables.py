@@ -182,7 +182,10 @@ class Table:
             return None
         end = first + count
         starts = [max(first, start) for start in range(first // _ROWS * _ROWS, end, _ROWS)]
-        batches = [self._batch(at // _ROWS).slice(at % _ROWS, end - at) for at in starts]
+        batches = [
+            self._batch(position // _ROWS).slice(position % _ROWS, end - position)
+            for position in starts
+        ]
         joined = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         return Rows(self.name, first, joined)
 

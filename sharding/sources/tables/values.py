@@ -67,18 +67,18 @@ class Rows:
             raise SourceError(
                 f"table '{self.table}', column {name} is {column.type}, wanted are texts"
             )
-        found: list[str | None] = column.to_pylist()
-        if len(found) == len(self) and any(text and "\0" in text for text in found):
-            bad_row = next(row for row, text in enumerate(found) if text and "\0" in text)
+        texts: list[str | None] = column.to_pylist()
+        if len(texts) == len(self) and any(text and "\0" in text for text in texts):
+            bad_row = next(row for row, text in enumerate(texts) if text and "\0" in text)
             self.fail(
                 bad_row,
                 name,
                 (
-                    f"{found[bad_row]!r} has a NUL character, which no file or clip has in its "
+                    f"{texts[bad_row]!r} has a NUL character, which no file or clip has in its "
                     "name; remove it"
                 ),
             )
-        return found
+        return texts
 
     def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
         """Return whole numbers (R,), ``unknown`` for null; without it null is an error."""

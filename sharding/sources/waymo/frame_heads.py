@@ -80,7 +80,7 @@ _POSE_HEAD: Final = bytes([_IMAGE_POSE << 3 | BYTES, 0x80 | _POSE.size & 0x7F, _
 _VELOCITY_KEY: Final = _IMAGE_POSE + 1 << 3 | BYTES
 _TIMES: Final = struct.Struct("<" + "xd" * 4)
 _TIMES_KEYS: Final = bytes(
-    at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE)
+    number << 3 | FIXED64 for number in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE)
 )
 _TAIL_POSE: Final = 3 + _POSE.size
 _LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
@@ -172,31 +172,31 @@ def _read(
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
-            begin = window.at(
+            begin = window.read(
                 field.start, min(_CONTEXT_BEGIN, length)
             )  # the name of the segment is in it
             if context is None or length != len(context) or not context.startswith(begin):
-                context = window.at(field.start, length, 256)
+                context = window.read(field.start, length, 256)
         elif field.number == _FRAME_TIME:
             time = field.value
         elif field.number == _FRAME_POSE:
-            pose = transform(window.at(field.start, field.end - field.start))
+            pose = transform(window.read(field.start, field.end - field.start))
         elif field.number == _FRAME_IMAGES:
             image = _image(window, field)
             images += [] if image is None else [image]
         elif field.number == _FRAME_LASERS:
             laser_bytes += field.end - field.start
         elif field.number == _FRAME_LABELS:
-            labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
+            labels.append(window.read(field.start, field.end - field.start, _LABELS_AHEAD))
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
-            camera_labels.append(window.at(field.start, field.end - field.start))
+            camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
             key = (
                 field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
             )  # and the length
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
-            map_offset = place(window.at(field.start, field.end - field.start))
+            map_offset = place(window.read(field.start, field.end - field.start))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
@@ -246,12 +246,12 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return an image whose fields are those of the dataset's own files, in their order; None
     for another.
     """
-    head = window.at(place.start, MAX_HEAD)
+    head = window.read(place.start, MAX_HEAD)
     if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
         return None
     length, used = varint(head, 3)
     offset = place.start + used
-    tail = window.at(
+    tail = window.read(
         offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD
     )
     if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
@@ -287,12 +287,12 @@ def _image_fields(
             yield field.number, field.wire, (field.start, length)
             rest = place.end - field.end
             if rest <= _AFTER_JPEG:
-                yield from fields(window.at(field.end, rest))
+                yield from fields(window.read(field.end, rest))
                 return
         elif field.wire == VARINT:
             yield field.number, field.wire, field.value
         elif field.number <= _IMAGE_DONE:  # what comes behind may be large, as labels of pixels are
-            yield field.number, field.wire, window.at(field.start, length)
+            yield field.number, field.wire, window.read(field.start, length)
 
 
 def transform(data: bytes) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ _POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8")
 """A point with its key and length, as the dataset's own files have it."""
 _KEYS: Final = np.array([0, 1, 2, 11, 20])
 """The places of a point's keys: of the point, of x, y and z, and its length."""
-_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
+_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(number << 3 | FIXED64 for number in (1, 2, 3)))
 
 
 class _Kind(NamedTuple):

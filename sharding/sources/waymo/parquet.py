@@ -103,8 +103,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
-        found = super().sensors()
-        return found if has_lidar else found._replace(lidars=())
+        sensors = super().sensors()
+        return sensors if has_lidar else sensors._replace(lidars=())
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each segment with a file of poses, in the folders of splits, or in

@@ -82,7 +82,7 @@ def sweeps(
                 inclination=inclination,
                 mount=mount,
                 pose=pose_of[time],
-                poses=of_pixels.of(time, laser),
+                poses=of_pixels.read_image(time, laser),
             )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
@@ -106,7 +106,7 @@ class _PixelPoses:
             files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
         )
 
-    def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
+    def read_image(self, time: int, laser: int) -> NDArray[np.float32] | None:
         """Return the pixel poses of one range image; None where it has none."""
         if (time, laser) not in self._keys:
             return None

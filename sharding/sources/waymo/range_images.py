@@ -91,7 +91,7 @@ class Inclination(NamedTuple):
     low: float
     high: float
 
-    def of_rows(self, number: int) -> NDArray[np.float64]:
+    def interpolate_rows(self, number: int) -> NDArray[np.float64]:
         """Return an inclination for each row."""
         if len(self.stated):
             return np.array(self.stated, np.float64)
@@ -112,7 +112,7 @@ def first_returns(
     poses than of rows.
     """
     rows, columns = image.shape[:2]
-    steep = inclination.of_rows(rows)
+    steep = inclination.interpolate_rows(rows)
     if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
         raise ValueError(
             f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels"

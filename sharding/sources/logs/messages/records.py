@@ -161,7 +161,7 @@ class Marks(NamedTuple):
     track: list[str]
 
     @classmethod
-    def of_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
+    def from_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
         """Return the bounds of closed lines; where there are as many texts, these name lines
         without a category.
         """
@@ -170,7 +170,7 @@ class Marks(NamedTuple):
         box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
 
         def said(loop: Shape, keys: tuple[str, ...]) -> str:
-            return next((loop.about[key] for key in keys if loop.about.get(key)), "")
+            return next((loop.metadata[key] for key in keys if loop.metadata.get(key)), "")
 
         category = [
             said(loop, ("category", "class", "label")) or name
@@ -192,7 +192,7 @@ class Shape(NamedTuple):
     kind: int
     x: list[float]
     y: list[float]
-    about: dict[str, str]
+    metadata: dict[str, str]
 
 
 class PointField(NamedTuple):
