@@ -222,7 +222,11 @@ def _bring(
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
             _copy(source, old=old, out=out, new=new, sha256=sha256)
-    elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
+    elif (
+        source.url is not None
+        and isinstance(out, UrlOutput)
+        and source.url.partition("://")[0] == out.location.partition("://")[0]
+    ):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
@@ -236,10 +240,6 @@ def _bring(
             f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
         )
     return False
-
-
-def _same_store(url: str, out: UrlOutput) -> bool:
-    return url.partition("://")[0] == out.location.partition("://")[0]
 
 
 def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
@@ -267,7 +267,13 @@ def _publish(
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
     write_index(work.temporary, names, codecs, _rows(datasets, pieces))
-    write_attributes(work.temporary, take_attributes(work.temporary, datasets, _runs(pieces)))
+    runs: list[tuple[int, range]] = []  # shards that stay neighbours are one run
+    for dataset, old, _ in pieces:
+        rows = range(old.first_sample, old.first_sample + old.num_samples)
+        if runs and runs[-1][0] == dataset and runs[-1][1].stop == rows.start:
+            rows = range(runs.pop()[1].start, rows.stop)
+        runs.append((dataset, rows))
+    write_attributes(work.temporary, take_attributes(work.temporary, datasets, runs))
     manifests = [dataset.manifest for dataset in datasets]
     first = manifests[0]
     dictionary = first.file(DICTIONARY_FILE)
@@ -375,16 +381,3 @@ def take_attributes(
                 for name, kind in zip(schema.names, schema.types, strict=True)
             ]
             yield pa.Table.from_arrays(columns, schema=schema)
-
-
-def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
-    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are
-    one run.
-    """
-    runs: list[tuple[int, range]] = []
-    for dataset, old, _ in pieces:
-        rows = range(old.first_sample, old.first_sample + old.num_samples)
-        if runs and runs[-1][0] == dataset and runs[-1][1].stop == rows.start:
-            rows = range(runs.pop()[1].start, rows.stop)
-        runs.append((dataset, rows))
-    return runs

@@ -233,6 +233,7 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         float(draw.uniform(0.1, 0.25)),
     )
     track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
+    x, y, yaw = np.array(track).T
     return SynthClip(
         index=index,
         name=f"scene-{9001 + index:04d}",
@@ -245,24 +246,19 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         actors=populate(
             stream(world.seed, "traffic", index),
             road=road,
-            ego_track=_ego_footprints(track),
+            ego_track=corners(
+                x + _EGO_CENTRE_M * np.cos(yaw),
+                y=y + _EGO_CENTRE_M * np.sin(yaw),
+                yaw_rad=yaw,
+                length=_EGO_LENGTH_M + 0.8,
+                width=_EGO_WIDTH_M + 0.5,
+            ),
             route_m=route_m,
             ego_mps=speed_mps,
         ),
         scenery=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
         sway=sway,
-    )
-
-
-def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float64]:
-    x, y, yaw = np.array(track).T
-    return corners(
-        x + _EGO_CENTRE_M * np.cos(yaw),
-        y=y + _EGO_CENTRE_M * np.sin(yaw),
-        yaw_rad=yaw,
-        length=_EGO_LENGTH_M + 0.8,
-        width=_EGO_WIDTH_M + 0.5,
     )
 
 

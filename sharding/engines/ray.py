@@ -148,7 +148,13 @@ class RayEngine:
                 for reference in done:
                     yield self._result(reference)
         finally:
-            self._stop(pending)
+            # Tell tasks to end, and wait until they have.
+            for reference in pending:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.cancel(reference)
+            if pending:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
 
     def _result(self, reference: Any) -> Any:
         ray = self._ray
@@ -170,15 +176,6 @@ class RayEngine:
             refusal, cause = pickle.loads(result)
             raise refusal from cause
         return result
-
-    def _stop(self, pending: list[Any]) -> None:
-        """Tell tasks to end, and wait until they have."""
-        for reference in pending:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.cancel(reference)
-        if pending:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
 
     def _forget(self, job: WriteJob) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

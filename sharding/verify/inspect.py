@@ -27,7 +27,6 @@ from fuelrail.sharding.verify.statistics import dataset_statistics
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
 
 _NS_PER_MS = 1_000_000
@@ -203,7 +202,11 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         for m in row.members
     ]
     if isinstance(dataset.manifest, LayerManifest):
-        facts["values"] = _values(dataset, row_number)
+        values = dataset.read(row_number)
+        names = [channel.name for channel in dataset.manifest.channels]
+        facts["values"] = {
+            name: _short(values[name]) if name in values else "none" for name in names
+        }
         of_layer = f"row {row_number} of {len(dataset.index):,} of layer {dataset.manifest.name}"
         head = [
             ("row", f"{row.key} ({of_layer})"),
@@ -212,7 +215,10 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         ]
         tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
     else:
-        sample = _read(dataset, row, row_number)
+        sample = dataset[row_number]
+        check_sample(
+            sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
+        )
         facts["meta"] = msgspec.to_builtins(sample.meta)
         of_split = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
@@ -238,13 +244,6 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
         ("view", f"{view.kind}{of_view}"),
         *((name, str(manifest.recipe[name])) for name in _RECIPE if name in manifest.recipe),
     ]
-
-
-def _values(layer: Dataset, row: int) -> dict[str, str]:
-    """Return the values of a layer's row, in short, by channel."""
-    values = layer.read(row)
-    names = [channel.name for channel in layer.manifest.channels]
-    return {name: _short(values[name]) if name in values else "none" for name in names}
 
 
 def _short(value: object) -> str:
@@ -347,14 +346,6 @@ def _layout(dataset: Dataset) -> str:
             f"dictionary {dataset.dictionary.id} of {len(dataset.dictionary.data):,} bytes"
         )
     return ", ".join(words)
-
-
-def _read(dataset: Dataset, row: IndexRow, number: int) -> Sample:
-    sample = dataset[number]
-    check_sample(
-        sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
-    )
-    return sample
 
 
 def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:

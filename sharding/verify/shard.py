@@ -120,7 +120,10 @@ class ShardCheck:
             if not self._continues(row, position):
                 return
             rows.append(row)
-            self._check_sample(row, view[position : position + row.length], members, readable)
+            span = view[position : position + row.length]
+            self._check_members(row, members, readable)
+            if self._is_intact(row, span):
+                self._check_content(row, span)
             position += row.length
             self.num_samples += 1
         if position + len(END_OF_ARCHIVE) != shard.bytes:
@@ -158,16 +161,6 @@ class ShardCheck:
             except IndexFileError as error:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
-
-    def _check_sample(
-        self, row: IndexRow, span: memoryview, members: dict[int, FoundMember], readable: int
-    ) -> None:
-        """Check one sample and take its members out of ``found``, which has those up to the
-        offset ``readable``.
-        """
-        self._check_members(row, members, readable)
-        if self._is_intact(row, span):
-            self._check_content(row, span)
 
     def _check_members(self, row: IndexRow, members: dict[int, FoundMember], readable: int) -> None:
         for entry in row.members:

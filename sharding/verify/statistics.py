@@ -84,7 +84,8 @@ def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]
     names = [
         item.name
         for item in schema
-        if item.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(item.type)
+        if item.name not in (*TEXTS, "frame", "timestamp_ns")
+        and (pa.types.is_integer(item.type) or pa.types.is_floating(item.type))
     ]
     for batch in file.batches(names, rows) if names else ():
         for name, column in zip(names, batch.columns, strict=True):
@@ -98,10 +99,6 @@ def _numbers_of(channel: Channel) -> Channel | None:
     form = one_of_series(channel) or channel
     is_small = form.kind == "array" and math.prod(side or 0 for side in form.shape) <= _MOST_NUMBERS
     return form if is_small and form.dtype != "bool" else None
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _new_measurements(clips: ClipTable, sample: int, times: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -170,7 +170,15 @@ class Staging:
         index = _load_index(self._folder, task.number)
         places: dict[str, Placed] = {}
         if index is not None and index.digest == digest:
-            if self._has(task, index):
+            paths = {
+                band: clip_file(self._folder, task.number, band)
+                for band in index.sizes
+                if band >= self._num_done
+            }
+            if all(
+                path.exists() and path.stat().st_size == index.sizes[band]
+                for band, path in paths.items()
+            ):
                 return
             places = {
                 ref: place for ref, place in index.places.items() if place[0] < self._num_done
@@ -208,24 +216,16 @@ class Staging:
         """
         digest = hashlib.sha256(task.stamp.to_bytes(8))
         refs = dict[str, int]()
-        for row in _selected(task, self._bands):
+        # The rows of the clip that are written.
+        clip_bands = self._bands[task.first_row :][: task.num_rows]
+        rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
+        for row in rows:
             encoded = self._table.encoded_row(row)
             band = int(self._bands[row])
             digest.update(band.to_bytes(1) + encoded)
             for member in decode_row(encoded).members:
                 refs[member.ref] = max(band, refs.get(member.ref, band))
         return digest.hexdigest(), refs
-
-    def _has(self, task: StageTask, index: _Index) -> bool:
-        paths = {
-            band: clip_file(self._folder, task.number, band)
-            for band in index.sizes
-            if band >= self._num_done
-        }
-        return all(
-            path.exists() and path.stat().st_size == index.sizes[band]
-            for band, path in paths.items()
-        )
 
 
 class StagedSource:
@@ -296,13 +296,6 @@ def stage_clips(
     table = folder / scan_table.name
     _rewrite(scan_table, table, folder, {task.number for task in tasks})
     return table
-
-
-def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
-    """Return the rows of a clip that are wanted."""
-    clip_bands = bands[task.first_row :][: task.num_rows]
-    rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
-    return rows
 
 
 def _check_space(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
@@ -133,21 +132,18 @@ class DatasetPart:
         """Yield each row in the order of clips and frames, with its attributes, of which few are
         Python objects.
         """
-        rows = self._rows_by_clip()
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        rank = np.argsort(
+            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
+        )
+        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
         names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
             yield from zip(part.tolist(), values, strict=True)
-
-    def _rows_by_clip(self) -> NDArray[np.int64]:
-        index = self.dataset.index
-        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
-        rank = np.argsort(
-            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
-        )
-        return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span, decoded if it is a frame."""

@@ -341,7 +341,9 @@ class LogIndex:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
         self.videos[topic.name] = number + 1, num_bytes + picture.length
-        codec = self._codec(file, topic, message)
+        codec = self._codecs.get(topic.name)
+        if codec is None:  # the first message states it behind the picture
+            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
@@ -352,13 +354,6 @@ class LogIndex:
         key = self._keys.get(topic.name)
         size = self._sizes.get(topic.name, (0, 0))
         return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
-
-    def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
-        """Read the codec of a topic from its first message, which states it behind the picture."""
-        codec = self._codecs.get(topic.name)
-        if codec is None:
-            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
-        return codec
 
     def _ascending_mask(
         self,

@@ -265,17 +265,18 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
 def _decoded_bytes(array: pa.Array) -> int:
     """Return the bytes of an array whose dictionaries, also those in structs, are decoded."""
     if pa.types.is_dictionary(array.type):
-        if not _is_bytes(array.type.value_type):
+        if array.type.value_type not in (
+            pa.string(),
+            pa.binary(),
+            pa.large_string(),
+            pa.large_binary(),
+        ):
             return int(array.nbytes)
         lengths = pc.binary_length(array.dictionary)
         return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
     if pa.types.is_struct(array.type):
         return sum(_decoded_bytes(array.field(number)) for number in range(array.type.num_fields))
     return int(array.nbytes)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
 
 
 def _decoded(array: pa.Array) -> pa.Array:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.files import open_descriptor
@@ -418,17 +418,14 @@ class UrlFiles(_VisibleNames):
     def _try(self, name: str, work: Callable[[], T]) -> T:
         def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
-                self._fail(name, fault)
+                where = f"{self.shown}/{name}".rstrip("/")
+                reason = {
+                    "missing": "is not there",
+                    "refused": f"may not be read: {fault.advice}",
+                }.get(fault.kind, "cannot be read")
+                raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 
         return call_with_retries(work, RetryPolicy(), report)
-
-    def _fail(self, name: str, fault: Fault) -> NoReturn:
-        where = f"{self.shown}/{name}".rstrip("/")
-        reason = {
-            "missing": "is not there",
-            "refused": f"may not be read: {fault.advice}",
-        }.get(fault.kind, "cannot be read")
-        raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 
 
 SourceFiles: TypeAlias = FolderFiles | UrlFiles

@@ -262,7 +262,10 @@ class Proto:
         """Return repeated doubles, packed or not."""
         values: list[float] = []
         for value in self._fields.get(name, []):
-            data = value if isinstance(value, bytes) else self._bytes(value)
+            data = value
+            if not isinstance(data, bytes):
+                begin, length = data
+                data = bytes(memoryview(self._data)[begin : begin + length])
             values += struct.unpack(f"<{len(data) // 8}d", data)
         return values
 
@@ -285,9 +288,6 @@ class Proto:
         """The field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
         time = self.message("timestamp")
         return time.number("seconds") * 1_000_000_000 + time.number("nanos")
-
-    def _bytes(self, span: tuple[int, int]) -> bytes:
-        return bytes(memoryview(self._data)[span[0] : span[0] + span[1]])
 
 
 def _parts(data: bytes, number: int) -> list[bytes]:

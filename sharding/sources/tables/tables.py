@@ -426,7 +426,11 @@ def _json_table(
             "columns and types of the first ones, null where there is nothing"
         ) from error
     if schema is None:
-        dates = [field.name for field in table.schema if _is_guessed_date(field, type_of)]
+        dates = [
+            field.name
+            for field in table.schema
+            if pa.types.is_temporal(field.type) and type_of(field.name) is None
+        ]
         if dates:  # Arrow takes texts such as 2020-01-31 for times
             texts = [pa.field(date, pa.string()) for date in dates]
             assert explicit is not None, "of the known columns"
@@ -445,10 +449,6 @@ def _json_table(
             )
         )
     return table
-
-
-def _is_guessed_date(field: pa.Field, type_of: TypeOf) -> bool:
-    return pa.types.is_temporal(field.type) and type_of(field.name) is None
 
 
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:

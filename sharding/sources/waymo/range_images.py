@@ -61,25 +61,26 @@ def _frame_points(frame: bytes) -> NDArray[np.float32]:
         if 2 in images:
             if laser.get(1, 0) not in calibrations:
                 raise ValueError(f"lidar {laser.get(1, 0)} has no calibration")
-            parts.append(_points(images, calibrations[laser[1]], pose))
+            calibration = calibrations[laser[1]]
+            plain = _message(calibration)
+            mount = np.array(transform(plain[5])).reshape(4, 4)
+            low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
+            inclination = Inclination(doubles(calibration, 2), low, high)
+            poses = _matrix(images[4], 6) if 4 in images else None
+            parts.append(
+                first_returns(
+                    _matrix(images[2], 4),
+                    inclination=inclination,
+                    mount=mount,
+                    pose=pose,
+                    poses=poses,
+                )
+            )
     return np.concatenate(parts)
 
 
 def _message(data: bytes) -> dict[int, Any]:
     return {number: value for number, _, value in fields(data)}
-
-
-def _points(
-    images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]
-) -> NDArray[np.float32]:
-    plain = _message(calibration)
-    mount = np.array(transform(plain[5])).reshape(4, 4)
-    low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
-    inclination = Inclination(doubles(calibration, 2), low, high)
-    poses = _matrix(images[4], 6) if 4 in images else None
-    return first_returns(
-        _matrix(images[2], 4), inclination=inclination, mount=mount, pose=pose, poses=poses
-    )
 
 
 class Inclination(NamedTuple):

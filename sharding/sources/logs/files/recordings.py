@@ -166,7 +166,11 @@ class Recordings:
             name for name, candidate in self.topics.items() if candidate.type in types
         ):
             if not topic.endswith(("compressedDepth", "/theora")):
-                channel = _channel(topic)
+                # The last part that says which sensor it is.
+                parts = [part for part in topic.lower().split("/") if part]
+                telling = [part for part in parts if not _GENERIC.match(part)]
+                name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")
+                channel = name or "camera"
                 if channel in names:
                     raise SourceError(
                         f"the topics '{names[channel]}' and '{topic}' would both be "
@@ -220,11 +224,3 @@ class Recordings:
 
 def _stem(name: str) -> str:
     return name.rpartition(".")[0] or name
-
-
-def _channel(topic: str) -> str:
-    """Return a channel's name by its topic: the last part that says which sensor it is."""
-    parts = [part for part in topic.lower().split("/") if part]
-    telling = [part for part in parts if not _GENERIC.match(part)]
-    name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")
-    return name or "camera"
