@@ -324,7 +324,12 @@ def verify(
     repaired dataset; ``before_repair`` gets the report of the damage. ``progress`` is called with
     each checked shard and the number of shards. Raises DatasetError where there is no dataset.
     """
-    repair = () if repair is None else (repair,) if isinstance(repair, str) else tuple(repair)
+    if repair is None:
+        repair = ()
+    elif isinstance(repair, str):
+        repair = (repair,)
+    else:
+        repair = tuple(repair)
     options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
     if repair and is_url(dataset):
         raise ConfigError(

@@ -779,5 +779,11 @@ def _pack(
                 if data is not None:
                     members.append(RawMember(entry.name, entry.codec, data))
             buffer.clear()
-            packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, members)
+            packer.add(
+                row.key,
+                clip_id=row.clip_id,
+                frame=row.frame,
+                timestamp_ns=row.timestamp_ns,
+                members=members,
+            )
         return packer.close()

@@ -243,7 +243,13 @@ def checked_source(
 
 def _rig(info: ScanInfo) -> Rig:
     cameras = [camera.channel for camera in info.cameras]
-    return Rig.make(cameras, info.lidars, info.classes, info.attributes, info.channels)
+    return Rig.make(
+        cameras,
+        lidars=info.lidars,
+        classes=info.classes,
+        attributes=info.attributes,
+        extra=info.channels,
+    )
 
 
 def _fill_table(

@@ -36,7 +36,8 @@ def stream(*path: object) -> np.random.Generator:
 
 def _rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
     """Return the rotation (3, 3) about the x, then the y, then the z axis [rad]."""
-    (a, b, c), (d, e, f) = np.cos((roll, pitch, yaw)), np.sin((roll, pitch, yaw))
+    a, b, c = np.cos((roll, pitch, yaw))
+    d, e, f = np.sin((roll, pitch, yaw))
     about_x = np.array([[1.0, 0.0, 0.0], [0.0, a, -d], [0.0, d, a]])
     about_y = np.array([[b, 0.0, e], [0.0, 1.0, 0.0], [-e, 0.0, b]])
     about_z = np.array([[c, -f, 0.0], [f, c, 0.0], [0.0, 0.0, 1.0]])

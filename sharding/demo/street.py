@@ -195,9 +195,8 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
                 stand("post", along, lateral, (0.22, 0.22, 7.0))
             else:
                 width = draw.uniform(2.2, 3.2)
-                stand(
-                    "crown", along, lateral, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M
-                )
+                crown_height = draw.uniform(2.6, 5.1)
+                stand("crown", along, lateral, (width, width, crown_height), floor_m=_CROWN_BASE_M)
                 stand("trunk", along, lateral, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
     return tuple(solids)
@@ -314,9 +313,11 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
-            yield _actor(draw, category, *place, "pedestrian.standing", facing_rad=facing)
+            yield _actor(draw, category, *place, attribute="pedestrian.standing", facing_rad=facing)
         else:
-            yield _actor(draw, category, *place, "pedestrian.moving", (speed, 0.0))
+            yield _actor(
+                draw, category, *place, attribute="pedestrian.moving", speed_mps=(speed, 0.0)
+            )
     for _ in range(6):  # crossing the road where the traffic lets them
         along, lateral = somewhere(3.0, 12.0)
         velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -lateral))

@@ -189,9 +189,10 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         names = self.files.listed()
         if "calibration" in names:
             raise SourceError(f"'{self.files.shown}' is one log; give the folder that holds it")
-        folders: list[tuple[str, str]] = [
-            (split, log) for split in SPLITS if split in names for log in self.files.listed(split)
-        ]
+        folders: list[tuple[str, str]] = []
+        for split in SPLITS:
+            if split in names:
+                folders += [(split, log) for log in self.files.listed(split)]
         folders += [("", log) for log in names if log not in SPLITS]
         for split, log in folders:
             if "." in log:

@@ -353,18 +353,21 @@ def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
     names = dataset.index.names
     codecs = dataset.index.codecs
     totals = dataset.index.member_totals()
-    return [
-        {
-            "name": name,
-            "codec": codec,
-            "count": int(totals[0, n, c]),
-            "stored_bytes": int(totals[1, n, c]),
-            "raw_bytes": int(totals[2, n, c]),
-        }
-        for n, name in enumerate(names)
-        for c, codec in enumerate(codecs)
-        if totals[0, n, c]
-    ]
+    statistics = []
+    for n, name in enumerate(names):
+        for c, codec in enumerate(codecs):
+            count, stored_bytes, raw_bytes = (int(total) for total in totals[:, n, c])
+            if count:
+                statistics.append(
+                    {
+                        "name": name,
+                        "codec": codec,
+                        "count": count,
+                        "stored_bytes": stored_bytes,
+                        "raw_bytes": raw_bytes,
+                    }
+                )
+    return statistics
 
 
 def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:

@@ -175,10 +175,10 @@ class ShardWriter:
                 with one_at_a_time(sum(member.bytes for member in scanned.members)):
                     length = packer.add(
                         scanned.key,
-                        clip_id,
-                        scanned.frame,
-                        scanned.timestamp_ns,
-                        self._raw_members(
+                        clip_id=clip_id,
+                        frame=scanned.frame,
+                        timestamp_ns=scanned.timestamp_ns,
+                        members=self._raw_members(
                             scanned, number=row, split=shard.split, sizes=sizes, check=check
                         ),
                     )

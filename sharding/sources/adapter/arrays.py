@@ -76,12 +76,16 @@ def clip_arrays(
         [frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_)
     )
     motion = _motion(frames, time_ns, frame_poses, has_poses)
+    cam_time_ns, cam_ego2global = times_and_poses(images, len(sensors.cameras))
+    lidar_time_ns, lidar_ego2global = times_and_poses(sweeps, len(sensors.lidars))
     return ClipArrays(
-        time_ns,
-        frame_poses,
-        *times_and_poses(images, len(sensors.cameras)),
-        *times_and_poses(sweeps, len(sensors.lidars)),
-        motion,
+        time_ns=time_ns,
+        ego2global=frame_poses,
+        cam_time_ns=cam_time_ns,
+        cam_ego2global=cam_ego2global,
+        lidar_time_ns=lidar_time_ns,
+        lidar_ego2global=lidar_ego2global,
+        motion=motion,
     )
 
 

@@ -137,7 +137,8 @@ def _common(
         if not shape:
             raise ValueError("samples differ: some are lists, others are none")
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
-    (dtype, shape), (other_dtype, other_shape) = first_form, second_form
+    dtype, shape = first_form
+    other_dtype, other_shape = second_form
     if dtype != other_dtype and not {"", "bool", _BYTES, _TEXTS}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):

@@ -433,13 +433,12 @@ class MemberFinder:
         if num_bytes is None:
             part = known_files.parts[sweep.ref]
             file_facts = known_files.facts[part.name]
-            end = (
-                0
-                if file_facts is None
-                else file_facts.num_bytes
-                if part.length is None
-                else part.offset + part.length
-            )
+            if file_facts is None:
+                end = 0
+            elif part.length is None:
+                end = file_facts.num_bytes
+            else:
+                end = part.offset + part.length
             if file_facts is None or not file_facts.num_bytes or end > file_facts.num_bytes:
                 short = "is empty" if file_facts and not file_facts.num_bytes else "ends before"
                 problem = "is not there" if file_facts is None else short

@@ -223,7 +223,14 @@ class ClipRows:
                     entry.stamp for entry in (*present_members, *members_found[row]) if entry.stamp
                 ]
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
-                self.out.append(meta, encoded, boxes.encoded[row], members, attributes, stamps)
+                self.out.append(
+                    meta,
+                    geometry=encoded,
+                    boxes=boxes.encoded[row],
+                    members=members,
+                    attributes=attributes,
+                    stamp=stamps,
+                )
         self.report.samples += len(order)
         self._note_cameras(frames, is_there, arrays, order)
 

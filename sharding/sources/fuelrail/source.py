@@ -238,10 +238,10 @@ class FuelrailSource:
         boxes = small.get(BOXES)
         out.append(
             meta,
-            bytes(small[GEOMETRY]),
-            None if boxes is None else bytes(boxes),
-            members,
-            attributes,
+            geometry=bytes(small[GEOMETRY]),
+            boxes=None if boxes is None else bytes(boxes),
+            members=members,
+            attributes=attributes,
         )
 
 

@@ -390,7 +390,8 @@ def oxts_poses(rows: F64) -> F64:
     for angle, (a, b) in ((yaw, (0, 1)), (pitch, (2, 0)), (roll, (1, 2))):
         turn = np.tile(np.eye(3), (len(rows), 1, 1))
         turn[:, a, a] = turn[:, b, b] = np.cos(angle)
-        turn[:, b, a], turn[:, a, b] = np.sin(angle), -np.sin(angle)
+        turn[:, b, a] = np.sin(angle)
+        turn[:, a, b] = -np.sin(angle)
         poses[:, :3, :3] = poses[:, :3, :3] @ turn
     place = np.stack([east, north, altitude], 1)
     poses[:, :3, 3] = place - place[0]

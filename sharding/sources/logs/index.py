@@ -202,7 +202,8 @@ class LogIndex:
             if not messages:
                 continue
             if name in self._signals:
-                self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
+                stamps, values = reader.signals(messages)
+                self.columns[name] = reader.columns
                 stamps, mask = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:

@@ -53,7 +53,13 @@ class Job(NamedTuple):
     def parse(cls, ref: str) -> Job:
         """Parse a reference."""
         kind, topic, place, key, log = (*ref.split("|", 4), "", "")[:5]
-        return cls(kind, topic, Locator.parse(place), Locator.parse(key) if key else None, log)
+        return cls(
+            kind=kind,
+            topic=topic,
+            place=Locator.parse(place),
+            key=Locator.parse(key) if key else None,
+            log=log,
+        )
 
 
 class _Group(NamedTuple):

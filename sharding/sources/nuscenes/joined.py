@@ -177,11 +177,9 @@ def _record_type(table: str, stored: Stored) -> Any:
 def _tokens(records: list[Any], field: str) -> list[str]:
     """Return the tokens of a link, "" for none; of several attributes the first counts."""
     field_tokens = list(map(attrgetter(field), records))
-    return (
-        [tokens[0] if tokens else "" for tokens in field_tokens]
-        if field == _ATTRIBUTES
-        else field_tokens
-    )
+    if field == _ATTRIBUTES:
+        return [tokens[0] if tokens else "" for tokens in field_tokens]
+    return field_tokens
 
 
 _POSE: Final = ("translation", "rotation")
@@ -387,12 +385,9 @@ class Joined:
 
     def _join(self, name: str) -> None:
         """Make row numbers of all links to a large table."""
-        into = [
-            (table, field)
-            for table in self._tables.values()
-            for field in table.to
-            if table.to[field].to == name
-        ]
+        into = []
+        for table in self._tables.values():
+            into += [(table, field) for field, link in table.to.items() if link.to == name]
         if not into:
             return
         target = self[name].tokens

@@ -44,9 +44,9 @@ def box_type(name: str) -> pa.DataType | None:
         return pa.float64()
     if name in _LISTS:
         return pa.list_(pa.float64())
-    return (
-        pa.string() if name in ("category", "track") else pa.int64() if name in _INTEGERS else None
-    )
+    if name in ("category", "track"):
+        return pa.string()
+    return pa.int64() if name in _INTEGERS else None
 
 
 def check_box_columns(table: str, names: Sequence[str]) -> None:

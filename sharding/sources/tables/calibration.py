@@ -81,17 +81,16 @@ def read_calibration(
         ]
     lenses = [model or "none" for model in models] or ["none"] * count
     poses = shared(sensor2ego, count)
-    return [
-        *map(
-            RowCalibration,
-            shared(intrinsics, count),
-            poses,
-            integers("width"),
-            integers("height"),
-            lenses,
-            dist,
-        )
-    ]
+    columns = zip(
+        shared(intrinsics, count),
+        poses,
+        integers("width"),
+        integers("height"),
+        lenses,
+        dist,
+        strict=True,
+    )
+    return [RowCalibration(*row) for row in columns]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:

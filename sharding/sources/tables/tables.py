@@ -80,13 +80,18 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
                 if columns
                 else ()
             )
-            return any(
-                pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
-                for batch in batches
-                for column in batch.columns
-                if pa.types.is_dictionary(column.type)
-                or column.type in (pa.string(), pa.large_string())
-            )
+            for batch in batches:
+                for column in batch.columns:
+                    is_text = pa.types.is_dictionary(column.type) or column.type in (
+                        pa.string(),
+                        pa.large_string(),
+                    )
+                    if (
+                        is_text
+                        and pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py()
+                    ):
+                        return True
+            return False
         needle = text.encode()
         rest = b""
         while block := file.read(_BLOCK_BYTES):

@@ -281,19 +281,11 @@ class Rows:
         elif f"{prefix}fx" in self:
             fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
             matrices = np.zeros((len(self), 3, 3))
-            (
-                matrices[:, 0, 0],
-                matrices[:, 1, 1],
-                matrices[:, 0, 2],
-                matrices[:, 1, 2],
-                matrices[:, 2, 2],
-            ) = (
-                fx,
-                fy,
-                cx,
-                cy,
-                1,
-            )
+            matrices[:, 0, 0] = fx
+            matrices[:, 1, 1] = fy
+            matrices[:, 0, 2] = cx
+            matrices[:, 1, 2] = cy
+            matrices[:, 2, 2] = 1
             matrices[np.isnan(fx) & np.isnan(fy)] = np.nan
         else:
             return None

@@ -197,9 +197,12 @@ def _read(
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.read(field.start, field.end - field.start))
-    if context is None or time <= 0 or pose is None:
-        missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
-        raise ValueError(f"it has no {missing}")
+    if context is None:
+        raise ValueError("it has no context")
+    if time <= 0:
+        raise ValueError("it has no timestamp_micros")
+    if pose is None:
+        raise ValueError("it has no pose")
     return FrameHead(
         timestamp_us=time,
         pose=pose,
@@ -239,7 +242,16 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose")
     if not times[_IMAGE_TIME] > 0:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
-    return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+    return ImageHead(
+        name=CAMERAS[name],
+        offset=offset,
+        num_bytes=num_bytes,
+        pose=pose,
+        pose_timestamp=times[_IMAGE_TIME],
+        shutter=times[_IMAGE_SHUTTER],
+        trigger=times[_IMAGE_TRIGGER],
+        done=times[_IMAGE_DONE],
+    )
 
 
 def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
@@ -267,11 +279,18 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         or times_keys != _TIMES_KEYS
     ):
         return None
-    times = _TIMES.unpack_from(tail, position)
-    return (
-        ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times)
-        if times[0] > 0
-        else None
+    pose_timestamp, shutter, trigger, done = _TIMES.unpack_from(tail, position)
+    if not pose_timestamp > 0:
+        return None
+    return ImageHead(
+        name=CAMERAS[head[1]],
+        offset=offset,
+        num_bytes=length,
+        pose=_POSE.unpack_from(tail, 3),
+        pose_timestamp=pose_timestamp,
+        shutter=shutter,
+        trigger=trigger,
+        done=done,
     )
 
 

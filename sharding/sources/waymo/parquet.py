@@ -270,13 +270,13 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         """Return the mean size of a picture by the file's metadata, without reading one."""
         with open_parquet(self.files, name) as file:
             metadata = file.metadata
-            sizes = [
-                metadata.row_group(group).column(column).total_uncompressed_size
-                for group in range(metadata.num_row_groups)
-                for column in range(metadata.num_columns)
-                if metadata.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
-            ]
-            return int(max(sum(sizes) // max(metadata.num_rows, 1), 1))
+            num_bytes = 0
+            for group in range(metadata.num_row_groups):
+                for column in range(metadata.num_columns):
+                    chunk = metadata.row_group(group).column(column)
+                    if chunk.path_in_schema == f"{_IMAGE}image":
+                        num_bytes += chunk.total_uncompressed_size
+            return int(max(num_bytes // max(metadata.num_rows, 1), 1))
 
     def _boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
         """Return boxes by time of the frame [us]; None where the segment is not labelled."""

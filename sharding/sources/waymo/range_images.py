@@ -138,7 +138,8 @@ def first_returns(
 
 def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
     """Make rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
-    (cr, cp, cy), (sr, sp, sy) = np.cos(angles).T, np.sin(angles).T
+    cr, cp, cy = np.cos(angles).T
+    sr, sp, sy = np.sin(angles).T
     rows = [
         cy * cp,
         cy * sp * sr - sy * cr,

@@ -173,7 +173,13 @@ class LayerWriter:
         packer = ShardPacker(
             file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
         )
-        length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
+        length = packer.add(
+            row.key,
+            clip_id=row.clip_id,
+            frame=row.frame,
+            timestamp_ns=row.timestamp_ns,
+            members=encoded,
+        )
         index_row = packer.close().rows[0]
         attributes = tuple(
             None if (value := values.get(name)) is None else _plain(value) for name in self._scalars

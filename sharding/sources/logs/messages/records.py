@@ -123,13 +123,14 @@ class Edges(NamedTuple):
             by_frames.setdefault(edge[:2], []).append((row, edge))
         return [
             cls(
-                *frames,
-                np.array([row for row, _ in pairs], np.int64),
-                np.array([edge.stamp_ns for _, edge in pairs], np.int64),
-                np.array([edge.wxyz for _, edge in pairs], np.float64),
-                np.array([edge.xyz for _, edge in pairs], np.float64),
+                parent=parent,
+                child=child,
+                row=np.array([row for row, _ in pairs], np.int64),
+                stamp_ns=np.array([edge.stamp_ns for _, edge in pairs], np.int64),
+                wxyz=np.array([edge.wxyz for _, edge in pairs], np.float64),
+                xyz=np.array([edge.xyz for _, edge in pairs], np.float64),
             )
-            for frames, pairs in by_frames.items()
+            for (parent, child), pairs in by_frames.items()
         ]
 
     @classmethod

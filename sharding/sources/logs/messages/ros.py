@@ -141,17 +141,26 @@ class Ros:
     def calibration(self, data: Buffer) -> CameraInfo:
         """Read a CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
-        size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
         names = "DKRP" if is_foxglove else "dkrp"
         d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
+        calibration = CameraInfo(
+            stamp_ns=_time_ns(info.timestamp if is_foxglove else info.header.stamp),
+            frame_id=info.frame_id if is_foxglove else info.header.frame_id,
+            width=info.width,
+            height=info.height,
+            model=info.distortion_model,
+            d=d,
+            k=k,
+            r=r,
+            p=p,
+        )
         if is_foxglove:
-            return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
-        binning = (max(info.binning_x, 1), max(info.binning_y, 1))
+            return calibration
         roi = info.roi
-        part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
-        return CameraInfo(
-            _time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part
+        return calibration._replace(
+            binning=(max(info.binning_x, 1), max(info.binning_y, 1)),
+            roi=(roi.x_offset, roi.y_offset, roi.width, roi.height),
         )
 
     def transforms(self, data: Buffer) -> list[Edge]:
