@@ -82,7 +82,9 @@ class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
                 f"left out: {counted(self.num_clips_left_out, 'clip')} of the source that "
                 "no split names; assign them with --splits"
             )
-        return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+        if self.scan is not None:
+            lines += self.scan.lines()
+        return "\n".join(lines) + "\n"
 
 
 class SourceOptions(Settings, frozen=True, kw_only=True):
@@ -147,8 +149,11 @@ class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             ),
             f"classes: {', '.join(self.classes) or 'none'}",
         ]
-        lines += [] if self.scan is None else self.scan.lines()
-        return "\n".join([*lines, *([] if self.video is None else self.video.lines())]) + "\n"
+        if self.scan is not None:
+            lines += self.scan.lines()
+        if self.video is not None:
+            lines += self.video.lines()
+        return "\n".join(lines) + "\n"
 
 
 class VerifyOptions(Settings, frozen=True, kw_only=True):

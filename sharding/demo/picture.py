@@ -156,11 +156,13 @@ def render(
             turn = sight.cam2unit.astype(np.float32)
             pixel_places = rays[:, *sight.window][:, mask] * depth
             places = np.einsum("ij,jn->in", turn[:3, :3], pixel_places) + turn[:3, 3:]
-            painted = colours(solid, sight.block.material, places, sight.entries[:, mask].argmax(0))
+            axes = sight.entries[:, mask].argmax(0)
+            painted = colours(solid, sight.block.material, places, axes)
             image[sight.window][mask] = _through_air(painted, depth, clip.weather)
     draw = stream("sensor", clip.name, camera.channel, exposure_us)
-    noise = draw.standard_normal(image.shape[:2], dtype=np.float32)[..., None] * np.float32(2.1)
-    return np.clip(np.rint(cv2.GaussianBlur(image, (0, 0), 0.5) + noise), 0, 255).astype(np.uint8)
+    noise = draw.standard_normal(image.shape[:2], dtype=np.float32)
+    noisy = cv2.GaussianBlur(image, (0, 0), 0.5) + noise[..., None] * np.float32(2.1)
+    return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
 
 
 def _through_air(colour: Floats, depth: Floats, weather: Weather) -> Floats:
@@ -204,10 +206,11 @@ def _ground(along: Floats, lateral: Floats, pixel_m: Floats) -> Floats:
         + 4.5 * noise_at(along, lateral, 6.0)
     )
     dashes = band(np.mod(along, 9.0) - 4.5, 1.6)
-    paint = band(np.abs(lateral) - 0.14, 0.06) + band(np.abs(lateral) - LANE_WIDTH_M, 0.07) * dashes
-    paint += band(np.abs(lateral) - 2 * LANE_WIDTH_M, 0.07)
+    distance = np.abs(lateral)
+    paint = band(distance - 0.14, 0.06)
+    paint = paint + band(distance - LANE_WIDTH_M, 0.07) * dashes
+    paint += band(distance - 2 * LANE_WIDTH_M, 0.07)
     grey += (1.0 - band(lateral, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
     grass = 1.0 - band(lateral, FACADE_M - 1.2)
-    return np.asarray(
-        grey[:, None] * (1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)), np.float32
-    )
+    tint = 1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)
+    return np.asarray(grey[:, None] * tint, np.float32)

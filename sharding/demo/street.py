@@ -130,9 +130,9 @@ def corners(
     lateral = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c = np.cos(yaw_rad)[..., None]
     s = np.sin(yaw_rad)[..., None]
-    return np.stack(
-        [x[..., None] + c * along - s * lateral, y[..., None] + s * along + c * lateral], axis=-1
-    )
+    corner_x = x[..., None] + c * along - s * lateral
+    corner_y = y[..., None] + s * along + c * lateral
+    return np.stack([corner_x, corner_y], axis=-1)
 
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
@@ -141,7 +141,8 @@ def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) 
     """
     apart = ((first.max(1) < second.min(1)) | (second.max(1) < first.min(1))).any(1)
     for rectangle in () if apart.all() else (first, second):
-        for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
+        edges = np.diff(rectangle[:, :3], axis=1)
+        for edge in (edges[:, 0], edges[:, 1]):
             a = (first * edge[:, None]).sum(-1)
             b = (second * edge[:, None]).sum(-1)
             apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))

@@ -182,7 +182,8 @@ def _write(
     _write_json(folder / "splits.json", splits(world))
     mask = root / map_filename(world)
     mask.parent.mkdir()
-    mask.write_bytes(cv2.imencode(".png", np.zeros((8, 8), np.uint8))[1].tobytes())
+    _, png = cv2.imencode(".png", np.zeros((8, 8), np.uint8))
+    mask.write_bytes(png.tobytes())
     report = SynthReport(
         folder="",
         world=world,

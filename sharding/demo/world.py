@@ -203,9 +203,8 @@ def _ego_pose(
 
 def token(seed: int, *path: object) -> str:
     """Return 32 hex digits for a record, from the seed and what the record is."""
-    return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[
-        :32
-    ]
+    text = "/".join(map(str, ("fuelrail-synth", seed, *path)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=2)
@@ -220,7 +219,8 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
     route_m = speed_mps * duration_s
-    bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0)) * draw.choice([-1.0, 1.0])
+    bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0))
+    bend = bend * draw.choice([-1.0, 1.0])
     road = Road(
         x=float(draw.uniform(400.0, 2400.0)),
         y=float(draw.uniform(400.0, 2400.0)),

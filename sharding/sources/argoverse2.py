@@ -385,8 +385,10 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
             np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
         )
         return np.where(np.abs(stamps[nearest_rows] - times) <= NEAREST_NS, nearest_rows, -1)
-    ends = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + SWEEP_NS)
-    inside = (after < len(stamps)) & (stamps[np.minimum(after, len(stamps) - 1)] < ends)
+    next_starts = np.append(times[1:], np.iinfo(np.int64).max)
+    ends = np.minimum(next_starts, times + SWEEP_NS)
+    first_stamps = stamps[np.minimum(after, len(stamps) - 1)]
+    inside = (after < len(stamps)) & (first_stamps < ends)
     return np.where(inside, after, -1)
 
 

@@ -222,12 +222,16 @@ def _matched(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
     b = second.keys.entries()
     in_b = np.isin(a["xxh3"], b["xxh3"])
     in_a = np.isin(b["xxh3"], a["xxh3"])
-    rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
-    if len(rows[2]) != len(rows[3]):
+    only_first = np.sort(a["row"][~in_b])
+    only_second = np.sort(b["row"][~in_a])
+    common_first = a["row"][in_b]
+    common_second = b["row"][in_a]
+    if len(common_first) != len(common_second):
         raise DatasetError(
             f"the keys of '{first.location}' or '{second.location}' are not unique: run "
             "`fuelrail verify`"
         )
+    rows = (only_first, only_second, common_first, common_second)
     return tuple(part.astype(np.int64) for part in rows)
 
 

@@ -439,11 +439,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         [shortened(cell, _MAX_CELL) for cell in row]
         for row in ([titles, *rows] if titles else rows)
     ]
-    widths = (
-        [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)]
-        if every
-        else []
-    )
+    columns = list(zip(*every, strict=True))[:-1]
+    widths = [max(map(len, column)) for column in columns]
     indent = sum(widths) + 2 * len(widths)
     lines = []
     for *cells, last in every:

@@ -134,13 +134,14 @@ class _Numbers:
         mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
         difference = mean - self._mean
         total = np.maximum(self._count + count, 1)
-        self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(
-            0
-        ) + difference**2 * self._count * count / total
+        squares = (np.where(is_there, rows - mean, 0) ** 2).sum(0)
+        self._squares += squares + difference**2 * self._count * count / total
         self._mean += difference * count / total
         self._count += count
-        self._min = np.fmin(self._min, np.where(is_there, rows, np.inf).min(0, initial=np.inf))
-        self._max = np.fmax(self._max, np.where(is_there, rows, -np.inf).max(0, initial=-np.inf))
+        lowest = np.where(is_there, rows, np.inf).min(0, initial=np.inf)
+        highest = np.where(is_there, rows, -np.inf).max(0, initial=-np.inf)
+        self._min = np.fmin(self._min, lowest)
+        self._max = np.fmax(self._max, highest)
         self._kept = np.concatenate(
             [self._kept, rows[-self._num_seen % self._stride :: self._stride]]
         )

@@ -85,7 +85,8 @@ def break_even(
     )
     if not videos:
         return None
-    num_all, num_bytes, num_kept = (sum(column) for column in list(zip(*videos, strict=True))[:3])
+    columns = list(zip(*videos, strict=True))
+    num_all, num_bytes, num_kept = (sum(column) for column in columns[:3])
     options = []
     for title, number, recipe in (
         ("all frames", num_all, None),
@@ -158,5 +159,6 @@ def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, f
         decoded.append(reader.num_decoded - before)
     # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
     ratio = decoded[1] / decoded[0]
-    encode_s = max(0.0, (times[1] - times[0] * ratio) / max(count - ratio, 1)) * count
+    encode_1_s = (times[1] - times[0] * ratio) / max(count - ratio, 1)
+    encode_s = max(0.0, encode_1_s) * count
     return count, sum(sizes), max(0.0, times[1] - encode_s), encode_s

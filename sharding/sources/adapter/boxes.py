@@ -59,9 +59,8 @@ def clip_boxes(
     ]
     counts = np.array([len(frame_boxes.category) for _, frame_boxes in labelled], np.int64)
     if not labelled:
-        return ClipBoxes(
-            [None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64)
-        )
+        no_counts = np.zeros((len(rows), len(classes.names)), np.int64)
+        return ClipBoxes([None] * len(rows), [0] * len(rows), no_counts)
     frame = np.repeat(
         np.array([number_of_frame for number_of_frame, _ in labelled], np.int64), counts
     )

@@ -352,7 +352,8 @@ def image_boxes(
         if rows is None or camera not in cameras:
             continue
         box = np.asarray(rows.box, np.float64).reshape(-1, 4)
-        bad = ~(np.isfinite(box).all(1) & (box[:, 2:] >= box[:, :2]).all(1))
+        is_ordered = (box[:, 2:] >= box[:, :2]).all(1)
+        bad = ~(np.isfinite(box).all(1) & is_ordered)
         if bad.any():
             row = int(np.argmax(bad))
             raise SourceError(

@@ -390,9 +390,8 @@ class ClipRows:
                 image = _staying(frame, channel) if isinstance(result, str) else result.reference
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
         shape = (len(images_found), len(channels))
-        return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(
-            shape
-        )
+        mask = np.array(is_there, np.bool_).reshape(shape)
+        return np.array(sizes, np.int32).reshape(*shape, 2), mask
 
     def _note_cameras(
         self,

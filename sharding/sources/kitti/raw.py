@@ -361,17 +361,18 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     turned = lidar2ego[:3, :3] @ rotation_matrices(
         np.stack([np.cos(half), none, none, np.sin(half)], 1)
     )
-    names = [
-        (kind, f"{number}")
-        for number, (kind, frame_numbers, _) in enumerate(tracks)
-        for _ in frame_numbers
-    ]
+    category: list[str] = []
+    track: list[str] = []
+    for number, (kind, frame_numbers, _) in enumerate(tracks):
+        category += [kind] * len(frame_numbers)
+        track += [str(number)] * len(frame_numbers)
+    centre = np.stack([x, y, z + height / 2], 1)
     rows = BoxRows(
-        centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
+        centre=centre @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
         size_lwh=np.stack([length, width, height], 1),
         rotation_wxyz=quaternions(turned),
-        category=[kind for kind, _ in names],
-        track=[number for _, number in names],
+        category=category,
+        track=track,
     )
     return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
 

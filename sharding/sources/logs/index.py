@@ -192,10 +192,12 @@ class LogIndex:
     ) -> None:
         """Read the messages of each topic together, and forget them."""
         for name, entries in self._found.items():
-            stamps, log_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2).T
-            mask = self._ascending_mask(name, stamps, log_ns, [entry[2].place for entry in entries])
+            times_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2)
+            stamps, log_ns = times_ns.T
+            items = [entry[2] for entry in entries]
+            mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
             self._stamped[name].append(stamps[mask])
-            self._items[name] += [entry[2] for entry in itertools.compress(entries, mask.tolist())]
+            self._items[name] += itertools.compress(items, mask.tolist())
             entries.clear()
         for name, messages in pending.items():
             reader = readers[name]

@@ -95,9 +95,11 @@ def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
 def _lenses(values: list[Sequence[float] | None]) -> Any:
     """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
     lenses = [value if value and any(value) else () for value in values]
-    return vectors(
-        [(len(lens), *(*lens, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for lens in lenses], 1 + NUM_DIST
-    )
+    rows = []
+    for lens in lenses:
+        padded = (*lens, *(np.nan,) * NUM_DIST)
+        rows.append((len(lens), *padded[:NUM_DIST]))
+    return vectors(rows, 1 + NUM_DIST)
 
 
 _Vector3 = tuple[float, float, float]

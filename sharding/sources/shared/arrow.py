@@ -68,7 +68,8 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     """
     _, offsets, content = data.buffers()
     dtype = np.int64 if pa.types.is_large_binary(data.type) else np.int32
-    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1].astype(np.int64)
+    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1]
+    ends = ends.astype(np.int64)
     begin = content.address - mapped.address if content is not None else 0
     if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
         raise ValueError(f"its record batches are compressed: {advice}")

@@ -155,9 +155,11 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         wire = key & 7
         value = length = 0
         if wire == BYTES:
-            length, used = (
-                (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
-            )
+            if used == 1 < len(head) and head[1] < 0x80:
+                length = head[1]
+                used = 2
+            else:
+                length, used = varint(head, used)
         elif wire == VARINT:
             value, used = varint(head, used)
         else:

@@ -285,8 +285,13 @@ class ScanWriter:
         order, others by name.
         """
         rank = {channel: position for position, channel in enumerate(channels)}
-        rest = sorted(self._kinds, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
-        return [META, GEOMETRY, *([BOXES] if self._has_boxes else []), *rest]
+
+        def place(name: str) -> tuple[int, str]:
+            channel = name.split(".")[0]
+            return rank.get(channel, len(rank)), name
+
+        boxes = [BOXES] if self._has_boxes else []
+        return [META, GEOMETRY, *boxes, *sorted(self._kinds, key=place)]
 
     @property
     def stamps(self) -> NDArray[np.uint64]:

@@ -296,7 +296,8 @@ class Rows:
                 & (matrices[:, 0, 0] > 0)
                 & (matrices[:, 1, 1] > 0)
             )
-            bad |= is_known & ((matrices[:, 2] != (0, 0, 1)).any(1) | (matrices[:, 1, 0] != 0))
+            has_other_row = (matrices[:, 2] != (0, 0, 1)).any(1)
+            bad |= is_known & (has_other_row | (matrices[:, 1, 0] != 0))
         if bad.any():
             bad_row = int(np.argmax(bad))
             self.fail(

@@ -524,7 +524,8 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
 def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
-        return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
+        numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys
+        return np.ascontiguousarray(numbers).view("<f8")[..., 0]
     table = np.empty((len(data), len(_BOX_KEYS)))
     for index, row in enumerate(data):
         try:

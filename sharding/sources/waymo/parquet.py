@@ -293,9 +293,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
-        facts = dict(
-            zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True)
-        )
+        kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
+        facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)
         if self.given.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:

@@ -189,10 +189,11 @@ def _calibrations(
         if f"{tilt}values" in file.schema_arrow.names:
             stated = file.read([f"{tilt}values"]).column(0).to_pylist()
     low, high = (rows[end].tolist() for end in ends)
-    return {
-        laser: (rows[mount][row].reshape(4, 4), Inclination(stated[row] or (), low[row], high[row]))
-        for row, laser in enumerate(rows[_LASER].tolist())
-    }
+    calibrations = {}
+    for row, laser in enumerate(rows[_LASER].tolist()):
+        inclination = Inclination(stated[row] or (), low[row], high[row])
+        calibrations[laser] = (rows[mount][row].reshape(4, 4), inclination)
+    return calibrations
 
 
 def _beside(name: str, component: str) -> str:

@@ -118,9 +118,8 @@ def first_returns(
         raise ValueError(
             f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels"
         )
-    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(
-        mount[1, 0], mount[0, 0]
-    )
+    mount_yaw = np.arctan2(mount[1, 0], mount[0, 0])
+    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - mount_yaw
     row, column = np.nonzero(image[..., 0] > 0)
     returns = image[row, column].astype(np.float64)
     up = steep[::-1][row]
@@ -131,7 +130,8 @@ def first_returns(
     if poses is not None:
         pixel_poses = poses[row, column].astype(np.float64)
         to_frame = invert_rigid(pose)
-        place = np.einsum("pij,pj->pi", _rotations(pixel_poses[:, :3]), place) + pixel_poses[:, 3:]
+        place = np.einsum("pij,pj->pi", _rotations(pixel_poses[:, :3]), place)
+        place = place + pixel_poses[:, 3:]
         place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
     return np.concatenate([place, returns[:, 1:3]], 1).astype(np.float32)
 
