@@ -167,12 +167,10 @@ class _Numbers:
         statistics |= dict(
             zip(_QUANTILES, np.nanquantile(values, [*_QUANTILES.values()], axis=0), strict=True)
         )
-        return {
-            name: self._plain(np.where(is_there | (name == "count"), array, np.nan))
-            for name, array in statistics.items()
-        }
-
-    def _plain(self, numbers: NDArray[Any]) -> Any:
-        plain = numbers.astype(object)
-        plain[np.isnan(numbers)] = None
-        return plain.reshape(self._shape).tolist()
+        lists = {}
+        for name, array in statistics.items():
+            is_absent = np.isnan(array) if name == "count" else np.isnan(array) | ~is_there
+            numbers = array.astype(object)
+            numbers[is_absent] = None
+            lists[name] = numbers.reshape(self._shape).tolist()
+        return lists

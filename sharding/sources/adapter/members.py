@@ -226,7 +226,9 @@ class MemberFinder:
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
-        heads = self._heads(where, looked_at, parts, facts)
+        stored = {ref: parts[ref] for ref in looked_at if facts[parts[ref].name]}
+        stored_heads = image_heads(self.files, list(stored.values()), facts, self.policy.depth)
+        heads = self._judged(where, looked_at, zip(stored, stored_heads, strict=True))
         if made_images:
             looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
             by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
@@ -299,18 +301,6 @@ class MemberFinder:
                     f"file '{self.files.shown}/{name}' is not there; {member.hint}",
                 )
         return found_members
-
-    def _heads(
-        self,
-        where: str,
-        channels: Mapping[str, str],
-        parts: Mapping[str, Part],
-        facts: Mapping[str, FileFacts | None],
-    ) -> dict[str, ImageInfo | None]:
-        """Return the heads of images of these channels by reference; None for a damaged one."""
-        selected = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
-        heads = image_heads(self.files, list(selected.values()), facts, self.policy.depth)
-        return self._judged(where, channels, zip(selected, heads, strict=True))
 
     def _judged(
         self,

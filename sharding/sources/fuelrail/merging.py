@@ -99,7 +99,10 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
 
 def _described(value: object) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
-        parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
+        parts = []
+        for entry in value:
+            columns = f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""
+            parts.append(f"{entry.channel} ({entry.source_name}{columns})")
         return ", ".join(parts)
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
@@ -111,7 +114,3 @@ def _table(channels: Sequence[Channel]) -> dict[str, Any]:
         for channel in channels
     ]
     return {channel.name: msgspec.to_builtins(channel) for channel in alike}
-
-
-def _columns(entry: object) -> str:
-    return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

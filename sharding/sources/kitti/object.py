@@ -117,10 +117,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         numbers = read_numbers(self.files, clip.files[0])
         rect = numbers.transform(numbers.matrix("R0_rect", 3, 3), np.zeros(3))
         velo2cam, imu2velo = (
-            _transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo")
-        )
-        velo2cam, imu2velo = (
-            numbers.transform(matrix[:3, :3], matrix[:3, 3]) for matrix in (velo2cam, imu2velo)
+            numbers.transform(matrix[:, :3], matrix[:, 3])
+            for matrix in (
+                numbers.matrix("Tr_velo_to_cam", 3, 4),
+                numbers.matrix("Tr_imu_to_velo", 3, 4),
+            )
         )
         ego2rect = rect @ velo2cam @ imu2velo
         images = {}
@@ -183,8 +184,3 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             category=kinds,
         )
         return in_space, {"image_2": in_image}
-
-
-def _transform(matrix: F64) -> F64:
-    """Extend (3, 4) to (4, 4)."""
-    return np.concatenate([matrix, [[0.0, 0, 0, 1]]])

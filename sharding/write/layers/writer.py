@@ -181,9 +181,8 @@ class LayerWriter:
             members=encoded,
         )
         index_row = packer.close().rows[0]
-        attributes = tuple(
-            None if (value := values.get(name)) is None else _plain(value) for name in self._scalars
-        )
+        scalars = (values.get(name) for name in self._scalars)
+        attributes = tuple(None if value is None else np.asarray(value).item() for value in scalars)
         data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, file.getvalue()[:length]))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
@@ -356,8 +355,3 @@ class LayerWriter:
             finally:
                 if self.is_finished:  # the folder may have been made again for this lock
                     self._out.remove_work()
-
-
-def _plain(value: Any) -> bool | int | float:
-    plain: bool | int | float = np.asarray(value).item()
-    return plain
