@@ -263,7 +263,7 @@ def reshard(
     if isinstance(datasets, str | os.PathLike):
         datasets = [datasets]
     locations = [os.fspath(location) for location in datasets]
-    if _place(os.fspath(out)) in map(_place, locations):
+    if _normalize_place(os.fspath(out)) in map(_normalize_place, locations):
         raise ConfigError(
             f"input and output are the same folder, '{os.fspath(out)}': choose another "
             "output folder"
@@ -435,12 +435,12 @@ def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
         num_bytes=manifest.num_bytes,
         seconds=seconds,
         samples_by_split={name: entry.num_samples for name, entry in manifest.splits.items()},
-        num_clips_left_out=_left_out(manifest),
+        num_clips_left_out=_count_clips_left_out(manifest),
         scan=outcome.report,
     )
 
 
-def _left_out(manifest: Manifest) -> int:
+def _count_clips_left_out(manifest: Manifest) -> int:
     """Return the number of clips that no split names, where the recipe asks for all of them."""
     recipe = manifest.provenance.get("recipe", {})
     if recipe.get("select") is not None or recipe.get("limit") is not None:
@@ -449,7 +449,7 @@ def _left_out(manifest: Manifest) -> int:
     return number
 
 
-def _place(location: str) -> str:
+def _normalize_place(location: str) -> str:
     """Return the same text for two ways to write one folder or URL."""
     return (
         location.rstrip("/")

@@ -93,21 +93,21 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
         channel for channel in base.manifest.extra_channels if has_shards and _is_radar(channel)
     ]
     clips: dict[str, DeletedTimes] = {}
-    for samples in _clips_of(table, numbers, rows):
+    for samples in _find_clips(table, numbers, rows):
         is_deleted = np.isin(samples, rows)
         if is_deleted.all():
             continue
         sensor_times: dict[str, NDArray[np.int64]] = {}
         if has_sweeps:
-            by_lidar = _lidar_times(base, samples, is_deleted, len(lidars))
+            by_lidar = _read_lidar_times(base, samples, is_deleted, len(lidars))
             sensor_times = dict(zip(lidars, by_lidar.T, strict=True))
         for radar in radars:
-            sensor_times[radar.name] = _radar_times(base, samples, is_deleted, radar)
-        spans = {name: _spans(times, is_deleted) for name, times in sensor_times.items()}
+            sensor_times[radar.name] = _read_radar_times(base, samples, is_deleted, radar)
+        spans = {name: _find_spans(times, is_deleted) for name, times in sensor_times.items()}
         deleted = samples[is_deleted]
         clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
         clips[clip_id] = DeletedTimes(
-            frames[deleted], times_ns[deleted], _spans(times_ns[samples], is_deleted), spans
+            frames[deleted], times_ns[deleted], _find_spans(times_ns[samples], is_deleted), spans
         )
     return clips
 
@@ -167,14 +167,16 @@ def cut_member(
     kind = KINDS[channel.kind]
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
-        keep = ~_inside(series[TIMES], times.spans_ns)
+        keep = ~_is_inside(series[TIMES], times.spans_ns)
         remaining = {part: values[keep] for part, values in series.items()}
         return data if keep.all() else kind.encode(remaining, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
-        measured_ns = _measured_ns(points, channel, row.timestamp_ns)
-        keep = ~_inside(measured_ns, np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns)
+        measured_ns = _compute_measured_ns(points, channel, row.timestamp_ns)
+        keep = ~_is_inside(
+            measured_ns, np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns
+        )
         return data if keep.all() else kind.encode(points[keep], channel)
     if name == EGO.field and channel.columns == EGO.columns:
         value = np.array(kind.decode(data, channel))
@@ -201,7 +203,7 @@ def _is_radar(channel: Channel) -> bool:
     return channel.sensor == "radar" and channel.kind == "points" and _DT in channel.columns
 
 
-def _measured_ns(
+def _compute_measured_ns(
     points: NDArray[np.float32], channel: Channel, timestamp_ns: int
 ) -> NDArray[np.int64]:
     """Return when the points of a radar were measured [ns], to the precision of a float32 of
@@ -213,7 +215,7 @@ def _measured_ns(
 
 def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
     sweeps = decode_sweeps(data)
-    keep = ~_inside(sweeps.timestamp_ns, spans_ns)
+    keep = ~_is_inside(sweeps.timestamp_ns, spans_ns)
     if keep.all():
         return data
     if not keep.any():
@@ -227,7 +229,7 @@ def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
     return encode_arrays(remaining)
 
 
-def _clips_of(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
+def _find_clips(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
     """Return for each clip that has some of the rows all its samples, by frame."""
     by_rank = table.clip_numbers()
     clips = []
@@ -237,7 +239,7 @@ def _clips_of(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[
     return clips
 
 
-def _lidar_times(
+def _read_lidar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], num_lidars: int
 ) -> NDArray[np.int64]:
     """Return the times of the sweeps of samples (n, L) [ns]; those that no span needs are 0."""
@@ -261,7 +263,7 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
     return read_members(row, span, path.name, names, dictionary=source.dictionary)
 
 
-def _radar_times(
+def _read_radar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], radar: Channel
 ) -> NDArray[np.int64]:
     """Return the times of the newest points of a radar of samples (n,) [ns]; without points those
@@ -276,18 +278,20 @@ def _radar_times(
         if data is not None:
             points = KINDS[radar.kind].decode(data, radar)
         if len(points):
-            times_ns[number] = _measured_ns(points, radar, int(times_ns[number])).max() + _SAME_NS
+            times_ns[number] = (
+                _compute_measured_ns(points, radar, int(times_ns[number])).max() + _SAME_NS
+            )
     return times_ns
 
 
-def _spans(times_ns: NDArray[np.int64], is_deleted: NDArray[np.bool_]) -> Spans:
+def _find_spans(times_ns: NDArray[np.int64], is_deleted: NDArray[np.bool_]) -> Spans:
     """Return what deleted samples of a clip own: (D, 2), from after the first to the second."""
     begins = np.concatenate([[_BEGIN], times_ns[:-1]])
     ends = np.concatenate([times_ns[:-1], [_END]])
     return np.stack([begins, ends], 1)[is_deleted]
 
 
-def _inside(times_ns: NDArray[np.int64], spans_ns: Spans) -> NDArray[np.bool_]:
+def _is_inside(times_ns: NDArray[np.int64], spans_ns: Spans) -> NDArray[np.bool_]:
     inside: NDArray[np.bool_] = np.zeros(len(times_ns), bool)
     for begin, end in spans_ns.tolist():
         inside |= (times_ns > begin) & (times_ns <= end)

@@ -234,7 +234,7 @@ class Actor:
         )
 
 
-def _actor(
+def _make_actor(
     draw: np.random.Generator,
     category: str,
     along: float,
@@ -264,7 +264,7 @@ def _actor(
     )
 
 
-def _vehicles(
+def _place_vehicles(
     draw: np.random.Generator, start: float, end: float, ego_mps: float
 ) -> Iterator[Actor]:
     mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
@@ -278,7 +278,7 @@ def _vehicles(
         while along < end + drift:
             category = mix[int(draw.integers(len(mix)))]
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
-            yield _actor(
+            yield _make_actor(
                 draw,
                 category=category,
                 along=along,
@@ -293,7 +293,7 @@ def _vehicles(
         while along < end:
             category = mix[int(draw.integers(len(mix)))]
             turned = facing + draw.normal(0, 0.02)
-            yield _actor(
+            yield _make_actor(
                 draw,
                 category=category,
                 along=along,
@@ -304,7 +304,7 @@ def _vehicles(
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
-def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
     def somewhere(near: float, far: float) -> tuple[float, float]:
         return draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(near, far)
 
@@ -314,15 +314,17 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
-            yield _actor(draw, category, *place, attribute="pedestrian.standing", facing_rad=facing)
+            yield _make_actor(
+                draw, category, *place, attribute="pedestrian.standing", facing_rad=facing
+            )
         else:
-            yield _actor(
+            yield _make_actor(
                 draw, category, *place, attribute="pedestrian.moving", speed_mps=(speed, 0.0)
             )
     for _ in range(6):  # crossing the road where the traffic lets them
         along, lateral = somewhere(3.0, 12.0)
         velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -lateral))
-        yield _actor(
+        yield _make_actor(
             draw,
             category="human.pedestrian.adult",
             along=along,
@@ -333,7 +335,7 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
     for _ in range(int((end - start) / 30.0)):
         along, lateral = somewhere(_CYCLING_M, _CYCLING_M)
         velocity = (math.copysign(draw.uniform(3.0, 5.0), -lateral), 0.0)
-        yield _actor(
+        yield _make_actor(
             draw,
             category="vehicle.bicycle",
             along=along,
@@ -343,10 +345,10 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         )
 
 
-def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
+def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    yield _actor(
+    yield _make_actor(
         draw,
         category="vehicle.construction",
         along=along,
@@ -354,15 +356,15 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
         attribute="vehicle.stopped",
     )
     for step in range(6):
-        yield _actor(
+        yield _make_actor(
             draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1
         )
     for step in range(3):
-        yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
+        yield _make_actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
     for step in range(2):
         category = "human.pedestrian.construction_worker"
         facing = draw.uniform(-3.0, 3.0)
-        yield _actor(
+        yield _make_actor(
             draw,
             category=category,
             along=along + 5.0 + 2.0 * step,
@@ -387,9 +389,9 @@ def populate(
     start = -60.0
     end = route_m + 75.0
     candidates = [
-        *_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
-        *_vehicles(draw, start, end, ego_mps),
-        *_people(draw, start, end),
+        *_place_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
+        *_place_vehicles(draw, start, end, ego_mps),
+        *_place_people(draw, start, end),
     ]
     times = [_CHECK_STEP_S * step for step in range(len(ego_track))]
     actors: list[Actor] = []

@@ -144,7 +144,9 @@ class SynthClip:
         """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves
         in the plane z = 0.
         """
-        x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
+        x, y, yaw = _compute_ego_pose(
+            self.road, self.speed_mps, self.sway, self.seconds(timestamp_us)
+        )
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
 
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
@@ -187,7 +189,7 @@ class SynthClip:
         ]
 
 
-def _ego_pose(
+def _compute_ego_pose(
     road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float
 ) -> tuple[float, float, float]:
     """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a
@@ -232,7 +234,7 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         float(draw.uniform(0.7, 1.1)),
         float(draw.uniform(0.1, 0.25)),
     )
-    track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
+    track = [_compute_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
     x, y, yaw = np.array(track).T
     return SynthClip(
         index=index,

@@ -215,7 +215,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a
         sensor.
         """
-        name = f"{_folder(clip)}/city_SE3_egovehicle.feather"
+        name = f"{_join_folder(clip)}/city_SE3_egovehicle.feather"
         rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
         where = f"table '{self.files.shown}/{name}'"
         poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
@@ -223,7 +223,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each sweep, and for each time that has boxes."""
-        folder = _folder(clip)
+        folder = _join_folder(clip)
         stamps = self._stamps(folder, "sensors", "lidar", suffix=".feather")
         labels = self._labels(folder, clip.split)
         labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
@@ -233,7 +233,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames"
             )
         images = self._images(folder, times)
-        boxes = None if labels is None else _box_rows(labels)
+        boxes = None if labels is None else _make_box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
         windows = self._windows(clip, times)
         for number, time in enumerate(times.tolist()):
@@ -255,12 +255,12 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
         """Return the member with the map about ego, for each time."""
-        names = self._maps(_folder(clip))
+        names = self._maps(_join_folder(clip))
         if self.maps is not None and not names:
             self.noted["logs without a vector map"] += 1
         if self.maps is None or not names:
             return [[] for _ in times]
-        return self.maps.references(f"{_folder(clip)}/{names[0]}", self.poses(clip).at(times))
+        return self.maps.references(f"{_join_folder(clip)}/{names[0]}", self.poses(clip).at(times))
 
     def _map(self, name: str) -> VectorMap:
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
@@ -392,11 +392,11 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
     return np.where(inside, after, -1)
 
 
-def _folder(clip: Clip) -> str:
+def _join_folder(clip: Clip) -> str:
     return f"{clip.split}/{clip.name}" if clip.split else clip.name
 
 
-def _box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
+def _make_box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
     """Return the boxes by time, in ego at it."""
     rows = BoxRows(
         centre=stacked(table, TRANSLATION),

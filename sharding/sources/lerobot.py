@@ -151,7 +151,7 @@ class _Metadata:
             if (feature.info or {}).get("video.is_depth_map"):
                 self.noted[f"feature {shortened(name)} left out, a video of depths"] += 1
                 continue
-            camera = _plain(re.sub(r"^observation\.(images?\.)?", "", name))
+            camera = _normalize_name(re.sub(r"^observation\.(images?\.)?", "", name))
             if camera in feature_of:
                 raise SourceError(
                     f"{_INFO}: features '{shortened(feature_of[camera])}' and "
@@ -180,18 +180,18 @@ class _Metadata:
                     f"feature {shortened(name)} left out, of dtype {shortened(feature.dtype)}"
                 ] += 1
             elif (
-                _plain(name) in feature_of
-                or _plain(name) in reserved
-                or not may_be_attribute(_plain(name))
+                _normalize_name(name) in feature_of
+                or _normalize_name(name) in reserved
+                or not may_be_attribute(_normalize_name(name))
             ):
                 self.noted[
                     (
-                        f"feature {shortened(name)} left out, {_plain(name)} is the name of "
+                        f"feature {shortened(name)} left out, {_normalize_name(name)} is the name of "
                         "something else"
                     )
                 ] += 1
             else:
-                feature_of[_plain(name)] = name
+                feature_of[_normalize_name(name)] = name
         return feature_of
 
     @cached_property
@@ -230,11 +230,11 @@ class _Metadata:
                     "episode_index": line.episode_index,
                 }
                 files = {
-                    name: (_filled(info.video_path or "", numbers | {"video_key": name}), 0.0)
+                    name: (_fill_path(info.video_path or "", numbers | {"video_key": name}), 0.0)
                     for name in videos
                 }
                 yield _Episode(
-                    line.episode_index, line.length, _filled(info.data_path, numbers), files
+                    line.episode_index, line.length, _fill_path(info.data_path, numbers), files
                 )
             return
         integer_type = pa.int64()
@@ -251,7 +251,7 @@ class _Metadata:
             for file in self.files.listed(f"{_EPISODES}/{folder}"):
                 columns = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
                 for row in range(len(columns["length"])):
-                    yield _episode(
+                    yield _make_episode(
                         {name: column[row].item() for name, column in columns.items()}, info, videos
                     )
 
@@ -288,7 +288,7 @@ class LeRobot(VideoSource[VideoSettings]):
                         name,
                         feature_info.dtype,
                         feature_info.shape,
-                        description=_described(feature_info.names),
+                        description=_describe_names(feature_info.names),
                     )
                 )
         return tuple(channels_found)
@@ -359,9 +359,9 @@ class LeRobot(VideoSource[VideoSettings]):
         info = self._meta.info
         where = f"table '{self.files.shown}/{episode.data}'"
         table = self._table(episode.data)
-        numbers = _array(table, "episode_index", (), where)
+        numbers = _read_array(table, "episode_index", (), where)
         rows = np.flatnonzero(numbers == episode.number)
-        frame_index = _array(table, "frame_index", (), where)[rows]
+        frame_index = _read_array(table, "frame_index", (), where)[rows]
         is_whole = len(rows) == episode.length  # before anything of that length is made
         if not is_whole or not np.array_equal(frame_index, np.arange(episode.length)):
             raise SourceError(
@@ -369,19 +369,19 @@ class LeRobot(VideoSource[VideoSettings]):
                 f"{episode.length}, with frame_index from 0 on in order"
             )
         part = table.take(rows)
-        times_s = _array(part, "timestamp", (), where).astype(np.float64)
+        times_s = _read_array(part, "timestamp", (), where).astype(np.float64)
         exact_s = frame_index / info.fps
         times_s = np.where(
             abs(times_s - exact_s) < 1e-4, exact_s, times_s
         )  # float32 is off by up to 1e-5 s at 100 s
-        tasks = _array(part, "task_index", (), where).tolist()
+        tasks = _read_array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():
             feature_info = info.features[feature]
             if feature_info.dtype == "string":
                 columns[name] = part.column(feature).to_pylist()
             else:
-                columns[name] = _array(
+                columns[name] = _read_array(
                     part, feature, () if feature_info.scalar else feature_info.shape, where
                 )
         names = self.columns
@@ -503,21 +503,21 @@ class LeRobot(VideoSource[VideoSettings]):
                     begin = end
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Return a feature's name in lower case, with an underscore for each character that names of
     channels lack.
     """
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
 
 
-def _described(names: Any) -> str:
+def _describe_names(names: Any) -> str:
     """Return the names of a feature's values, which are a list, or a list in an object."""
     if isinstance(names, dict):
         names = next(iter(names.values()), None)
     return ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
 
 
-def _filled(template: str, values: Mapping[str, Any]) -> str:
+def _fill_path(template: str, values: Mapping[str, Any]) -> str:
     """Fill ``{name}`` and ``{name:06d}`` of a path; raise SourceError for other fields."""
 
     def text(field: re.Match[str]) -> str:
@@ -532,7 +532,7 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(text, template)
 
 
-def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
+def _make_episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
     """Make an episode of a row of v3's table."""
 
     def place(prefix: str) -> dict[str, Any]:
@@ -540,17 +540,17 @@ def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Epi
 
     files = {
         name: (
-            _filled(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
+            _fill_path(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
             row[f"videos/{name}/from_timestamp"],
         )
         for name in videos
     }
     return _Episode(
-        row["episode_index"], row["length"], _filled(info.data_path, place("data")), files
+        row["episode_index"], row["length"], _fill_path(info.data_path, place("data")), files
     )
 
 
-def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
     such column.
     """

@@ -208,7 +208,7 @@ class _Reader(NamedTuple):
         """Return the values that a sample has beside the images of its cameras."""
         values: dict[str, Any] = {}
         left_out: list[str] = []
-        cameras = (self.given.images or _cameras(sample.members)).values()
+        cameras = (self.given.images or _find_cameras(sample.members)).values()
         for extension, member in sample.members.items():
             decode = _DECODED.get(extension.rpartition(".")[2])
             name = extension.replace(".", "_")
@@ -233,7 +233,7 @@ class _Reader(NamedTuple):
             if isinstance(json, dict)
             else json
         )
-        for name, value in _leaves(rest, self.given.meta):
+        for name, value in _iter_leaves(rest, self.given.meta):
             target = values if isinstance(value, list) else attributes
             if name in target:
                 left_out.append(f"{name} of the JSON left out, another value has this name")
@@ -319,7 +319,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
         for sample in self._samples():
-            if cameras := _cameras(sample.members):
+            if cameras := _find_cameras(sample.members):
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
                 extensions.update(sample.members)
@@ -342,8 +342,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     self.files, tar, ignore_zeros=self.given.ignore_zeros, noted=noted
                 )
             where = f"tar '{self.files.shown}/{tar}'"
-            group = _gathered if self.given.gather else _grouped
-            yield from group(tar, _keyed(members, noted), where, read)
+            group = _gather_samples if self.given.gather else _group_adjacent
+            yield from group(tar, _iter_keyed(members, noted), where, read)
 
     def _unpacked(self, tar: str, read: dict[str, _Read], noted: Counter[str]) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
@@ -420,7 +420,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             if self.given.timestamp_ns:
                 time_ns = facts.integer(self.given.timestamp_ns)
             images: dict[str, Image | Absent] = {}
-            for camera, extension in (self.given.images or _cameras(sample.members)).items():
+            for camera, extension in (self.given.images or _find_cameras(sample.members)).items():
                 member = sample.members.get(extension)
                 if member is not None:
                     images[camera.lower()] = self._image(
@@ -451,7 +451,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     },
                     attributes=sample_values.attributes,
                     members=[
-                        Reference(f"{name}.bin", _ref(sample, item), item.length)
+                        Reference(f"{name}.bin", _make_ref(sample, item), item.length)
                         for name, item in raw.items()
                     ],
                 )
@@ -478,10 +478,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             "token": sample.key,
         }
         if sample.read is None:
-            return Image(ref=_ref(sample, member), **common)
+            return Image(ref=_make_ref(sample, member), **common)
         read = sample.read[member.name]
         return Image(
-            ref=_ref(sample, member).removeprefix(MADE_PREFIX),
+            ref=_make_ref(sample, member).removeprefix(MADE_PREFIX),
             made=True,
             fault=read.fault,
             width=read.width,
@@ -538,7 +538,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 
 
-def _ref(sample: _Sample, member: Member) -> str:
+def _make_ref(sample: _Sample, member: Member) -> str:
     """Return the reference of a member's bytes."""
     plain = sample.read is None
     return (
@@ -548,7 +548,7 @@ def _ref(sample: _Sample, member: Member) -> str:
     )
 
 
-def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
     """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root``
     names the root.
     """
@@ -564,7 +564,7 @@ def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
             yield path or root, item
 
 
-def _cameras(members: dict[str, Member]) -> dict[str, str]:
+def _find_cameras(members: dict[str, Member]) -> dict[str, str]:
     """Return the extension of each camera by the names."""
     extension_of = {}
     for extension in members:
@@ -574,7 +574,9 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     return extension_of
 
 
-def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str, str, Member]]:
+def _iter_keyed(
+    members: Iterable[Member], noted: Counter[str]
+) -> Iterator[tuple[str, str, Member]]:
     """Yield key, extension and member; skip and count names without one, as the library skips
     them.
     """
@@ -589,7 +591,7 @@ def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str
         yield match[1], match[2].lower(), member
 
 
-def _grouped(
+def _group_adjacent(
     tar: str,
     members: Iterable[tuple[str, str, Member]],
     where: str,
@@ -616,7 +618,7 @@ def _grouped(
         yield sample
 
 
-def _gathered(
+def _gather_samples(
     tar: str,
     members: Iterable[tuple[str, str, Member]],
     where: str,

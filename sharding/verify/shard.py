@@ -213,7 +213,7 @@ class ShardCheck:
                     row.offset,
                     row.key,
                 )
-            for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
+            for text in _find_contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
             for member, text in broken_rules(
                 sample, [entry.name for entry in row.members], self._rig
@@ -386,7 +386,9 @@ def make_check(
     return check(folder, manifest, shard, dataset, deep=deep)
 
 
-def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
+def _find_contradictions(
+    row: IndexRow, meta: Meta, manifest: Manifest, split: str
+) -> Iterator[str]:
     """Yield the differences of a sample's metadata from index and manifest."""
     for name, stated, expected in (
         ("key", meta.key, row.key),

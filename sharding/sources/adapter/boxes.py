@@ -101,7 +101,7 @@ def in_ego(
     counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        values = _column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
+        values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
         if issubclass(kind, np.integer):
             bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
             if bad.any():
@@ -121,7 +121,7 @@ def in_ego(
     stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
-    rotation = stated2ego @ _rotations(
+    rotation = stated2ego @ _make_rotations(
         column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
     )
     is_sound = (
@@ -175,7 +175,7 @@ def in_ego(
     }
 
 
-def _column(
+def _join_column(
     labelled: Sequence[tuple[int, BoxRows]],
     number: int,
     name: str,
@@ -205,7 +205,7 @@ def _column(
     return np.concatenate(parts)
 
 
-def _rotations(wxyz: F64, yaw: F64) -> F64:
+def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for
     a wrong one.
     """

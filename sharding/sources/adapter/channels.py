@@ -88,8 +88,8 @@ class ValueForms:
         if value is None or name in self.refused:
             return
         try:
-            form = _form(name, value)
-            self._forms[name] = _common(self._forms.get(name, form), form)
+            form = _find_form(name, value)
+            self._forms[name] = _join_forms(self._forms.get(name, form), form)
         except (ValueError, OverflowError) as error:
             self.refused[name] = str(error)
 
@@ -105,7 +105,7 @@ class ValueForms:
         )
 
 
-def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
+def _find_form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for
     one of no such form.
     """
@@ -128,7 +128,7 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     return array.dtype.name, array.shape
 
 
-def _common(
+def _join_forms(
     first_form: tuple[str, tuple[int | None, ...]], second_form: tuple[str, tuple[int | None, ...]]
 ) -> tuple[str, tuple[int | None, ...]]:
     """Return the form that both fit; raise ValueError where there is none."""

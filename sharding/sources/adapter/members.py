@@ -212,7 +212,7 @@ class MemberFinder:
                     is_first
                     or frame_image.width <= 0
                     or frame_image.height <= 0
-                    or not _extension(frame_image)
+                    or not _find_extension(frame_image)
                 ):
                     looked_at[ref] = channel
                     channels_seen.add(channel)
@@ -362,7 +362,7 @@ class MemberFinder:
         if head is None and key in known_files.heads:
             return NOTED if self.policy.damaged == "error" else DAMAGED
         size = (image.width, image.height)
-        extension = _extension(image)
+        extension = _find_extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
             return self._note(
@@ -448,7 +448,7 @@ class MemberFinder:
         return NOTED
 
 
-def _extension(image: Image) -> str:
+def _find_extension(image: Image) -> str:
     """Return the stated extension, or that of the name; "" where neither is one that is stored."""
     extension = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
     if extension is not None:

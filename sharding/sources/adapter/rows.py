@@ -387,7 +387,11 @@ class ClipRows:
             for channel in channels:
                 result = row[channel]
                 is_there.append(not isinstance(result, str))
-                image = _staying(frame, channel) if isinstance(result, str) else result.reference
+                image = (
+                    _find_absent_image(frame, channel)
+                    if isinstance(result, str)
+                    else result.reference
+                )
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
         shape = (len(images_found), len(channels))
         mask = np.array(is_there, np.bool_).reshape(shape)
@@ -419,7 +423,7 @@ class ClipRows:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
 
-def _staying(frame: Frame, channel: str) -> Image | None:
+def _find_absent_image(frame: Frame, channel: str) -> Image | None:
     """Return the image of a camera that stays in the sample where its bytes are absent, and has
     a size.
     """
@@ -485,7 +489,7 @@ class _ClipFacts:
             if not isinstance(image, Image) or (isinstance(result, str) and not image.stays):
                 continue
             latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
-            size = _staying(frame, name) if isinstance(result, str) else result.reference
+            size = _find_absent_image(frame, name) if isinstance(result, str) else result.reference
             if size is not None:
                 cameras[name] = CameraMeta(
                     token=image.token,

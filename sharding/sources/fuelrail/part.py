@@ -62,7 +62,9 @@ class DatasetPart:
         if not file.exists:
             return {}
         schema = file.schema(len(self.dataset.index))
-        return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
+        return {
+            field.name: _find_python_type(field) for field in schema if field.name not in _OF_INDEX
+        }
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
         """Yield the samples of each clip by frame, in the order of the ids.
@@ -188,7 +190,7 @@ class DatasetPart:
             ) from error
 
 
-def _python_type(field: pa.Field) -> type:
+def _find_python_type(field: pa.Field) -> type:
     for arrow, python in (
         (pa.bool_(), bool),
         (pa.int64(), int),

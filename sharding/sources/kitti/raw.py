@@ -346,10 +346,12 @@ class Kitti(FrameSource[KittiSettings]):
                 first = int(item.findtext("first_frame", ""))
                 kind = category(item.findtext("objectType", "unknown"))
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
-        return _boxes(tracks, invert_rigid(ego2lidar))
+        return _make_boxes(tracks, invert_rigid(ego2lidar))
 
 
-def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
+def _make_boxes(
+    tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64
+) -> dict[int, BoxRows]:
     """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size
     in each.
     """

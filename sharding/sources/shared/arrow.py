@@ -225,10 +225,10 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             return
         kinds = self.schema_arrow
         for batch in self._packed.iter_batches(size, **options):
-            num_bytes = sum(map(_decoded_bytes, batch.columns))
+            num_bytes = sum(map(_count_decoded_bytes, batch.columns))
             check_most(num_bytes, f"{self._where}: {len(batch)} rows, decoded,", _MOST_COLUMN)
             arrays = [
-                array if array.type == kinds.field(name).type else _decoded(array)
+                array if array.type == kinds.field(name).type else _decode_dictionaries(array)
                 for name, array in zip(batch.schema.names, batch.columns, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(
@@ -263,7 +263,7 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         return pa.Table.from_batches(batches)
 
 
-def _decoded_bytes(array: pa.Array) -> int:
+def _count_decoded_bytes(array: pa.Array) -> int:
     """Return the bytes of an array whose dictionaries, also those in structs, are decoded."""
     if pa.types.is_dictionary(array.type):
         if array.type.value_type not in (
@@ -276,16 +276,20 @@ def _decoded_bytes(array: pa.Array) -> int:
         lengths = pc.binary_length(array.dictionary)
         return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
     if pa.types.is_struct(array.type):
-        return sum(_decoded_bytes(array.field(number)) for number in range(array.type.num_fields))
+        return sum(
+            _count_decoded_bytes(array.field(number)) for number in range(array.type.num_fields)
+        )
     return int(array.nbytes)
 
 
-def _decoded(array: pa.Array) -> pa.Array:
+def _decode_dictionaries(array: pa.Array) -> pa.Array:
     """Return an array whose dictionaries, also those in structs, are decoded."""
     if pa.types.is_dictionary(array.type):
         return array.dictionary_decode()
     if pa.types.is_struct(array.type):
-        parts = [_decoded(array.field(number)) for number in range(array.type.num_fields)]
+        parts = [
+            _decode_dictionaries(array.field(number)) for number in range(array.type.num_fields)
+        ]
         fields = [field.with_type(part.type) for field, part in zip(array.type, parts, strict=True)]
         return pa.StructArray.from_arrays(parts, fields=fields, mask=array.is_null())
     return array

@@ -135,14 +135,14 @@ class TextFilter:
 
     def add(self, texts: Sequence[str]) -> None:
         """Look for these too."""
-        self._is_wanted[_hashes(texts)] = True
+        self._is_wanted[_hash_texts(texts)] = True
 
     def select(self, records: list[R], texts: Sequence[str]) -> list[R]:
         """Return the records whose text is looked for, and a few others."""
-        return list(itertools.compress(records, self._is_wanted[_hashes(texts)].tolist()))
+        return list(itertools.compress(records, self._is_wanted[_hash_texts(texts)].tolist()))
 
 
-def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
+def _hash_texts(texts: Sequence[str]) -> NDArray[np.int64]:
     return np.fromiter(map(hash, texts), np.int64, len(texts)) & (_HASHES - 1)
 
 

@@ -248,7 +248,7 @@ class ScanWriter:
             num_bytes = member.bytes
             kind = self._kinds.get(name)
             if kind is None:
-                kind = self._kinds[name] = member_cap(name), _shrinks(name)
+                kind = self._kinds[name] = member_cap(name), _is_compressible(name)
             if num_bytes > kind[0]:
                 _check_cap(name, member.ref, num_bytes, key)
             size += tar_bytes(num_bytes // 2 if kind[1] else num_bytes)
@@ -358,10 +358,10 @@ def stored_estimate(member: Reference) -> int:
     """Estimate the stored size of a sensor member for planning: arrays shrink to about half,
     encoded images do not.
     """
-    return member.bytes // 2 if _shrinks(member.name) else member.bytes
+    return member.bytes // 2 if _is_compressible(member.name) else member.bytes
 
 
-def _shrinks(name: str) -> bool:
+def _is_compressible(name: str) -> bool:
     return name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD))
 
 

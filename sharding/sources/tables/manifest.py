@@ -263,7 +263,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     Path(scratch),
                     has_clips=stem != "calibration",
                 )
-            matches = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+            matches = (SENSOR.match(column) for column in _list_columns(self._tables.get("frames")))
             self._prefixes = list(
                 dict.fromkeys(f"{match[1]}.{match[2]}." for match in matches if match is not None)
             )
@@ -282,17 +282,18 @@ class Manifest(FrameSource[ManifestSettings]):
                 )
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global"
-                for name in _columns(self._tables.get("frames"))
+                for name in _list_columns(self._tables.get("frames"))
             )
             if not self.has_poses and any(
-                name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
+                name.startswith("ego2global")
+                for name in _list_columns(self._tables.get("sensor_data"))
             ):
                 raise SourceError(
                     f"table '{self._tables['sensor_data'].name}' has poses of files, but "
                     "none of frames: give the table ego_pose"
                 )
             try:
-                forms = _value_forms(self._tables.get("frames"))
+                forms = _learn_value_forms(self._tables.get("frames"))
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -316,7 +317,7 @@ class Manifest(FrameSource[ManifestSettings]):
         cameras = [
             camera.source_name for camera in (self.sensors().cameras if table is not None else ())
         ]
-        for column in _columns(table):
+        for column in _list_columns(table):
             match = MASK_COLUMN.fullmatch(column)
             if match is None or table is None:
                 continue
@@ -377,7 +378,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     )
             for name, is_camera in sensors_known.items():
                 (cameras if is_camera else lidars)[name] = None
-        for column in _columns(self._tables.get("frames")):
+        for column in _list_columns(self._tables.get("frames")):
             match = SENSOR.match(column)
             if match is not None:
                 check_column(self._tables["frames"].name, match)
@@ -409,7 +410,7 @@ class Manifest(FrameSource[ManifestSettings]):
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {
-                name: _single_text(rows, name) or ""
+                name: _read_single_text(rows, name) or ""
                 for name in OF_CLIP
                 if "frames" in self._tables and name in rows
             }
@@ -432,7 +433,7 @@ class Manifest(FrameSource[ManifestSettings]):
         matrices = None if rows is None else rows.poses("ego2global")
         if rows is None or matrices is None:
             return None
-        times = _times(rows, is_unix=self._is_unix)
+        times = _read_times(rows, is_unix=self._is_unix)
         is_known = ~np.isnan(matrices[:, 0, 0])
         order = ascending(rows, times, np.flatnonzero(is_known))
         return Trajectory(times[order], matrices[order], rows.table, max_gap_s=self.given.max_gap_s)
@@ -447,7 +448,7 @@ class Manifest(FrameSource[ManifestSettings]):
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
                 clip.name,
-                RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)),
+                RowFiles(self._paths, data, "", _read_times(data, is_unix=self._is_unix)),
                 self._calibrations,
             )
         if rows is None:
@@ -455,7 +456,7 @@ class Manifest(FrameSource[ManifestSettings]):
             times = sensors.reference_times(self.given.reference)
             order = np.arange(len(times))
         else:
-            times = _times(rows, is_unix=self._is_unix)
+            times = _read_times(rows, is_unix=self._is_unix)
             order = ascending(rows, times, np.arange(len(times)))
         images: list[dict[str, Image | Absent]] = [{} for _ in times]
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
@@ -540,12 +541,12 @@ class Manifest(FrameSource[ManifestSettings]):
         )
 
 
-def _columns(table: Table | None) -> list[str]:
+def _list_columns(table: Table | None) -> list[str]:
     """Return the names of a table's columns; none where the table does not exist."""
     return [] if table is None else list(table.schema.names)
 
 
-def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
+def _read_times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:
@@ -557,7 +558,7 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     return times
 
 
-def _single_text(rows: Rows, name: str) -> str | None:
+def _read_single_text(rows: Rows, name: str) -> str | None:
     """Return the one text that all rows have."""
     texts = rows.texts(name)
     if len(set(texts)) > 1:
@@ -570,10 +571,10 @@ def _single_text(rows: Rows, name: str) -> str | None:
     return texts[0]
 
 
-def _value_forms(table: Table | None) -> ValueForms:
+def _learn_value_forms(table: Table | None) -> ValueForms:
     """Return what the values of the columns of values are."""
     forms = ValueForms()
-    names = [name for name in _columns(table) if name.startswith(VALUE)]
+    names = [name for name in _list_columns(table) if name.startswith(VALUE)]
     for rows in table.parts() if table is not None and names else ():
         for name in names:
             for value in rows.column(name).to_pylist():

@@ -141,7 +141,7 @@ def read_frame(
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read(window, record, context, boxes2d=boxes2d, has_map=has_map)
+        head = _read_frame_head(window, record, context, boxes2d=boxes2d, has_map=has_map)
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the "
@@ -153,7 +153,7 @@ def read_frame(
     return head
 
 
-def _read(
+def _read_frame_head(
     window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool
 ) -> FrameHead:
     time = -1
@@ -182,7 +182,7 @@ def _read(
         elif field.number == _FRAME_POSE:
             pose = transform(window.read(field.start, field.end - field.start))
         elif field.number == _FRAME_IMAGES:
-            image = _image(window, field)
+            image = _read_image(window, field)
             images += [] if image is None else [image]
         elif field.number == _FRAME_LASERS:
             laser_bytes += field.end - field.start
@@ -216,7 +216,7 @@ def _read(
     )
 
 
-def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+def _read_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or
     one without all.
     """
@@ -224,10 +224,10 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     offset = place.start
     num_bytes = 0
     pose = None
-    if (usual := _usual_image(window, place)) is not None:
+    if (usual := _read_usual_image(window, place)) is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
-    for number, wire, value in _image_fields(window, place):
+    for number, wire, value in _iter_image_fields(window, place):
         if number == _IMAGE_NAME and isinstance(value, int):
             name = value
         elif number == _IMAGE_JPEG and isinstance(value, tuple):
@@ -254,7 +254,7 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     )
 
 
-def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+def _read_usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return an image whose fields are those of the dataset's own files, in their order; None
     for another.
     """
@@ -294,7 +294,7 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     )
 
 
-def _image_fields(
+def _iter_image_fields(
     window: FileWindow, place: FieldPlace
 ) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
     """Yield number, wire type and value of each field of an image; for the JPEG its place and
@@ -339,7 +339,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
         if number == 1:
             name = value.decode()
         elif number == 2:
-            camera, camera_image = _calibration(value)
+            camera, camera_image = _read_calibration(value)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
             cameras[camera] = camera_image
@@ -353,7 +353,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
     return name, cameras, stats
 
 
-def _calibration(data: bytes) -> tuple[str, Image]:
+def _read_calibration(data: bytes) -> tuple[str, Image]:
     plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
     lens = doubles(data, 2)
     name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
@@ -475,7 +475,7 @@ def read_labels(
                 fail(int(rows[0]), "a label without a box")
             continue
         has_label[rows] = True
-        boxes[rows] = _boxes(table[:, place], rows, fail)
+        boxes[rows] = _read_boxes(table[:, place], rows, fail)
         if 3 in places:
             kinds[rows] = numbers(table[:, places[3]])
         if 7 in places:
@@ -521,7 +521,7 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
     return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
+def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys

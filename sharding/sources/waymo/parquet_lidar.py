@@ -64,13 +64,13 @@ def sweeps(
         lasers.setdefault(time, set()).add(laser)
     if absent := remaining - lasers.keys():
         raise SourceError(f"{where} has no range image at {min(absent)} us")
-    mounts = _calibrations(files, _beside(name, "lidar_calibration"))
+    mounts = _read_calibrations(files, _name_beside(name, "lidar_calibration"))
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
-    poses = read_parquet(files, _beside(name, "vehicle_pose"), types, read_whole=True)
+    poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
-    of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), remaining)
+    of_pixels = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, NDArray[np.float32]]] = {}
-    for time, laser, image in _range_images(
+    for time, laser, image in _read_range_images(
         files, name=name, column=_IMAGE, depth=4, selected=remaining
     ):
         if laser not in mounts:
@@ -102,7 +102,7 @@ class _PixelPoses:
         self._poses: dict[tuple[int, int], NDArray[np.float32]] = {}
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
-        self._rows = _range_images(
+        self._rows = _read_range_images(
             files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
         )
 
@@ -116,7 +116,7 @@ class _PixelPoses:
         return self._poses.pop((time, laser))
 
 
-def _range_images(
+def _read_range_images(
     files: SourceFiles, name: str, column: str, depth: int, selected: Collection[int]
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
@@ -170,7 +170,7 @@ def _image(
     return np.asarray(flat.reshape(sides))
 
 
-def _calibrations(
+def _read_calibrations(
     files: SourceFiles, name: str
 ) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
     """Return lidar to vehicle, and inclinations, by lidar."""
@@ -196,7 +196,7 @@ def _calibrations(
     return calibrations
 
 
-def _beside(name: str, component: str) -> str:
+def _name_beside(name: str, component: str) -> str:
     """Return the file of another component of the same segment."""
     folder, _, file = name.rpartition("/")
     split, slash, _ = folder.rpartition("/")

@@ -106,7 +106,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
-            manifest = _write(out, temporary=temporary, base=base, run=run, segments=segments)
+            manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
         except (
             FileNotFoundError
         ):  # at a URL another machine may have finished the layer, and removed the segments
@@ -118,7 +118,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     return manifest
 
 
-def _write(
+def _write_layer(
     out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments
 ) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)

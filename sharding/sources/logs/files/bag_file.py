@@ -57,7 +57,7 @@ class BagFile(LogFile):
             "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
         ):
             bag.open()
-            num_after = _num_bytes_after(bag)
+            num_after = _count_bytes_after(bag)
         weakref.finalize(self, bag.close)
         if num_after:
             raise SourceError(
@@ -137,7 +137,7 @@ class BagFile(LogFile):
         return self._chunk[1]
 
 
-def _num_bytes_after(bag: Reader) -> int:
+def _count_bytes_after(bag: Reader) -> int:
     """Return how many bytes come after the index of a bag, with which it ends."""
     from rosbags.rosbag1.reader import Header, RecordType, read_uint32
 
