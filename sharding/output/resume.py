@@ -137,9 +137,8 @@ def check_cut(
         expected[shard.split] = expected.get(shard.split, 0) + shard.num_samples
     if not is_sound or list(counts.items()) != list(expected.items()):
         raise DatasetExistsError(
-            f"the cut into shards in output folder '{location}' is not one of these samples: it was "
-            "edited or damaged; "
-            "choose another folder, or remove it to start again"
+            f"the cut into shards in output folder '{location}' is not one of these samples: it "
+            "was edited or damaged; choose another folder, or remove it to start again"
         )
 
 

@@ -175,23 +175,14 @@ class _Metadata:
         for name, feature in self.info.features.items():
             if name in _OWN_COLUMNS or feature.is_picture:
                 continue
+            column = _normalize_name(name)
+            where = f"feature {shortened(name)} left out"
             if feature.dtype not in (*DTYPES, "string"):
-                self.noted[
-                    f"feature {shortened(name)} left out, of dtype {shortened(feature.dtype)}"
-                ] += 1
-            elif (
-                _normalize_name(name) in feature_of
-                or _normalize_name(name) in reserved
-                or not may_be_attribute(_normalize_name(name))
-            ):
-                self.noted[
-                    (
-                        f"feature {shortened(name)} left out, {_normalize_name(name)} is the name of "
-                        "something else"
-                    )
-                ] += 1
+                self.noted[f"{where}, of dtype {shortened(feature.dtype)}"] += 1
+            elif column in feature_of or column in reserved or not may_be_attribute(column):
+                self.noted[f"{where}, {column} is the name of something else"] += 1
             else:
-                feature_of[_normalize_name(name)] = name
+                feature_of[column] = name
         return feature_of
 
     @cached_property

@@ -155,7 +155,8 @@ class ScanWriter:
         if len(attributes) > max_attributes:
             raise SourceError(
                 f"the source has {len(attributes):,} attributes, and the table of a dataset "
-                f"takes {max_attributes:,}: leave columns out, or make arrays of columns that belong together"
+                f"takes {max_attributes:,}: leave columns out, or make arrays of columns that "
+                "belong together"
             )
         self._is_check = is_check
         self._attributes = tuple(attributes)
