@@ -202,9 +202,11 @@ class _Metadata:
                 self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, read_whole=True
             )
             return dict(zip(columns["task_index"].tolist(), columns[texts[0]], strict=True))
-        return {field.task_index: field.task for field in self._lines("meta/tasks.jsonl", _Task)}
+        return {
+            field.task_index: field.task for field in self._read_lines("meta/tasks.jsonl", _Task)
+        }
 
-    def _lines(self, name: str, kind: Any) -> Iterator[Any]:
+    def _read_lines(self, name: str, kind: Any) -> Iterator[Any]:
         where = f"file '{self.files.shown}/{name}'"
         for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
             if line.strip():
@@ -215,7 +217,7 @@ class _Metadata:
         info = self.info
         videos = [name for name in self.cameras.values() if info.features[name].dtype == "video"]
         if not self._is_v3:
-            for line in self._lines("meta/episodes.jsonl", _Line):
+            for line in self._read_lines("meta/episodes.jsonl", _Line):
                 numbers = {
                     "episode_chunk": line.episode_index // info.chunks_size,
                     "episode_index": line.episode_index,
@@ -349,7 +351,7 @@ class LeRobot(VideoSource[VideoSettings]):
         episode = self._of[clip.name]
         info = self._meta.info
         where = f"table '{self.files.shown}/{episode.data}'"
-        table = self._table(episode.data)
+        table = self._read_table(episode.data)
         numbers = _read_array(table, "episode_index", (), where)
         rows = np.flatnonzero(numbers == episode.number)
         frame_index = _read_array(table, "frame_index", (), where)[rows]
@@ -385,7 +387,9 @@ class LeRobot(VideoSource[VideoSettings]):
             yield Frame(
                 timestamp_ns=time_ns,
                 images={
-                    camera: self._image(episode, feature, float(times_s[number]), int(rows[number]))
+                    camera: self._make_image(
+                        episode, feature, float(times_s[number]), int(rows[number])
+                    )
                     for camera, feature in self._meta.cameras.items()
                 },
                 values={**values, "task": self._meta.tasks.get(tasks[number])},
@@ -396,7 +400,9 @@ class LeRobot(VideoSource[VideoSettings]):
                 },
             )
 
-    def _image(self, episode: _Episode, feature: str, time_s: float, row: int) -> Image | Absent:
+    def _make_image(
+        self, episode: _Episode, feature: str, time_s: float, row: int
+    ) -> Image | Absent:
         time_ns = round(time_s * 1e9)
         if feature in episode.videos:
             file, first_s = episode.videos[feature]
@@ -428,7 +434,7 @@ class LeRobot(VideoSource[VideoSettings]):
         for name in names:
             fault: ImageError | None = None
             for row in range(_FIRST_ROWS):
-                stored = dict(self._stored([f"{first}#row={row}&{name}"]))
+                stored = dict(self._iter_stored_images([f"{first}#row={row}&{name}"]))
                 try:
                     heads[name] = probe(next(iter(stored.values()), b""))
                     break
@@ -441,7 +447,7 @@ class LeRobot(VideoSource[VideoSettings]):
                 )
         return heads
 
-    def _table(self, name: str) -> pa.Table:
+    def _read_table(self, name: str) -> pa.Table:
         """Read a file's columns but images; that of the last one is kept, for v3 has many
         episodes in a file.
         """
@@ -464,9 +470,9 @@ class LeRobot(VideoSource[VideoSettings]):
         """Decode frames of video, and read images of the Parquet files, each once."""
         stored = [ref for ref in refs if _ROW.match(ref)]
         yield from super().make_images([ref for ref in refs if not _ROW.match(ref)])
-        yield from self._stored(stored)
+        yield from self._iter_stored_images(stored)
 
-    def _stored(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    def _iter_stored_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield images of Parquet files: of each row group and feature its images at once."""
         rows_by_column: dict[tuple[str, str], list[int]] = {}
         for ref in refs:

@@ -261,7 +261,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """
         values = ValueForms()
         attributes = ValueForms()
-        for sample in islice(self._samples(), self.given.first_samples or None):
+        for sample in islice(self._iter_samples(), self.given.first_samples or None):
             sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in (
                 (values, sample_values.values),
@@ -298,9 +298,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     @property
     def reads(self) -> Reads:  # type: ignore[override]
         """ "clip" where a tar is compressed."""
-        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._tars()) else "random"
+        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._list_tars()) else "random"
 
-    def _tars(self) -> list[str]:
+    def _list_tars(self) -> list[str]:
         """Return the names of the tars; what else is in the folder is counted."""
         if self.file is not None:
             return [self.file]
@@ -318,7 +318,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if self.given.images:
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
-        for sample in self._samples():
+        for sample in self._iter_samples():
             if cameras := _find_cameras(sample.members):
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
@@ -329,14 +329,14 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             f"members have the extensions: {listed}; the option images maps a camera to one of them"
         )
 
-    def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
+    def _iter_samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
         """Yield the samples of all tars; ``noted`` counts members that belong to none."""
         noted = Counter() if noted is None else noted
-        for tar in self._tars():
+        for tar in self._list_tars():
             read: dict[str, _Read] | None = None
             if tar.endswith(COMPRESSED):
                 read = {}
-                members = self._unpacked(tar, read, noted)
+                members = self._unpack_tar(tar, read, noted)
             else:
                 members = tar_members(
                     self.files, tar, ignore_zeros=self.given.ignore_zeros, noted=noted
@@ -345,7 +345,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             group = _gather_samples if self.given.gather else _group_adjacent
             yield from group(tar, _iter_keyed(members, noted), where, read)
 
-    def _unpacked(self, tar: str, read: dict[str, _Read], noted: Counter[str]) -> Iterator[Member]:
+    def _unpack_tar(
+        self, tar: str, read: dict[str, _Read], noted: Counter[str]
+    ) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
         whole_endings = (json, *(f".{last}" for last in _DECODED))
@@ -374,8 +376,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         names_seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
-        for sample in self._samples(self.noted):
-            clip_name = self._clip_of(sample)
+        for sample in self._iter_samples(self.noted):
+            clip_name = self._name_clip(sample)
             if pending and clip_name != name:
                 yield self._begin(name, pending, names_seen)
                 pending = []
@@ -384,7 +386,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if pending:
             yield self._begin(name, pending, names_seen)
 
-    def _clip_of(self, sample: _Sample) -> str:
+    def _name_clip(self, sample: _Sample) -> str:
         if not self.given.clip:
             return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
         match = re.search(self.given.clip, sample.key)
@@ -410,7 +412,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         frames_made: list[Frame] = []
         for number, sample in enumerate(self._current):
             facts = self._reader.json(sample, self.noted)
-            sample_values = self._fitting(sample, facts)
+            sample_values = self._fit_values(sample, facts)
             raw = {
                 name: member
                 for name, member in sample_values.values.items()
@@ -423,7 +425,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             for camera, extension in (self.given.images or _find_cameras(sample.members)).items():
                 member = sample.members.get(extension)
                 if member is not None:
-                    images[camera.lower()] = self._image(
+                    images[camera.lower()] = self._make_image(
                         sample,
                         member=member,
                         extension=extension,
@@ -459,7 +461,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         frames_made.sort(key=lambda frame: frame.timestamp_ns)
         yield from frames_made
 
-    def _image(
+    def _make_image(
         self,
         sample: _Sample,
         member: Member,
@@ -490,7 +492,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             **common,
         )
 
-    def _fitting(self, sample: _Sample, facts: JsonFacts) -> _Values:
+    def _fit_values(self, sample: _Sample, facts: JsonFacts) -> _Values:
         """Return what the dataset has of a sample beside images; count what is left out."""
         channels, types, refused = self._forms
         sample_values = self._reader.values(sample, facts.values)

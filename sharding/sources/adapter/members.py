@@ -228,11 +228,11 @@ class MemberFinder:
         facts = facts_by_name(self.files, names)
         stored = {ref: parts[ref] for ref in looked_at if facts[parts[ref].name]}
         stored_heads = image_heads(self.files, list(stored.values()), facts, self.policy.depth)
-        heads = self._judged(where, looked_at, zip(stored, stored_heads, strict=True))
+        heads = self._judge_heads(where, looked_at, zip(stored, stored_heads, strict=True))
         if made_images:
             looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
             by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
-            heads |= self._judged(
+            heads |= self._judge_heads(
                 where, {MADE_PREFIX + ref: name for ref, name in made_images.items()}, by_ref
             )
         known_files = _KnownFiles(parts, facts, heads)
@@ -253,18 +253,18 @@ class MemberFinder:
                 elif not is_placed:
                     row[channel] = NO_POSE
                 else:
-                    row[channel] = self._image(place, channel, image, known_files)
+                    row[channel] = self._find_image(place, channel, image, known_files)
             for lidar in self.sensors.lidars if self.points else ():
                 sweep = frame.sweeps.get(lidar.channel)
                 if sweep is None or sweep.absent:
                     row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
                 else:
-                    row[lidar.channel] = self._sweep(place, lidar.channel, sweep, known_files)
+                    row[lidar.channel] = self._find_sweep(place, lidar.channel, sweep, known_files)
             rows_found.append(row)
-            members.append(self._members(place, frame, facts))
+            members.append(self._find_members(place, frame, facts))
         return rows_found, members
 
-    def _members(
+    def _find_members(
         self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
     ) -> list[StampedReference]:
         found_members = []
@@ -302,7 +302,7 @@ class MemberFinder:
                 )
         return found_members
 
-    def _judged(
+    def _judge_heads(
         self,
         where: str,
         channels: Mapping[str, str],
@@ -344,7 +344,7 @@ class MemberFinder:
                 "leave the camera out by the option cameras"
             )
 
-    def _image(
+    def _find_image(
         self, place: str, channel: str, image: Image, known_files: _KnownFiles
     ) -> StampedReference | str:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
@@ -415,7 +415,7 @@ class MemberFinder:
             return StampedReference(reference, file_facts.stamp)
         return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 
-    def _sweep(
+    def _find_sweep(
         self, place: str, channel: str, sweep: Sweep, known_files: _KnownFiles
     ) -> StampedReference | str:
         num_bytes = sweep.num_bytes

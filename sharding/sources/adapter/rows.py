@@ -149,7 +149,7 @@ class ClipRows:
         due = set(thinned(np.array([frame.timestamp_ns for frame in frames]), rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
-        stamp = self._stamp(clip)
+        stamp = self._compute_stamp(clip)
         finder = MemberFinder(
             files=self.files,
             sensors=self.sensors,
@@ -164,7 +164,7 @@ class ClipRows:
         )
         mask = self._select_frames(where, frames, images_found, arrays)
         self._check_sweep_poses(where, images_found, mask, arrays)
-        boxes = self._boxes(where, frames, mask, arrays)
+        boxes = self._convert_boxes(where, frames, mask, arrays)
         order = np.flatnonzero(mask)
         if not len(order):
             return
@@ -173,7 +173,7 @@ class ClipRows:
             rows=self, clip=clip, frames=frames, mask=mask, arrays=arrays, boxes=boxes
         )
         cameras = [camera.channel for camera in self.sensors.cameras]
-        sizes, is_there = self._image_sizes(frames, images_found)
+        sizes, is_there = self._collect_image_sizes(frames, images_found)
         num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         parts = {
@@ -258,7 +258,7 @@ class ClipRows:
         hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
         self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
 
-    def _stamp(self, clip: Clip) -> str:
+    def _compute_stamp(self, clip: Clip) -> str:
         for name in clip.files:
             check_inside(name, f"clip '{clip.name}'")
         facts = facts_by_name(self.files, clip.files)
@@ -358,7 +358,7 @@ class ClipRows:
                         "needed; the option points=false leaves sweeps out",
                     )
 
-    def _boxes(
+    def _convert_boxes(
         self, where: str, frames: Sequence[Frame], mask: NDArray[np.bool_], arrays: ClipArrays
     ) -> ClipBoxes:
         rows = [
@@ -376,7 +376,7 @@ class ClipRows:
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
-    def _image_sizes(
+    def _collect_image_sizes(
         self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, StampedReference | str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""

@@ -72,7 +72,8 @@ class DatasetPart:
         Their attributes are copied to ``disk``.
         """
         numbered = (
-            (number, self._row(number), attributes) for number, attributes in self._attributes(disk)
+            (number, self._read_row(number), attributes)
+            for number, attributes in self._iter_attributes(disk)
         )
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((number, row), attributes) for number, row, attributes in clip)
@@ -107,7 +108,7 @@ class DatasetPart:
     def read(self, number: int, field: str) -> memoryview:
         """Return a member of row number ``at``, decoded; those of one row are decoded together."""
         if self._read[0] != number or field not in self._read[1]:
-            row = self._row(number)
+            row = self._read_row(number)
             span = self._read_bytes(row, row.length)
             shard = self.dataset.shards.name_of(row)
             try:
@@ -121,7 +122,7 @@ class DatasetPart:
             self._read = (number, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
 
-    def _row(self, number: int) -> IndexRow:
+    def _read_row(self, number: int) -> IndexRow:
         """Return a row of the index by itself: all rows together would fill this process's
         memory.
         """
@@ -130,7 +131,7 @@ class DatasetPart:
             self.dataset.index.release()
         return self.dataset.index.row(number)
 
-    def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _iter_attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row in the order of clips and frames, with its attributes, of which few are
         Python objects.
         """

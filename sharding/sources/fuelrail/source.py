@@ -136,7 +136,7 @@ class FuelrailSource:
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, (row, attributes) in enumerate(next(walks[number])):
-                self._append(
+                self._append_sample(
                     out,
                     number=number,
                     row=row,
@@ -182,7 +182,7 @@ class FuelrailSource:
             lineage=Lineage.from_parents(manifests),
         )
 
-    def _append(
+    def _append_sample(
         self,
         out: ScanWriter,
         number: int,

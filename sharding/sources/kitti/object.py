@@ -138,7 +138,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             else {}
         )
         labels = [name for name in clip.files[1:] if name.endswith(".txt")]
-        boxes, bounds = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        boxes, bounds = (
+            self._read_boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        )
         yield Frame(
             timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds
         )
@@ -147,7 +149,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         """Read points (P, 4) in the lidar's frame."""
         return read_points(self.files, ref)
 
-    def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
+    def _read_boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
         """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down);
         and in image 2.
         """

@@ -188,7 +188,7 @@ class Kitti(FrameSource[KittiSettings]):
         numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
         if not numbers:
             raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
-        stated = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))
+        stated = self._read_times(f"{folder}/oxts/timestamps.txt", max(numbers))
         rows = [number for number in sorted(numbers) if stated[number] != _NO_TIME]
         if not rows:
             raise SourceError(f"'{self.files.shown}/{name}' has no row with a time")
@@ -209,7 +209,7 @@ class Kitti(FrameSource[KittiSettings]):
             )
         return numbers
 
-    def _times(self, name: str, last: int) -> NDArray[np.int64]:
+    def _read_times(self, name: str, last: int) -> NDArray[np.int64]:
         """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.
 
         Raises SourceError where one is invalid, or the file ends before ``last``.
@@ -233,7 +233,7 @@ class Kitti(FrameSource[KittiSettings]):
         first camera's.
         """
         folder = self._layout.drives[clip.name]
-        rig = self._rig(clip)
+        rig = self._read_rig(clip)
         files = {
             name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
             for name in self._cameras
@@ -245,13 +245,13 @@ class Kitti(FrameSource[KittiSettings]):
                 f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}"
             )
         times = {
-            name: self._times(f"{folder}/{name}/timestamps.txt", max(names))
+            name: self._read_times(f"{folder}/{name}/timestamps.txt", max(names))
             for name, names in files.items()
             if names
         }
         reference = next(iter(times.values()))
         if "velodyne_points" in self.files.listed(folder):
-            reference = self._times(
+            reference = self._read_times(
                 f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans)
             )
         elif numbers[-1] >= len(reference):
@@ -268,7 +268,7 @@ class Kitti(FrameSource[KittiSettings]):
             numbers = [number for number in numbers if reference[number] != _NO_TIME]
         if num_replaced := len(without_time) - len(lacking):
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
-        boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
+        boxes = self._read_tracklets(folder, invert_rigid(rig.lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
@@ -305,7 +305,7 @@ class Kitti(FrameSource[KittiSettings]):
         """Read points (P, 4), not compensated for ego's motion during the sweep."""
         return read_points(self.files, ref)
 
-    def _rig(self, clip: Clip) -> _Rig:
+    def _read_rig(self, clip: Clip) -> _Rig:
         folder = self._layout.calibrations.get(clip.name[:10])
         if folder is None:
             raise SourceError(
@@ -322,7 +322,7 @@ class Kitti(FrameSource[KittiSettings]):
         }
         return _Rig(cameras, invert_rigid(imu2velo))
 
-    def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
+    def _read_tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
         """Read boxes by frame number; None without tracklets.
 
         Their places are bottom centres in the lidar's frame.

@@ -131,12 +131,12 @@ class LogIndex:
         self._codecs: dict[str, str] = {}
         for file in files:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
-                self._read(file, set(cameras), set(lidars), options.poses)
+                self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
-        self.series = {topic: self._sorted(topic) for topic in sensors}
+        self.series = {topic: self._sort_series(topic) for topic in sensors}
         self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
 
-    def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
+    def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
         chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
@@ -157,7 +157,7 @@ class LogIndex:
                     num_lost = sum(file.lost.values())
                     # a part of a video is lost: the rest of the group cannot be decoded
                     self._keys.clear()
-                stamp_ns, shot = self._shot(file, topics[name], readers[name], message)
+                stamp_ns, shot = self._make_shot(file, topics[name], readers[name], message)
                 self._found[name].append((stamp_ns, message.log_ns, shot))
             elif name in lidars:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
@@ -209,7 +209,7 @@ class LogIndex:
                 stamps, mask = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
-                self._mark(name, messages, [reader.marks(message) for message in messages])
+                self._add_marks(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
@@ -221,7 +221,7 @@ class LogIndex:
                     self.tree.add(part, is_static=is_static)
             messages.clear()
 
-    def _mark(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
+    def _add_marks(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
         """Keep boxes in pictures; of annotations, those without boxes may have no stamp."""
         if self._clock == "header":
             stamped = [number for number, mark in enumerate(marks) if mark.stamp_ns or mark.box]
@@ -258,7 +258,7 @@ class LogIndex:
             self._marked[pictures, topic] = marked
         return marked
 
-    def _shot(
+    def _make_shot(
         self, file: LogFile, topic: Topic, reader: Reader, message: Message
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
@@ -294,7 +294,7 @@ class LogIndex:
                 place=message.place, offset=-1, length=length, width=0, height=0, fault=fault
             )
         if topic.type in VIDEOS:
-            return stamp_ns, self._frame(
+            return stamp_ns, self._make_frame(
                 file, topic=topic, message=message, picture=picture, where=where
             )
         if topic.type in RAWS:
@@ -338,7 +338,7 @@ class LogIndex:
             extension=head.extension,
         )
 
-    def _frame(
+    def _make_frame(
         self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str
     ) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
@@ -414,7 +414,7 @@ class LogIndex:
         )
         return mask
 
-    def _sorted(self, topic: str) -> Series:
+    def _sort_series(self, topic: str) -> Series:
         items = self._items.pop(topic)
         stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:

@@ -344,7 +344,7 @@ class Joined:
             elif name == "sample" and not len(table):
                 raise SourceError(f"table '{tables.path(name)}' has no rows: nothing to shard")
         for name in _LARGE:
-            self._join(name)
+            self._join_links(name)
 
     def __getitem__(self, name: str) -> JoinedTable:
         return self._tables[name]
@@ -385,7 +385,7 @@ class Joined:
             self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]]
         )
 
-    def _join(self, name: str) -> None:
+    def _join_links(self, name: str) -> None:
         """Make row numbers of all links to a large table."""
         into = []
         for table in self._tables.values():

@@ -140,7 +140,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 trajectory = ego_trajectory(
                     invert_rigid(poses[number]), poses[steps[number][exists]], later_s, exists
                 )
-                yield self._frame(
+                yield self._make_frame(
                     row,
                     blobs=blobs,
                     ego2global=poses[number],
@@ -149,7 +149,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                     where=f"{where}, frame {number}",
                 )
 
-    def _frame(
+    def _make_frame(
         self,
         row: Mapping[str, Any],
         blobs: str,

@@ -157,7 +157,7 @@ class FolderFiles(_VisibleNames):
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
-                status = os.stat(self._followed(path))  # noqa: PTH116
+                status = os.stat(self._follow_links(path))  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
@@ -226,7 +226,7 @@ class FolderFiles(_VisibleNames):
             try:
                 return open_descriptor(path)
             except PermissionError:  # it may be a link to another folder of the source
-                return open_descriptor(self._followed(path))
+                return open_descriptor(self._follow_links(path))
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
 
@@ -241,13 +241,13 @@ class FolderFiles(_VisibleNames):
         """Return the path of a name; refuse a folder outside the source."""
         folder = name.rpartition("/")[0]
         if folder not in self._inside:
-            self._followed(f"{self._root}/{folder}" if folder else self._root)
+            self._follow_links(f"{self._root}/{folder}" if folder else self._root)
             if len(self._inside) >= _KEPT_FOLDERS:
                 self._inside.clear()
             self._inside.add(folder)
         return f"{self._root}/{name}"
 
-    def _followed(self, path: str) -> str:
+    def _follow_links(self, path: str) -> str:
         """Follow the links of a path; raise SourceError where they lead outside of what the
         source may read.
         """
@@ -313,7 +313,7 @@ class UrlFiles(_VisibleNames):
         if top not in self._listings.folders:
             listed = functools.partial(self._listed, self._root)
             self._listings.add(
-                top, self._pages(top) if in_folder else [self._files_in(self._try("", listed))]
+                top, self._walk_pages(top) if in_folder else [self._files_in(self._try("", listed))]
             )
         return self._listings.facts(name)
 
@@ -367,7 +367,7 @@ class UrlFiles(_VisibleNames):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
+    def _walk_pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
         """Yield all that is under a folder, a part at a time; the file system keeps no part.
 
         From S3 by pages of a thousand objects; from other stores folder by folder.

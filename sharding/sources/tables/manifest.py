@@ -301,14 +301,14 @@ class Manifest(FrameSource[ManifestSettings]):
                     self.noted[f"column {name} left out, {why}"] += 1
                 values = forms.channels()
                 self._values = [channel.name for channel in values]
-                self._masks = self._mask_channels()
+                self._masks = self._find_mask_channels()
                 self.channels = (*values, *self._masks.values())
                 return super().scan(out)
             finally:
                 self._tables = {}
                 self._calibrations = None
 
-    def _mask_channels(self) -> dict[str, Channel]:
+    def _find_mask_channels(self) -> dict[str, Channel]:
         """Return the channels of the columns of masks; the first mask of a column says its
         dtype.
         """
@@ -326,14 +326,14 @@ class Manifest(FrameSource[ManifestSettings]):
                     f"table '{table.name}': the column {column} is of the camera "
                     f"'{match[1]}', which no other column names{did_you_mean(match[1], cameras)}"
                 )
-            dtype = self._mask_dtype(table, column) or "uint8"
+            dtype = self._find_mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
         names = [channel.name for channel in channels.values()]
         if twice := {*self._values} & {*names} or {name for name in names if names.count(name) > 1}:
             raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
         return channels
 
-    def _mask_dtype(self, table: Table, column: str) -> str | None:
+    def _find_mask_dtype(self, table: Table, column: str) -> str | None:
         """Return the dtype of the first mask of a column that is there."""
         for rows in table.parts():
             for row, path in enumerate(rows.texts(column)):
@@ -347,7 +347,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     return mask_dtype(self.files.read(part.name, part.offset, 32), where)
         return None
 
-    def _mask_members(self, rows: Rows) -> list[list[FileMember]]:
+    def _make_mask_members(self, rows: Rows) -> list[list[FileMember]]:
         """Return the masks of each row."""
         members: list[list[FileMember]] = [[] for _ in range(len(rows))]
         for column, channel in self._masks.items():
@@ -462,7 +462,7 @@ class Manifest(FrameSource[ManifestSettings]):
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
         if rows is not None:
             for prefix in self._prefixes:
-                calibrations = self._calibration(clip, rows, prefix)
+                calibrations = self._complete_calibration(clip, rows, prefix)
                 sensor_times = rows.times(prefix, is_unix=self._is_unix)
                 times_ns = (
                     times
@@ -495,7 +495,7 @@ class Manifest(FrameSource[ManifestSettings]):
             if rows is None
             else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
-        masks = [[] for _ in times] if rows is None else self._mask_members(rows)
+        masks = [[] for _ in times] if rows is None else self._make_mask_members(rows)
         for number, row in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[row]),
@@ -510,7 +510,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
+    def _complete_calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from
         ``calibration``.
         """

@@ -223,7 +223,7 @@ class Rows:
                 f"{prefix}.q_wxyz or {prefix}.q_xyzw"
             )
         if prefix in self:
-            return self._matrices(prefix)
+            return self._read_matrices(prefix)
         if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
             return None
         q = self.rotation(f"{prefix}.")
@@ -261,7 +261,7 @@ class Rows:
             f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")]
         )
 
-    def _matrices(self, name: str) -> F64:
+    def _read_matrices(self, name: str) -> F64:
         flat = self.vectors(name, 16).reshape(-1, 4, 4)
         known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
         fitted, sound = nearest_rigid(flat[known_rows])
