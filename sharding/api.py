@@ -82,7 +82,9 @@ class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
                 f"left out: {counted(self.num_clips_left_out, 'clip')} of the source that "
                 "no split names; assign them with --splits"
             )
-        return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+        if self.scan is not None:
+            lines += self.scan.lines()
+        return "\n".join(lines) + "\n"
 
 
 class SourceOptions(Settings, frozen=True, kw_only=True):
@@ -147,8 +149,11 @@ class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             ),
             f"classes: {', '.join(self.classes) or 'none'}",
         ]
-        lines += [] if self.scan is None else self.scan.lines()
-        return "\n".join([*lines, *([] if self.video is None else self.video.lines())]) + "\n"
+        if self.scan is not None:
+            lines += self.scan.lines()
+        if self.video is not None:
+            lines += self.video.lines()
+        return "\n".join(lines) + "\n"
 
 
 class VerifyOptions(Settings, frozen=True, kw_only=True):
@@ -258,7 +263,7 @@ def reshard(
     if isinstance(datasets, str | os.PathLike):
         datasets = [datasets]
     locations = [os.fspath(location) for location in datasets]
-    if _place(os.fspath(out)) in map(_place, locations):
+    if _normalize_place(os.fspath(out)) in map(_normalize_place, locations):
         raise ConfigError(
             f"input and output are the same folder, '{os.fspath(out)}': choose another "
             "output folder"
@@ -324,7 +329,12 @@ def verify(
     repaired dataset; ``before_repair`` gets the report of the damage. ``progress`` is called with
     each checked shard and the number of shards. Raises DatasetError where there is no dataset.
     """
-    repair = () if repair is None else (repair,) if isinstance(repair, str) else tuple(repair)
+    if repair is None:
+        repair = ()
+    elif isinstance(repair, str):
+        repair = (repair,)
+    else:
+        repair = tuple(repair)
     options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
     if repair and is_url(dataset):
         raise ConfigError(
@@ -425,12 +435,12 @@ def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
         num_bytes=manifest.num_bytes,
         seconds=seconds,
         samples_by_split={name: entry.num_samples for name, entry in manifest.splits.items()},
-        num_clips_left_out=_left_out(manifest),
+        num_clips_left_out=_count_clips_left_out(manifest),
         scan=outcome.report,
     )
 
 
-def _left_out(manifest: Manifest) -> int:
+def _count_clips_left_out(manifest: Manifest) -> int:
     """Return the number of clips that no split names, where the recipe asks for all of them."""
     recipe = manifest.provenance.get("recipe", {})
     if recipe.get("select") is not None or recipe.get("limit") is not None:
@@ -439,7 +449,7 @@ def _left_out(manifest: Manifest) -> int:
     return number
 
 
-def _place(location: str) -> str:
+def _normalize_place(location: str) -> str:
     """Return the same text for two ways to write one folder or URL."""
     return (
         location.rstrip("/")

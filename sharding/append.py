@@ -98,8 +98,8 @@ def append(
     output = open_output(out)
     check_out(output)
     datasets = [open_source(location) for location in locations]
-    _check(datasets)
-    pieces = _deal(datasets)
+    _check_datasets(datasets)
+    pieces = _deal_shards(datasets)
     recipe = Recipe(
         source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]}
     )
@@ -120,16 +120,16 @@ def append(
                 datasets[dataset], old, output, new, was_finished=finished is not None
             )
             progress.advanced(new.bytes)
-            progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
+            progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
         if complete is not None:
             work.remove()
             return complete
-        manifest = _publish(work, datasets, pieces, recipe)
+        manifest = _publish_version(work, datasets, pieces, recipe)
         work.remove()
     return manifest
 
 
-def _check(datasets: Sequence[Dataset]) -> None:
+def _check_datasets(datasets: Sequence[Dataset]) -> None:
     check_alike(datasets)
     check_disjoint([(dataset.location, dataset.index.clip_ids()) for dataset in datasets])
     first = datasets[0]
@@ -141,7 +141,7 @@ def _check(datasets: Sequence[Dataset]) -> None:
                 second.manifest.compression.get("layout"),
             ),
             ("order unit", first.manifest.order_unit, second.manifest.order_unit),
-            ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(second)),
+            ("zstd dictionary (SHA-256)", _dictionary_digest(first), _dictionary_digest(second)),
         ):
             if first_value != second_value:
                 raise SourceError(
@@ -151,12 +151,12 @@ def _check(datasets: Sequence[Dataset]) -> None:
                 )
 
 
-def _dictionary(dataset: Dataset) -> str | None:
+def _dictionary_digest(dataset: Dataset) -> str | None:
     entry = dataset.manifest.file(DICTIONARY_FILE)
     return None if entry is None else entry.sha256
 
 
-def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
+def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
     """Return all shards in their new places: split by split, dataset by dataset, numbered again
     within the split.
     """
@@ -186,7 +186,7 @@ def bring_shard(
     OUT was finished: then the digest decides, as the source's file may be damaged meanwhile.
     """
     if new.idx_bytes:
-        _bring(
+        _bring_shard(
             source,
             old=old.idx_name,
             out=out,
@@ -195,7 +195,7 @@ def bring_shard(
             sha256=new.idx_sha256,
             was_finished=was_finished,
         )
-    return _bring(
+    return _bring_shard(
         source,
         old=old.name,
         out=out,
@@ -206,7 +206,7 @@ def bring_shard(
     )
 
 
-def _bring(
+def _bring_shard(
     source: Dataset,
     old: str,
     out: Output,
@@ -221,12 +221,16 @@ def _bring(
         return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
-            _copy(source, old=old, out=out, new=new, sha256=sha256)
-    elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
+            _copy_file(source, old=old, out=out, new=new, sha256=sha256)
+    elif (
+        source.url is not None
+        and isinstance(out, UrlOutput)
+        and source.url.partition("://")[0] == out.location.partition("://")[0]
+    ):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
-        _copy(source, old=old, out=out, new=new, sha256=sha256)
+        _copy_file(source, old=old, out=out, new=new, sha256=sha256)
     if (size := out.size(new)) != num_bytes:
         raise SourceError(
             f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it"
@@ -238,11 +242,7 @@ def _bring(
     return False
 
 
-def _same_store(url: str, out: UrlOutput) -> bool:
-    return url.partition("://")[0] == out.location.partition("://")[0]
-
-
-def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
+def _copy_file(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
     """Copy a file, which gets its name if it has that digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)
@@ -260,14 +260,20 @@ def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None
             )
 
 
-def _publish(
+def _publish_version(
     work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece], recipe: Recipe
 ) -> Manifest:
     """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
-    write_index(work.temporary, names, codecs, _rows(datasets, pieces))
-    write_attributes(work.temporary, take_attributes(work.temporary, datasets, _runs(pieces)))
+    write_index(work.temporary, names, codecs, _iter_rows(datasets, pieces))
+    runs: list[tuple[int, range]] = []  # shards that stay neighbours are one run
+    for dataset, old, _ in pieces:
+        rows = range(old.first_sample, old.first_sample + old.num_samples)
+        if runs and runs[-1][0] == dataset and runs[-1][1].stop == rows.start:
+            rows = range(runs.pop()[1].start, rows.stop)
+        runs.append((dataset, rows))
+    write_attributes(work.temporary, take_attributes(work.temporary, datasets, runs))
     manifests = [dataset.manifest for dataset in datasets]
     first = manifests[0]
     dictionary = first.file(DICTIONARY_FILE)
@@ -275,7 +281,7 @@ def _publish(
         name = dictionary.name
         size = dictionary.bytes
         sha256 = dictionary.sha256
-        _bring(
+        _bring_shard(
             datasets[0],
             old=name,
             out=work.out,
@@ -329,7 +335,7 @@ def _publish(
     )
 
 
-def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
+def _iter_rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
     for number, piece in enumerate(pieces):
         old = piece.old
         source = datasets[piece.dataset].index
@@ -375,16 +381,3 @@ def take_attributes(
                 for name, kind in zip(schema.names, schema.types, strict=True)
             ]
             yield pa.Table.from_arrays(columns, schema=schema)
-
-
-def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
-    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are
-    one run.
-    """
-    runs: list[tuple[int, range]] = []
-    for dataset, old, _ in pieces:
-        rows = range(old.first_sample, old.first_sample + old.num_samples)
-        if runs and runs[-1][0] == dataset and runs[-1][1].stop == rows.start:
-            rows = range(runs.pop()[1].start, rows.stop)
-        runs.append((dataset, rows))
-    return runs

@@ -34,7 +34,7 @@ def _choose_arrow_pool() -> None:
         os.environ.setdefault(name, value)
 
 
-def _print(
+def _print_text(
     args: argparse.Namespace, report: Any, options: type[PrintOptions] = PrintOptions
 ) -> int:
     sys.stdout.write(report.as_json() if from_flags(args, options).json else report.as_text())
@@ -65,15 +65,18 @@ def _run_shard(args: argparse.Namespace) -> int:
     )
     source_options = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
-        return _print(
-            args, check_source(args.source, options=source_options, recipe=_options(args)["recipe"])
+        return _print_text(
+            args,
+            check_source(
+                args.source, options=source_options, recipe=_shared_options(args)["recipe"]
+            ),
         )
     if args.out is None:
         raise ConfigError(
             "`fuelrail shard` needs an output folder or URL, OUT; --check scans without one"
         )
-    options = _options(args)
-    return _show(
+    options = _shared_options(args)
+    return _run_with_progress(
         args,
         lambda progress: shard(
             args.source, args.out, options=source_options, progress=progress, **options
@@ -121,13 +124,13 @@ def _run_reshard(args: argparse.Namespace) -> int:
         refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
         if refused:
             raise append_refuses("--append", refused[0])
-        return _show(
+        return _run_with_progress(
             args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress)
         )
     selection = from_flags(args, FuelrailOptions)
-    options = _options(args)
+    options = _shared_options(args)
     options |= {"points": selection.points, "cameras": selection.cameras}
-    return _show(
+    return _run_with_progress(
         args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)
     )
 
@@ -141,7 +144,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, PrintOptions)
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def _shared_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that `shard` and `reshard` have in common, as keywords of their
     functions.
     """
@@ -157,7 +160,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int:
+def _run_with_progress(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int:
     """Run with a progress display and print the report."""
     from fuelrail.sharding.progress import JsonLines, make_progress
 
@@ -210,7 +213,7 @@ def _run_verify(args: argparse.Namespace) -> int:
             ),
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
-    _print(args, report)
+    _print_text(args, report)
     return 1 if report.faults else 0
 
 
@@ -237,7 +240,7 @@ def _run_forget(args: argparse.Namespace) -> int:
             caches=forget_options.cache,
             receipt=forget_options.receipt,
         )
-    return _print(args, report, ForgetOptions)
+    return _print_text(args, report, ForgetOptions)
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +257,7 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import InspectOptions, inspect
 
-    return _print(
+    return _print_text(
         args,
         inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics),
     )
@@ -268,7 +271,7 @@ def _configure_log(parser: argparse.ArgumentParser) -> None:
 def _run_log(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_log
 
-    return _print(args, dataset_log(args.dataset))
+    return _print_text(args, dataset_log(args.dataset))
 
 
 def _configure_diff(parser: argparse.ArgumentParser) -> None:
@@ -283,7 +286,7 @@ def _configure_diff(parser: argparse.ArgumentParser) -> None:
 def _run_diff(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_diff
 
-    return _print(args, dataset_diff(args.a, args.b))
+    return _print_text(args, dataset_diff(args.a, args.b))
 
 
 def _configure_tag(parser: argparse.ArgumentParser) -> None:
@@ -331,7 +334,7 @@ def _configure_layer(parser: argparse.ArgumentParser) -> None:
 def _run_layer(args: argparse.Namespace) -> int:
     from fuelrail.sharding.write.layers.rebase import rebase_layer
 
-    return _print(args, rebase_layer(args.layer, args.base, args.out))
+    return _print_text(args, rebase_layer(args.layer, args.base, args.out))
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:

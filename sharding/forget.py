@@ -291,19 +291,19 @@ def forget(
         recipe = Recipe(source="forget", source_options={"names": digest})
         if started is not None and started.recipe.source != "forget":
             check_same_recipe(out.shown, started.recipe, recipe)
-        report = _finished_report(file, listed, outs, is_started=started is not None)
+        report = _load_finished_report(file, listed, outs, is_started=started is not None)
         if report is None or (started is None and _named(open_dataset(out.root), listed)[0].size):
-            parts = _parts(outs, listed, is_started=started is not None)
+            parts = _find_parts(outs, listed, is_started=started is not None)
             options = {
                 "names": digest,
                 "layers": sorted(part.fingerprint for part in parts[1:]),
             }
             recipe = msgspec.structs.replace(recipe, source_options=options)
             check_same_recipe(out.shown, started.recipe if started else None, recipe)
-            folders = _cache_folders(parts, caches)
+            folders = _find_cache_folders(parts, caches)
             if started is None:
                 for place_out in outs:
-                    _discard(place_out)
+                    _discard_leftovers(place_out)
             work.start(RunState(recipe=recipe))
             report = _delete_all(parts, listed, folders)
             _write_receipt(file, report)
@@ -313,9 +313,9 @@ def forget(
     return report
 
 
-def _parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
+def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
     """Return what is to be deleted where, the dataset first."""
-    base = _source(outs[0], DATASETS, is_started=is_started)
+    base = _open_source(outs[0], DATASETS, is_started=is_started)
     rows, unknown = _named(base, names)
     if unknown:
         raise unknown_names(unknown)
@@ -326,7 +326,7 @@ def _parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) 
     clips = deleted_times(base, rows, has_shards=base.root == outs[0].root)
     parts = [_Part(outs[0], base, rows, clips)]
     for out in outs[1:]:
-        layer = _source(out, LAYERS, is_started=is_started)
+        layer = _open_source(out, LAYERS, is_started=is_started)
         check_base(Layer("layer", layer, read_rows(layer)), base)
         rows_of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
         if len(rows_of_layer) == len(layer):
@@ -347,16 +347,16 @@ def _nothing_left(out: FolderOutput) -> ConfigError:
 def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]) -> ForgetReport:
     """Delete from all folders and caches; return the report."""
     base = parts[0].source
-    order = _order_inputs(base, parts[0].rows)
+    order = _read_order_inputs(base, parts[0].rows)
     samples = []
     for row in map(base.index.row, parts[0].rows.tolist()):
         members = {entry.name: f"{entry.xxh3:016x}" for entry in row.members}
         samples.append(DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members))
-    noted = _noted(parts[0].out)
+    noted = _read_note(parts[0].out)
     removed = [str(folder) for folder in caches if folder.is_dir() or str(folder) in noted.caches]
-    _note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
+    _write_note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
     keys = frozenset(sample.key for sample in samples)
-    folders = [_delete(part, parts[0], keys) for part in parts]
+    folders = [_delete_samples(part, parts[0], keys) for part in parts]
     for folder in caches:
         shutil.rmtree(folder, ignore_errors=True)
     return ForgetReport(
@@ -369,7 +369,7 @@ def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]
     )
 
 
-def _order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
+def _read_order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
     """Return what orders over a dataset need of some samples of it."""
     splits: dict[str, list[int]] = {}
     for shard in base.shards:
@@ -396,14 +396,14 @@ def order_digest(report: ForgetReport) -> str:
     it.
     """
     names = [(sample.key, sample.clip_id) for sample in report.samples]
-    return _order_sha256(names, report.order)
+    return _hash_order(names, report.order)
 
 
-def _order_sha256(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
+def _hash_order(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
     return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
 
 
-def _cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
+def _find_cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
     """Return the folders that loaders keep of these folders in caches; raise ConfigError for a link
     there.
     """
@@ -424,7 +424,7 @@ def _cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
     return list(folders)
 
 
-def _source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Dataset:
+def _open_source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Dataset:
     """Open a folder as it was before the call that is continued, where one was started."""
     if not is_started or not _has_snapshot(out):
         return open_kind(out.root, kinds)
@@ -470,7 +470,7 @@ def _take_snapshot(out: FolderOutput, manifest: Manifest) -> None:
     sync_folder(target.root)
 
 
-def _discard(out: FolderOutput) -> None:
+def _discard_leftovers(out: FolderOutput) -> None:
     """Remove from a working folder what is not of a call that has begun."""
     for path in (out.work / _BEFORE, out.work / _NEXT, out.root / _NOTED):
         if path.is_dir():
@@ -479,16 +479,16 @@ def _discard(out: FolderOutput) -> None:
             path.unlink(missing_ok=True)
 
 
-def _noted(out: FolderOutput) -> _Noted:
+def _read_note(out: FolderOutput) -> _Noted:
     return read_json(out, _NOTED, _Noted, "remove it and run the same command again") or _Noted()
 
 
-def _note(out: FolderOutput, noted: _Noted) -> None:
+def _write_note(out: FolderOutput, noted: _Noted) -> None:
     with out.publish(_NOTED) as file:
         file.write(msgspec.json.encode(noted))
 
 
-def _finished_report(
+def _load_finished_report(
     file: Path, names: list[str], outs: Sequence[FolderOutput], *, is_started: bool
 ) -> ForgetReport | None:
     """Return the receipt of a call that has done all of this; None where something is to be done.
@@ -506,12 +506,12 @@ def _finished_report(
         return None
     if report.names != names:
         return None
-    made = {folder.after for folder in report.folders}
+    fingerprints = {folder.after for folder in report.folders}
     for manifest in manifests:
         versions = {manifest.fingerprint}
         if not is_started:
             versions |= {ancestor.fingerprint for ancestor in manifest.lineage.ancestors}
-        if not versions & made:
+        if not versions & fingerprints:
             return None
     return report
 
@@ -527,7 +527,7 @@ def _write_receipt(file: Path, report: ForgetReport) -> None:
     part.replace(file)
 
 
-def _neighbours(base: Dataset, rows: Rows) -> Rows:
+def _find_neighbours(base: Dataset, rows: Rows) -> Rows:
     """Return the samples before and behind deleted ones in their clips: their metadata name
     these.
     """
@@ -541,12 +541,12 @@ def _neighbours(base: Dataset, rows: Rows) -> Rows:
     return table.samples[near].astype(np.int64)
 
 
-def _inside(rows: Rows, shard: ShardEntry) -> Rows:
+def _select_inside(rows: Rows, shard: ShardEntry) -> Rows:
     first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
     return rows[first:end]
 
 
-def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
+def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
     """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the
     deleted samples.
     """
@@ -557,9 +557,9 @@ def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
     if source.root == out.root or out.size(MANIFEST_FILE) is None:
         _take_place(part)
     manifest = load_manifest(out.root, EITHER)
-    left = {shard.sha256 for shard in open_shards(out.root, manifest)}
-    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in left}
-    noted = _noted(out)
+    digests = {shard.sha256 for shard in open_shards(out.root, manifest)}
+    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in digests}
+    noted = _read_note(out)
     return DeletedFrom(
         folder=str(out.root),
         before=part.fingerprint,
@@ -582,11 +582,11 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     held = holders(source, part.clips, part.rows)
     touched = np.union1d(part.rows, held)
     if part is base:
-        touched = np.union1d(touched, _neighbours(source, part.rows))
-    hit = {shard.name for shard in source.shards if _inside(touched, shard).size}
+        touched = np.union1d(touched, _find_neighbours(source, part.rows))
+    hit = {shard.name for shard in source.shards if _select_inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
-    _note(out, msgspec.structs.replace(_noted(out), linked=linked, num_cut=len(held)))
-    _write(part, base=base, hit=hit, keys=keys, out=next_version)
+    _write_note(out, msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)))
+    _write_version(part, base=base, hit=hit, keys=keys, out=next_version)
 
 
 def _take_place(part: _Part) -> None:
@@ -604,9 +604,9 @@ def _take_place(part: _Part) -> None:
     out.remove(MANIFEST_FILE)
     sync_folder(out.root)
     names = [entry.name for entry in manifest.files]
-    _move(next_version, out, names)
+    _move_files(next_version, out, names)
     for shard in open_shards(out.root, manifest):
-        _move(next_version, out, [shard.name, shard.idx_name])
+        _move_files(next_version, out, [shard.name, shard.idx_name])
         names += [shard.name, shard.idx_name]
     keys = open_tables(out.root, manifest).samples.texts("key")
     is_left = np.ones(len(source), bool)
@@ -623,14 +623,14 @@ def _take_place(part: _Part) -> None:
     sync_folder(out.root)
 
 
-def _move(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -> None:
+def _move_files(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -> None:
     """Move files of the next version that are not there yet."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             (next_version.root / name).replace(out.root / name)
 
 
-def _write(
+def _write_version(
     part: _Part, base: _Part, hit: Collection[str], keys: frozenset[str], out: FolderOutput
 ) -> None:
     """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to
@@ -667,7 +667,7 @@ def _write(
         facts_known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
         ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
         names = list(zip(*ids, strict=True))
-        order_sha256 = _order_sha256(names, _order_inputs(source, rows))
+        order_sha256 = _hash_order(names, _read_order_inputs(source, rows))
         facts = {
             "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
             **{name: "none" for name, is_known in facts_known.items() if not is_known},
@@ -711,15 +711,15 @@ def _write_shards(
     first = 0
     numbers = Counter[str]()
     for old in source.shards:
-        left = _inside(kept_rows, old)
-        if not len(left):
+        shard_rows = _select_inside(kept_rows, old)
+        if not len(shard_rows):
             continue
         name = shard_name(old.split, numbers[old.split], framed=is_framed(old.name))
         numbers[old.split] += 1
-        new = old._replace(name=name, first_sample=first, num_samples=len(left))
-        rows = [source.index.row(number) for number in left.tolist()]
+        new = old._replace(name=name, first_sample=first, num_samples=len(shard_rows))
+        rows = [source.index.row(number) for number in shard_rows.tolist()]
         if old.name in hit:
-            packed = _pack(
+            packed = _repack_shard(
                 part, old=old.name, new=name, number=len(entries), rows=rows, keys=keys, out=out
             )
             new = publish_listing(
@@ -730,11 +730,11 @@ def _write_shards(
             bring_shard(source, old, out, new, was_finished=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
-        first += len(left)
+        first += len(shard_rows)
         source.index.release()
 
 
-def _pack(
+def _repack_shard(
     part: _Part,
     old: str,
     new: str,
@@ -779,5 +779,11 @@ def _pack(
                 if data is not None:
                     members.append(RawMember(entry.name, entry.codec, data))
             buffer.clear()
-            packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, members)
+            packer.add(
+                row.key,
+                clip_id=row.clip_id,
+                frame=row.frame,
+                timestamp_ns=row.timestamp_ns,
+                members=members,
+            )
         return packer.close()

@@ -105,10 +105,10 @@ def as_it_was(
             return dataset
         chain.append(reports.pop(version))
         version = chain[-1][1].folders[0].before
-    return _rebuilt(dataset, fingerprint, chain)
+    return _rebuild_tables(dataset, fingerprint, chain)
 
 
-def _rebuilt(
+def _rebuild_tables(
     dataset: Dataset, fingerprint: str, chain: Sequence[tuple[Path, ForgetReport]]
 ) -> EarlierDataset:
     """Make the tables of a dataset as it was before the deletions of a chain, the newest first."""
@@ -126,7 +126,7 @@ def _rebuilt(
         is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
         num_samples = sum(map(sum, inputs.splits.values()))
         if not (is_of_rows and rows[-1] < num_rows == num_samples):
-            raise _not_of(file, dataset)
+            raise _make_mismatch_error(file, dataset)
         merged = np.empty(num_rows, np.int64)
         is_deleted = np.zeros(num_rows, bool)
         is_deleted[rows] = True
@@ -160,8 +160,8 @@ def _rebuilt(
 
     write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
     if dataset.attributes_file().exists:
-        write_attributes(folder, _attributes(dataset, order, attributes))
-    splits, entries = _splits(dataset, order, oldest.splits, chain[-1][0])
+        write_attributes(folder, _rebuild_attributes(dataset, order, attributes))
+    splits, entries = _rebuild_splits(dataset, order, oldest.splits, chain[-1][0])
     dictionary = [file for file in dataset.manifest.files if file.name == DICTIONARY_FILE]
     manifest = msgspec.structs.replace(
         dataset.manifest,
@@ -192,10 +192,10 @@ def _check_chain(dataset: Dataset, chain: Sequence[tuple[Path, ForgetReport]]) -
     stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
     file, report = chain[0]
     if stated != order_digest(report):
-        raise _not_of(file, dataset)
+        raise _make_mismatch_error(file, dataset)
 
 
-def _not_of(file: Path, dataset: Dataset) -> ConfigError:
+def _make_mismatch_error(file: Path, dataset: Dataset) -> ConfigError:
     return ConfigError(
         f"receipt '{file}' is not that of a deletion from '{dataset.location}', or it was "
         "edited: give the file that "
@@ -203,12 +203,12 @@ def _not_of(file: Path, dataset: Dataset) -> ConfigError:
     )
 
 
-def _attributes(
+def _rebuild_attributes(
     dataset: Dataset, order: Rows, deleted: Sequence[dict[str, Any]]
 ) -> Iterator[pa.Table]:
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
-    left = pa.Table.from_batches(file.batches(schema.names), schema)
+    remaining = pa.Table.from_batches(file.batches(schema.names), schema)
     columns = []
     for field in schema:
         values = [row.get(field.name) for row in deleted]
@@ -218,15 +218,15 @@ def _attributes(
             column = pa.array([str(value) for value in values]).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]
-    left = pa.Table.from_arrays(left.columns, schema=pa.schema(fields))
+    remaining = pa.Table.from_arrays(remaining.columns, schema=pa.schema(fields))
     gone = pa.Table.from_arrays(columns, schema=pa.schema(fields))
-    places = np.where(order >= 0, order, len(left) - 1 - order)
-    table = pa.concat_tables([left, gone])
+    places = np.where(order >= 0, order, len(remaining) - 1 - order)
+    table = pa.concat_tables([remaining, gone])
     for first in range(0, len(places), ROWS_PER_GROUP):
         yield table.take(pa.array(places[first : first + ROWS_PER_GROUP])).combine_chunks()
 
 
-def _splits(
+def _rebuild_splits(
     dataset: Dataset, order: Rows, cut: dict[str, list[int]], file: Path
 ) -> tuple[dict[str, SplitEntry], list[ShardEntry]]:
     """Return the splits as they were, and the shards that are left, which tile their samples."""
@@ -241,7 +241,7 @@ def _splits(
         shards = [shard for shard in dataset.shards if shard.split == name]
         firsts = [int(row_of[shard.first_sample]) for shard in shards]
         if firsts and not first <= firsts[0] <= firsts[-1] < end:
-            raise _not_of(file, dataset)
+            raise _make_mismatch_error(file, dataset)
         firsts[:1] = [first] if firsts else []
         splits[name] = SplitEntry(
             first_sample=first,
@@ -254,5 +254,5 @@ def _splits(
             entries.append(shard._replace(first_sample=begin, num_samples=stop - begin))
         first = end
     if len(entries) != len(dataset.shards):
-        raise _not_of(file, dataset)
+        raise _make_mismatch_error(file, dataset)
     return splits, entries

@@ -68,7 +68,7 @@ class Quiet:
         """Take a finished shard."""
         self.num_done += 1
         self._waiting.pop(shard_stem(shard.name), None)
-        self.show("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
+        self.show("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.is_kept)
 
     def show(self, event: str, **values: Any) -> None:  # values that JSON takes
         """Show what happened."""

@@ -128,30 +128,30 @@ def shard(
     recipe = msgspec.structs.replace(
         recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran
     )
-    check_same_recipe(output.shown, _finished_recipe(output), recipe)
+    check_same_recipe(output.shown, _load_finished_recipe(output), recipe)
     with output.writing(), Workspace(output) as work:
         started = work.state()
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
         with naming(spec):
-            scan = _scan(work, source, recipe)
+            scan = _scan_source(work, source, recipe)
         progress.scanned(scan.info)
         _check_channels(scan.info, recipe, spec)
         finished = manifest_in(output)
         check_same_recipe(
             output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe
         )
-        shards = None if finished is None else _stored_shards(work, finished)
-        planned = _plan(work, scan, started, shards)
-        manifest, dictionary = _start(work, scan, planned, finished)
-        job = _job(work, spec=spec, scan=scan, plan=planned.plan, dictionary=dictionary)
+        shards = None if finished is None else _load_stored_shards(work, finished)
+        planned = _plan_dataset(work, scan, started, shards)
+        manifest, dictionary = _start_run(work, scan, planned, finished)
+        job = _make_job(work, spec=spec, scan=scan, plan=planned.plan, dictionary=dictionary)
         num_shards = len(job.shards)
         numbers: Sequence[int] = range(num_shards)
         if manifest is not None and shards is not None:
-            numbers = _damaged_shards(output, shards, num_workers)
+            numbers = _find_damaged_shards(output, shards, num_workers)
         bands = None
         if source.reads == "clip" and numbers:
             bands = Bands(numbers, work.folder / "staging")
-            job = _staged(
+            job = _stage_shards(
                 work, scan=scan, plan=planned.plan, job=job, bands=bands, num_workers=num_workers
             )
         num_written = _make_shards(
@@ -235,15 +235,21 @@ def checked_source(
             source: Any = make_source(spec)
             info, _ = _fill_table(source, path, is_check=True)
         table = ScanTable(path)
-        check_rows(table, _rig(info), f"{spec.kind}:{spec.location}")
+        check_rows(table, _make_rig(info), f"{spec.kind}:{spec.location}")
         if recipe is None or not isinstance(source, FrameSource):
             return info, None
         return info, break_even(table, source, recipe.images)
 
 
-def _rig(info: ScanInfo) -> Rig:
+def _make_rig(info: ScanInfo) -> Rig:
     cameras = [camera.channel for camera in info.cameras]
-    return Rig.make(cameras, info.lidars, info.classes, info.attributes, info.channels)
+    return Rig.make(
+        cameras,
+        lidars=info.lidars,
+        classes=info.classes,
+        attributes=info.attributes,
+        extra=info.channels,
+    )
 
 
 def _fill_table(
@@ -256,7 +262,7 @@ def _fill_table(
     return info, out.stamps
 
 
-def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
+def _scan_source(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
     """Scan the source into the working folder."""
     path = work.temporary / work.scan_table.name
     info, stamps = _fill_table(source, path)
@@ -271,7 +277,7 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
     )
 
 
-def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
+def _load_stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
     """Return the shards of a finished dataset; None where their table is damaged, so that all
     are made again.
     """
@@ -283,7 +289,7 @@ def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...
     return tuple(ShardTable(BlockFile(path), finished))
 
 
-def _plan(
+def _plan_dataset(
     work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None
 ) -> _Planned:
     """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it
@@ -331,7 +337,7 @@ def _plan(
     return _Planned(plan, clips_by_split, shard_bytes, state)
 
 
-def _start(
+def _start_run(
     work: Workspace, scan: _Scan, planned: _Planned, finished: Manifest | None
 ) -> tuple[Manifest | None, Dictionary | None]:
     """Store the state of the run, unless the dataset is finished; returns the manifest then, and
@@ -374,7 +380,7 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
             raise SourceError(f"'{where}': {error}") from error
 
 
-def _job(
+def _make_job(
     work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None
 ) -> WriteJob:
     info = scan.info
@@ -393,12 +399,12 @@ def _job(
         lidars=tuple(info.lidars),
         clip_ids=tuple(clip.clip_id for clip in info.clips),
         dictionary=dictionary,
-        rig=_rig(info),
+        rig=_make_rig(info),
         channels=info.channels,
     )
 
 
-def _staged(
+def _stage_shards(
     work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int
 ) -> WriteJob:
     """Bring the clips of these shards into the work folder; returns the job that reads them
@@ -445,7 +451,7 @@ def _make_shards(
     try:
         for done in engine.make_shards(job, numbers, progress.advanced):
             work.check()
-            num_written -= done.kept
+            num_written -= done.is_kept
             if bands is not None:
                 bands.finished(done.number)
             progress.shard_done(done)
@@ -457,13 +463,15 @@ def _make_shards(
     return num_written
 
 
-def _finished_recipe(out: Output) -> Recipe | None:
+def _load_finished_recipe(out: Output) -> Recipe | None:
     """Return the recipe of a finished dataset in OUT, None where there is none."""
     manifest = manifest_in(out)
     return None if manifest is None else recipe_of(out.shown, manifest)
 
 
-def _damaged_shards(out: Output, shards: Sequence[ShardEntry], num_threads: int) -> Sequence[int]:
+def _find_damaged_shards(
+    out: Output, shards: Sequence[ShardEntry], num_threads: int
+) -> Sequence[int]:
     """Return the numbers of shards that, with their DALI index, do not match their table byte
     for byte.
     """

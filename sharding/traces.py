@@ -89,23 +89,25 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
     frames = base.index.column("frame").astype(np.int64)
     lidars = [lidar.channel for lidar in base.manifest.lidars]
     has_sweeps = has_shards and any(name.endswith(SWEEPS_FIELD) for name in base.index.names)
-    radars = [one for one in base.manifest.extra_channels if has_shards and _is_radar(one)]
+    radars = [
+        channel for channel in base.manifest.extra_channels if has_shards and _is_radar(channel)
+    ]
     clips: dict[str, DeletedTimes] = {}
-    for samples in _clips_of(table, numbers, rows):
+    for samples in _find_clips(table, numbers, rows):
         is_deleted = np.isin(samples, rows)
         if is_deleted.all():
             continue
         sensor_times: dict[str, NDArray[np.int64]] = {}
         if has_sweeps:
-            by_lidar = _lidar_times(base, samples, is_deleted, len(lidars))
+            by_lidar = _read_lidar_times(base, samples, is_deleted, len(lidars))
             sensor_times = dict(zip(lidars, by_lidar.T, strict=True))
         for radar in radars:
-            sensor_times[radar.name] = _radar_times(base, samples, is_deleted, radar)
-        spans = {name: _spans(times, is_deleted) for name, times in sensor_times.items()}
+            sensor_times[radar.name] = _read_radar_times(base, samples, is_deleted, radar)
+        spans = {name: _find_spans(times, is_deleted) for name, times in sensor_times.items()}
         deleted = samples[is_deleted]
         clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
         clips[clip_id] = DeletedTimes(
-            frames[deleted], times_ns[deleted], _spans(times_ns[samples], is_deleted), spans
+            frames[deleted], times_ns[deleted], _find_spans(times_ns[samples], is_deleted), spans
         )
     return clips
 
@@ -143,7 +145,8 @@ def is_cut(name: str, channels: tuple[Channel, ...]) -> bool:
     if name.endswith(SWEEPS_FIELD) or name in (EGO.field, _AGENTS):
         return True
     return any(
-        one.field == name and (one_of_series(one) is not None or _is_radar(one)) for one in channels
+        channel.field == name and (one_of_series(channel) is not None or _is_radar(channel))
+        for channel in channels
     )
 
 
@@ -158,20 +161,22 @@ def cut_member(
     if name.endswith(SWEEPS_FIELD):
         spans_ns = times.sensor_spans_ns.get(name.removesuffix(SWEEPS_FIELD))
         return data if spans_ns is None else _cut_sweeps(data, spans_ns)
-    channel = next((one for one in channels if one.field == name), None)
+    channel = next((entry for entry in channels if entry.field == name), None)
     if channel is None:
         return data
     kind = KINDS[channel.kind]
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
-        keep = ~_inside(series[TIMES], times.spans_ns)
-        kept = {part: values[keep] for part, values in series.items()}
-        return data if keep.all() else kind.encode(kept, channel)
+        keep = ~_is_inside(series[TIMES], times.spans_ns)
+        remaining = {part: values[keep] for part, values in series.items()}
+        return data if keep.all() else kind.encode(remaining, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
-        measured_ns = _measured_ns(points, channel, row.timestamp_ns)
-        keep = ~_inside(measured_ns, np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns)
+        measured_ns = _compute_measured_ns(points, channel, row.timestamp_ns)
+        keep = ~_is_inside(
+            measured_ns, np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns
+        )
         return data if keep.all() else kind.encode(points[keep], channel)
     if name == EGO.field and channel.columns == EGO.columns:
         value = np.array(kind.decode(data, channel))
@@ -181,10 +186,10 @@ def cut_member(
         value[is_step, :-1] = np.nan
         value[is_step, -1] = 0
         return kind.encode(value, channel) if is_step.any() else data
-    if name == _AGENTS and tuple(one.name for one in channel.arrays) == _OF_STEPS:
+    if name == _AGENTS and tuple(array.name for array in channel.arrays) == _OF_STEPS:
         steps = times.frames - row.frame + PAST
         steps = steps[(steps >= 0) & (steps < STEPS)]
-        arrays = {part: np.array(one) for part, one in kind.decode(data, channel).items()}
+        arrays = {part: np.array(values) for part, values in kind.decode(data, channel).items()}
         if not arrays["valid"][:, steps].any():
             return data
         arrays["position"][:, steps] = np.nan
@@ -198,7 +203,7 @@ def _is_radar(channel: Channel) -> bool:
     return channel.sensor == "radar" and channel.kind == "points" and _DT in channel.columns
 
 
-def _measured_ns(
+def _compute_measured_ns(
     points: NDArray[np.float32], channel: Channel, timestamp_ns: int
 ) -> NDArray[np.int64]:
     """Return when the points of a radar were measured [ns], to the precision of a float32 of
@@ -210,21 +215,21 @@ def _measured_ns(
 
 def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
     sweeps = decode_sweeps(data)
-    keep = ~_inside(sweeps.timestamp_ns, spans_ns)
+    keep = ~_is_inside(sweeps.timestamp_ns, spans_ns)
     if keep.all():
         return data
     if not keep.any():
         return None
-    kept = Sweeps(
+    remaining = Sweeps(
         num_points=sweeps.num_points[keep],
         timestamp_ns=sweeps.timestamp_ns[keep],
         lidar2global=sweeps.lidar2global[keep],
         points=sweeps.points[np.repeat(keep, sweeps.num_points)],
     )
-    return encode_arrays(kept)
+    return encode_arrays(remaining)
 
 
-def _clips_of(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
+def _find_clips(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
     """Return for each clip that has some of the rows all its samples, by frame."""
     by_rank = table.clip_numbers()
     clips = []
@@ -234,14 +239,14 @@ def _clips_of(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[
     return clips
 
 
-def _lidar_times(
+def _read_lidar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], num_lidars: int
 ) -> NDArray[np.int64]:
     """Return the times of the sweeps of samples (n, L) [ns]; those that no span needs are 0."""
-    needed = is_deleted.copy()
-    needed[:-1] |= is_deleted[1:]
+    is_needed = is_deleted.copy()
+    is_needed[:-1] |= is_deleted[1:]
     times_ns = np.zeros((len(samples), num_lidars), np.int64)
-    for number in np.flatnonzero(needed).tolist():
+    for number in np.flatnonzero(is_needed).tolist():
         raw = _read_raw(base, int(samples[number]), [GEOMETRY])
         times_ns[number] = decode_arrays(raw[GEOMETRY], Geometry).lidar_timestamp_ns
     return times_ns
@@ -258,33 +263,35 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
     return read_members(row, span, path.name, names, dictionary=source.dictionary)
 
 
-def _radar_times(
+def _read_radar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], radar: Channel
 ) -> NDArray[np.int64]:
     """Return the times of the newest points of a radar of samples (n,) [ns]; without points those
     of the samples.
     """
-    needed = is_deleted.copy()
-    needed[:-1] |= is_deleted[1:]
+    is_needed = is_deleted.copy()
+    is_needed[:-1] |= is_deleted[1:]
     times_ns = base.index.column("timestamp_ns")[samples]
-    for number in np.flatnonzero(needed).tolist():
+    for number in np.flatnonzero(is_needed).tolist():
         data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
         points = np.zeros((0, len(radar.columns)), np.float32)
         if data is not None:
             points = KINDS[radar.kind].decode(data, radar)
         if len(points):
-            times_ns[number] = _measured_ns(points, radar, int(times_ns[number])).max() + _SAME_NS
+            times_ns[number] = (
+                _compute_measured_ns(points, radar, int(times_ns[number])).max() + _SAME_NS
+            )
     return times_ns
 
 
-def _spans(times_ns: NDArray[np.int64], is_deleted: NDArray[np.bool_]) -> Spans:
+def _find_spans(times_ns: NDArray[np.int64], is_deleted: NDArray[np.bool_]) -> Spans:
     """Return what deleted samples of a clip own: (D, 2), from after the first to the second."""
     begins = np.concatenate([[_BEGIN], times_ns[:-1]])
     ends = np.concatenate([times_ns[:-1], [_END]])
     return np.stack([begins, ends], 1)[is_deleted]
 
 
-def _inside(times_ns: NDArray[np.int64], spans_ns: Spans) -> NDArray[np.bool_]:
+def _is_inside(times_ns: NDArray[np.int64], spans_ns: Spans) -> NDArray[np.bool_]:
     inside: NDArray[np.bool_] = np.zeros(len(times_ns), bool)
     for begin, end in spans_ns.tolist():
         inside |= (times_ns > begin) & (times_ns <= end)

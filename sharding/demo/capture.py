@@ -90,12 +90,12 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
         world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame
     )
     (root / name).write_bytes(points.astype("<f4").tobytes())
-    return capture, _sightings(
+    return capture, _find_sightings(
         clip, solids, capture.timestamp_us, points
     ) if capture.is_key_frame else []
 
 
-def _sightings(
+def _find_sightings(
     clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]
 ) -> list[Sighting]:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego

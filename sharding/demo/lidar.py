@@ -49,7 +49,7 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
         ranges = np.where(down < -1e-6, -lidar2global[2, 3] / down, np.inf)
     reflectance = np.full(ranges.shape, 11.0)
     for solid in solids:
-        columns = _columns(solid, global2lidar)
+        columns = _find_columns(solid, global2lidar)
         if not len(columns):
             continue
         lidar2unit = np.linalg.inv(global2lidar @ solid.unit2global())
@@ -76,7 +76,7 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     return points
 
 
-def _columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp]:
+def _find_columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return the columns of the sweep whose rays can meet an object; none where it is too far."""
     x, y, _ = global2lidar[:3, :3] @ solid.centre + global2lidar[:3, 3]
     distance = np.hypot(x, y)

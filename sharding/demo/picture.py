@@ -144,7 +144,7 @@ def render(
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``."""
     cam2global = clip.ego2global(exposure_us) @ camera.sensor2ego
     rays = pixel_rays(camera.intrinsics, camera.size)
-    image = _backdrop(clip, camera, cam2global, rays)
+    image = _paint_backdrop(clip, camera, cam2global, rays)
     nearest = np.full(image.shape[:2], np.inf, np.float32)
     for solid in sorted(
         solids, key=lambda candidate: math.dist(candidate.centre[:2], cam2global[:2, 3])
@@ -156,21 +156,23 @@ def render(
             turn = sight.cam2unit.astype(np.float32)
             pixel_places = rays[:, *sight.window][:, mask] * depth
             places = np.einsum("ij,jn->in", turn[:3, :3], pixel_places) + turn[:3, 3:]
-            painted = colours(solid, sight.block.material, places, sight.entries[:, mask].argmax(0))
-            image[sight.window][mask] = _through_air(painted, depth, clip.weather)
+            axes = sight.entries[:, mask].argmax(0)
+            painted = colours(solid, sight.block.material, places, axes)
+            image[sight.window][mask] = _add_haze(painted, depth, clip.weather)
     draw = stream("sensor", clip.name, camera.channel, exposure_us)
-    noise = draw.standard_normal(image.shape[:2], dtype=np.float32)[..., None] * np.float32(2.1)
-    return np.clip(np.rint(cv2.GaussianBlur(image, (0, 0), 0.5) + noise), 0, 255).astype(np.uint8)
+    noise = draw.standard_normal(image.shape[:2], dtype=np.float32)
+    noisy = cv2.GaussianBlur(image, (0, 0), 0.5) + noise[..., None] * np.float32(2.1)
+    return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
 
 
-def _through_air(colour: Floats, depth: Floats, weather: Weather) -> Floats:
+def _add_haze(colour: Floats, depth: Floats, weather: Weather) -> Floats:
     """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
     haze = np.array(weather.haze_rgb, np.float32)
-    left = np.exp(-depth / np.float32(weather.haze_m))[:, None]
-    return np.asarray(haze + (colour * np.float32(weather.light) - haze) * left)
+    transmittance = np.exp(-depth / np.float32(weather.haze_m))[:, None]
+    return np.asarray(haze + (colour * np.float32(weather.light) - haze) * transmittance)
 
 
-def _backdrop(
+def _paint_backdrop(
     clip: SynthClip, camera: RigSensor, cam2global: NDArray[np.float64], rays: Floats
 ) -> Floats:
     """Return sky and ground (H, W, 3)."""
@@ -187,12 +189,12 @@ def _backdrop(
         np.float32(origin) + axis[is_ground] * depth
         for origin, axis in zip(eye, toward, strict=False)
     )
-    ground = _ground(*clip.road.locate(x, y), depth / np.float32(camera.intrinsics[0, 0]))
-    image[is_ground] = _through_air(ground, depth, clip.weather)
+    ground = _paint_ground(*clip.road.locate(x, y), depth / np.float32(camera.intrinsics[0, 0]))
+    image[is_ground] = _add_haze(ground, depth, clip.weather)
     return np.asarray(image, np.float32)
 
 
-def _ground(along: Floats, left: Floats, pixel_m: Floats) -> Floats:
+def _paint_ground(along: Floats, lateral: Floats, pixel_m: Floats) -> Floats:
     """Return the colour (N, 3) of places on the road, of which a pixel covers ``pixel_m``."""
 
     def band(distance: Floats, half: float) -> Floats:
@@ -200,14 +202,15 @@ def _ground(along: Floats, left: Floats, pixel_m: Floats) -> Floats:
 
     grey = (
         86.0
-        + 13.0 * noise_at(along, left, 60.0) / (1.0 + 9.0 * pixel_m)
-        + 4.5 * noise_at(along, left, 6.0)
+        + 13.0 * noise_at(along, lateral, 60.0) / (1.0 + 9.0 * pixel_m)
+        + 4.5 * noise_at(along, lateral, 6.0)
     )
     dashes = band(np.mod(along, 9.0) - 4.5, 1.6)
-    paint = band(np.abs(left) - 0.14, 0.06) + band(np.abs(left) - LANE_WIDTH_M, 0.07) * dashes
-    paint += band(np.abs(left) - 2 * LANE_WIDTH_M, 0.07)
-    grey += (1.0 - band(left, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
-    grass = 1.0 - band(left, FACADE_M - 1.2)
-    return np.asarray(
-        grey[:, None] * (1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)), np.float32
-    )
+    distance = np.abs(lateral)
+    paint = band(distance - 0.14, 0.06)
+    paint = paint + band(distance - LANE_WIDTH_M, 0.07) * dashes
+    paint += band(distance - 2 * LANE_WIDTH_M, 0.07)
+    grey += (1.0 - band(lateral, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
+    grass = 1.0 - band(lateral, FACADE_M - 1.2)
+    tint = 1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)
+    return np.asarray(grey[:, None] * tint, np.float32)

@@ -34,9 +34,10 @@ def stream(*path: object) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def _rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
+def _make_rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
     """Return the rotation (3, 3) about the x, then the y, then the z axis [rad]."""
-    (a, b, c), (d, e, f) = np.cos((roll, pitch, yaw)), np.sin((roll, pitch, yaw))
+    a, b, c = np.cos((roll, pitch, yaw))
+    d, e, f = np.sin((roll, pitch, yaw))
     about_x = np.array([[1.0, 0.0, 0.0], [0.0, a, -d], [0.0, d, a]])
     about_y = np.array([[b, 0.0, e], [0.0, 1.0, 0.0], [-e, 0.0, b]])
     about_z = np.array([[c, -f, 0.0], [f, c, 0.0], [0.0, 0.0, 1.0]])
@@ -55,7 +56,7 @@ def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
     )
 
 
-def _rounded_quaternion(rotation: NDArray[np.float64]) -> tuple[float, ...]:
+def _round_quaternion(rotation: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(np.round(quaternions(rotation[None])[0], QUATERNION_DECIMALS).tolist())
 
 
@@ -137,8 +138,8 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
             np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist()
         )
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
-        turned = _rounded_quaternion(
-            _rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD
+        turned = _round_quaternion(
+            _make_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD
         )
         size = (width_px, height_px)
         cameras.append(
@@ -154,7 +155,7 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
     translation = (round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS), 0.0, 1.84)
-    turned = _rounded_quaternion(_rotation(roll, pitch, yaw))
+    turned = _round_quaternion(_make_rotation(roll, pitch, yaw))
     lidar = RigSensor(
         channel=LIDAR_CHANNEL,
         size=(0, 0),

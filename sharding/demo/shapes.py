@@ -48,80 +48,82 @@ class Block(NamedTuple):
     @property
     def corners(self) -> NDArray[np.float64]:
         """All eight corners (8, 3); not to be written to."""
-        return _corners(self)
+        return _list_corners(self)
 
 
 @lru_cache(maxsize=256)
-def _corners(block: Block) -> NDArray[np.float64]:
+def _list_corners(block: Block) -> NDArray[np.float64]:
     return np.stack(np.meshgrid(*zip(block.low, block.high, strict=True)), -1).reshape(8, 3)
 
 
-def _block(x: tuple[float, float], z: tuple[float, float], half: float, material: str) -> Block:
+def _make_block(
+    x: tuple[float, float], z: tuple[float, float], half: float, material: str
+) -> Block:
     return Block((x[0], -half, z[0]), (x[1], half, z[1]), material)
 
 
-def _rider(seat: float) -> tuple[Block, ...]:
-    wheels = (_block(x, (0.0, seat), 0.14, "tyre") for x in ((-0.5, -0.16), (0.16, 0.5)))
+def _make_rider(seat: float) -> tuple[Block, ...]:
+    wheels = (_make_block(x, (0.0, seat), 0.14, "tyre") for x in ((-0.5, -0.16), (0.16, 0.5)))
     return (
         *wheels,
-        _block((-0.2, 0.2), (0.3 * seat, 0.84), 0.5, "cloth"),
-        _block((-0.1, 0.1), (0.84, 1.0), 0.2, "skin"),
+        _make_block((-0.2, 0.2), (0.3 * seat, 0.84), 0.5, "cloth"),
+        _make_block((-0.1, 0.1), (0.84, 1.0), 0.2, "skin"),
     )
 
 
 _WHEELS: Final = (
-    _block((-0.42, -0.22), (0.0, 0.2), 0.46, "tyre"),
-    _block((0.2, 0.4), (0.0, 0.2), 0.46, "tyre"),
+    _make_block((-0.42, -0.22), (0.0, 0.2), 0.46, "tyre"),
+    _make_block((0.2, 0.4), (0.0, 0.2), 0.46, "tyre"),
 )
 _SHAPES: Final[dict[str, tuple[Block, ...]]] = {
     "vehicle.car": (
         *_WHEELS,
-        _block((-0.5, 0.5), (0.15, 0.56), 0.5, "paint"),
-        _block((-0.44, 0.22), (0.56, 1.0), 0.44, "glass"),
+        _make_block((-0.5, 0.5), (0.15, 0.56), 0.5, "paint"),
+        _make_block((-0.44, 0.22), (0.56, 1.0), 0.44, "glass"),
     ),
     "vehicle.truck": (
         *_WHEELS,
-        _block((-0.5, 0.25), (0.15, 1.0), 0.5, "paint"),
-        _block((0.26, 0.5), (0.15, 0.5), 0.47, "metal"),
-        _block((0.26, 0.47), (0.5, 0.84), 0.47, "glass"),
+        _make_block((-0.5, 0.25), (0.15, 1.0), 0.5, "paint"),
+        _make_block((0.26, 0.5), (0.15, 0.5), 0.47, "metal"),
+        _make_block((0.26, 0.47), (0.5, 0.84), 0.47, "glass"),
     ),
     "vehicle.bus.rigid": (
         *_WHEELS,
-        _block((-0.5, 0.5), (0.12, 0.45), 0.5, "paint"),
-        _block((-0.49, 0.49), (0.45, 0.85), 0.49, "glass"),
-        _block((-0.5, 0.5), (0.85, 1.0), 0.5, "paint"),
+        _make_block((-0.5, 0.5), (0.12, 0.45), 0.5, "paint"),
+        _make_block((-0.49, 0.49), (0.45, 0.85), 0.49, "glass"),
+        _make_block((-0.5, 0.5), (0.85, 1.0), 0.5, "paint"),
     ),
-    "vehicle.trailer": (*_WHEELS, _block((-0.5, 0.5), (0.2, 1.0), 0.5, "paint")),
+    "vehicle.trailer": (*_WHEELS, _make_block((-0.5, 0.5), (0.2, 1.0), 0.5, "paint")),
     "vehicle.construction": (
-        _block((-0.42, 0.36), (0.0, 0.3), 0.5, "tyre"),
-        _block((-0.5, 0.02), (0.3, 0.64), 0.44, "paint"),
-        _block((0.03, 0.3), (0.3, 1.0), 0.3, "glass"),
-        _block((0.31, 0.5), (0.1, 0.9), 0.08, "paint"),
+        _make_block((-0.42, 0.36), (0.0, 0.3), 0.5, "tyre"),
+        _make_block((-0.5, 0.02), (0.3, 0.64), 0.44, "paint"),
+        _make_block((0.03, 0.3), (0.3, 1.0), 0.3, "glass"),
+        _make_block((0.31, 0.5), (0.1, 0.9), 0.08, "paint"),
     ),
-    "vehicle.bicycle": _rider(0.42),
-    "vehicle.motorcycle": _rider(0.5),
+    "vehicle.bicycle": _make_rider(0.42),
+    "vehicle.motorcycle": _make_rider(0.5),
     "movable_object.trafficcone": (
-        _block((-0.5, 0.5), (0.0, 0.06), 0.5, "tyre"),
-        _block((-0.3, 0.3), (0.06, 0.5), 0.3, "striped"),
-        _block((-0.16, 0.16), (0.5, 1.0), 0.16, "striped"),
+        _make_block((-0.5, 0.5), (0.0, 0.06), 0.5, "tyre"),
+        _make_block((-0.3, 0.3), (0.06, 0.5), 0.3, "striped"),
+        _make_block((-0.16, 0.16), (0.5, 1.0), 0.16, "striped"),
     ),
     "movable_object.barrier": (
-        _block((-0.5, 0.5), (0.0, 0.3), 0.5, "concrete"),
-        _block((-0.25, 0.25), (0.3, 1.0), 0.5, "striped"),
+        _make_block((-0.5, 0.5), (0.0, 0.3), 0.5, "concrete"),
+        _make_block((-0.25, 0.25), (0.3, 1.0), 0.5, "striped"),
     ),
     "human": (
-        _block((-0.4, 0.4), (0.0, 0.46), 0.34, "trousers"),
-        _block((-0.3, 0.3), (0.46, 0.84), 0.5, "cloth"),
-        _block((-0.16, 0.16), (0.84, 1.0), 0.17, "skin"),
+        _make_block((-0.4, 0.4), (0.0, 0.46), 0.34, "trousers"),
+        _make_block((-0.3, 0.3), (0.46, 0.84), 0.5, "cloth"),
+        _make_block((-0.16, 0.16), (0.84, 1.0), 0.17, "skin"),
     ),
-    "building": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "facade"),),
-    "trunk": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "bark"),),
+    "building": (_make_block((-0.5, 0.5), (0.0, 1.0), 0.5, "facade"),),
+    "trunk": (_make_block((-0.5, 0.5), (0.0, 1.0), 0.5, "bark"),),
     "crown": (
-        _block((-0.36, 0.36), (0.0, 0.25), 0.36, "leaves"),
-        _block((-0.5, 0.5), (0.25, 0.7), 0.5, "leaves"),
-        _block((-0.36, 0.36), (0.7, 1.0), 0.36, "leaves"),
+        _make_block((-0.36, 0.36), (0.0, 0.25), 0.36, "leaves"),
+        _make_block((-0.5, 0.5), (0.25, 0.7), 0.5, "leaves"),
+        _make_block((-0.36, 0.36), (0.7, 1.0), 0.36, "leaves"),
     ),
-    "post": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "metal"),),
+    "post": (_make_block((-0.5, 0.5), (0.0, 1.0), 0.5, "metal"),),
 }
 
 
@@ -192,7 +194,7 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
 
 
 @lru_cache(maxsize=1)
-def _noise() -> NDArray[np.float32]:
+def _make_noise() -> NDArray[np.float32]:
     """Return noise (512, 512), mean 0 and standard deviation 1, that tiles seamlessly and has
     more of the coarse.
     """
@@ -208,7 +210,7 @@ def noise_at(x_m: Floats, y_m: Floats, px_per_m: float) -> Floats:
     x, y = (
         np.floor(place * np.float32(px_per_m)).astype(np.int32) % _NOISE_PX for place in (x_m, y_m)
     )
-    return np.asarray(_noise()[y, x])
+    return np.asarray(_make_noise()[y, x])
 
 
 def colours(solid: Solid, material: str, places: Floats, axes: NDArray[np.intp]) -> Floats:

@@ -82,14 +82,14 @@ class Road:
         """Return the global heading of the centre line in rad."""
         return self.heading_rad + self.curvature_per_m * along
 
-    def point(self, along: float, left: float) -> tuple[float, float]:
+    def point(self, along: float, lateral: float) -> tuple[float, float]:
         """Return global x, y of a place on the road."""
         k = self.curvature_per_m
         if abs(k) < _STRAIGHT_PER_M:
             u = along
-            v = left
+            v = lateral
         else:
-            radius = 1.0 / k - left
+            radius = 1.0 / k - lateral
             u = math.sin(k * along) * radius
             v = 1.0 / k - math.cos(k * along) * radius
         c = math.cos(self.heading_rad)
@@ -127,12 +127,12 @@ def corners(
     given centres.
     """
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
-    left = np.array([0.5, 0.5, -0.5, -0.5]) * width
+    lateral = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c = np.cos(yaw_rad)[..., None]
     s = np.sin(yaw_rad)[..., None]
-    return np.stack(
-        [x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1
-    )
+    corner_x = x[..., None] + c * along - s * lateral
+    corner_y = y[..., None] + s * along + c * lateral
+    return np.stack([corner_x, corner_y], axis=-1)
 
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
@@ -141,7 +141,8 @@ def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) 
     """
     apart = ((first.max(1) < second.min(1)) | (second.max(1) < first.min(1))).any(1)
     for rectangle in () if apart.all() else (first, second):
-        for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
+        edges = np.diff(rectangle[:, :3], axis=1)
+        for edge in (edges[:, 0], edges[:, 1]):
             a = (first * edge[:, None]).sum(-1)
             b = (second * edge[:, None]).sum(-1)
             apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
@@ -157,11 +158,11 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
     def stand(
         kind: str,
         along: float,
-        left: float,
+        lateral: float,
         size_lwh: tuple[float, float, float],
         floor_m: float = 0.0,
     ) -> None:
-        centre = (*road.point(along, left), floor_m + size_lwh[2] / 2.0)
+        centre = (*road.point(along, lateral), floor_m + size_lwh[2] / 2.0)
         colour = _WALLS[int(draw.integers(len(_WALLS)))]
         solids.append(
             Solid(
@@ -190,13 +191,14 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
             along += length + draw.uniform(0.5, 6.0)
         along = start
         while along < end:
-            left = side * (KERB_M + 0.9)
+            lateral = side * (KERB_M + 0.9)
             if draw.random() < 0.4:
-                stand("post", along, left, (0.22, 0.22, 7.0))
+                stand("post", along, lateral, (0.22, 0.22, 7.0))
             else:
                 width = draw.uniform(2.2, 3.2)
-                stand("crown", along, left, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M)
-                stand("trunk", along, left, (0.3, 0.3, _CROWN_BASE_M))
+                crown_height = draw.uniform(2.6, 5.1)
+                stand("crown", along, lateral, (width, width, crown_height), floor_m=_CROWN_BASE_M)
+                stand("trunk", along, lateral, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
     return tuple(solids)
 
@@ -214,7 +216,7 @@ class Actor:
     size_wlh: tuple[float, float, float]
     colour: tuple[int, int, int]
     along: float
-    left: float
+    lateral: float
     speed_mps: tuple[float, float]
     facing_rad: float
     attribute: str
@@ -224,7 +226,7 @@ class Actor:
         clip.
         """
         along = self.along + self.speed_mps[0] * t_s
-        x, y = road.point(along, self.left + self.speed_mps[1] * t_s)
+        x, y = road.point(along, self.lateral + self.speed_mps[1] * t_s)
         return (
             round(x, METRE_DECIMALS),
             round(y, METRE_DECIMALS),
@@ -232,11 +234,11 @@ class Actor:
         )
 
 
-def _actor(
+def _make_actor(
     draw: np.random.Generator,
     category: str,
     along: float,
-    left: float,
+    lateral: float,
     attribute: str = "",
     speed_mps: tuple[float, float] = (0.0, 0.0),
     facing_rad: float | None = None,
@@ -255,14 +257,14 @@ def _actor(
         size_wlh=(width, length, height),
         colour=colour,
         along=along,
-        left=left,
+        lateral=lateral,
         speed_mps=speed_mps,
         facing_rad=facing,
         attribute=attribute,
     )
 
 
-def _vehicles(
+def _place_vehicles(
     draw: np.random.Generator, start: float, end: float, ego_mps: float
 ) -> Iterator[Actor]:
     mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
@@ -276,11 +278,11 @@ def _vehicles(
         while along < end + drift:
             category = mix[int(draw.integers(len(mix)))]
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
-            yield _actor(
+            yield _make_actor(
                 draw,
                 category=category,
                 along=along,
-                left=lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
+                lateral=lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
                 attribute=attribute,
                 speed_mps=(speed, 0.0),
             )
@@ -291,18 +293,18 @@ def _vehicles(
         while along < end:
             category = mix[int(draw.integers(len(mix)))]
             turned = facing + draw.normal(0, 0.02)
-            yield _actor(
+            yield _make_actor(
                 draw,
                 category=category,
                 along=along,
-                left=side * PARKING_M,
+                lateral=side * PARKING_M,
                 attribute="vehicle.parked",
                 facing_rad=turned,
             )
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
-def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
     def somewhere(near: float, far: float) -> tuple[float, float]:
         return draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(near, far)
 
@@ -312,53 +314,61 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
-            yield _actor(draw, category, *place, "pedestrian.standing", facing_rad=facing)
+            yield _make_actor(
+                draw, category, *place, attribute="pedestrian.standing", facing_rad=facing
+            )
         else:
-            yield _actor(draw, category, *place, "pedestrian.moving", (speed, 0.0))
+            yield _make_actor(
+                draw, category, *place, attribute="pedestrian.moving", speed_mps=(speed, 0.0)
+            )
     for _ in range(6):  # crossing the road where the traffic lets them
-        along, left = somewhere(3.0, 12.0)
-        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -left))
-        yield _actor(
+        along, lateral = somewhere(3.0, 12.0)
+        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -lateral))
+        yield _make_actor(
             draw,
             category="human.pedestrian.adult",
             along=along,
-            left=left,
+            lateral=lateral,
             attribute="pedestrian.moving",
             speed_mps=velocity,
         )
     for _ in range(int((end - start) / 30.0)):
-        along, left = somewhere(_CYCLING_M, _CYCLING_M)
-        velocity = (math.copysign(draw.uniform(3.0, 5.0), -left), 0.0)
-        yield _actor(
+        along, lateral = somewhere(_CYCLING_M, _CYCLING_M)
+        velocity = (math.copysign(draw.uniform(3.0, 5.0), -lateral), 0.0)
+        yield _make_actor(
             draw,
             category="vehicle.bicycle",
             along=along,
-            left=left,
+            lateral=lateral,
             attribute="cycle.with_rider",
             speed_mps=velocity,
         )
 
 
-def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
+def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    yield _actor(
-        draw, category="vehicle.construction", along=along, left=lane, attribute="vehicle.stopped"
+    yield _make_actor(
+        draw,
+        category="vehicle.construction",
+        along=along,
+        lateral=lane,
+        attribute="vehicle.stopped",
     )
     for step in range(6):
-        yield _actor(
+        yield _make_actor(
             draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1
         )
     for step in range(3):
-        yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
+        yield _make_actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
     for step in range(2):
         category = "human.pedestrian.construction_worker"
         facing = draw.uniform(-3.0, 3.0)
-        yield _actor(
+        yield _make_actor(
             draw,
             category=category,
             along=along + 5.0 + 2.0 * step,
-            left=lane,
+            lateral=lane,
             attribute="pedestrian.standing",
             facing_rad=facing,
         )
@@ -379,9 +389,9 @@ def populate(
     start = -60.0
     end = route_m + 75.0
     candidates = [
-        *_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
-        *_vehicles(draw, start, end, ego_mps),
-        *_people(draw, start, end),
+        *_place_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
+        *_place_vehicles(draw, start, end, ego_mps),
+        *_place_people(draw, start, end),
     ]
     times = [_CHECK_STEP_S * step for step in range(len(ego_track))]
     actors: list[Actor] = []

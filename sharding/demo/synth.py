@@ -77,7 +77,7 @@ def synth(
     report = _report_of(folder, plain)
     if report is None:
         num_workers = chosen.workers or min(MOST_WORKERS, num_usable_cpus())
-        report = _build(folder, plain, num_workers, progress)
+        report = _build_world(folder, plain, num_workers, progress)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 
 
@@ -112,7 +112,7 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
             f"({changed or 'of another version of this program'}); name another folder, or "
             "remove this one"
         )
-    if _num_bytes(out) != report.num_bytes:
+    if _count_bytes(out) != report.num_bytes:
         raise DatasetExistsError(
             f"'{out}' holds this world, but files were changed or removed; remove it and "
             "run this again"
@@ -120,7 +120,7 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
     return msgspec.structs.replace(report, reused=True)
 
 
-def _num_bytes(folder: Path) -> int:
+def _count_bytes(folder: Path) -> int:
     """Return the size of all files but the marker."""
     return sum(
         path.stat().st_size
@@ -129,7 +129,7 @@ def _num_bytes(folder: Path) -> int:
     )
 
 
-def _build(
+def _build_world(
     out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
 ) -> SynthReport:
     """Make the world in a folder beside ``out`` and rename it."""
@@ -139,7 +139,7 @@ def _build(
     except OSError as error:
         raise DatasetError(f"cannot write to '{out.parent}': {error.strerror}") from error
     try:
-        report = _write(unfinished, world, num_workers, advance)
+        report = _write_world(unfinished, world, num_workers, advance)
         unfinished.chmod(0o755)
         unfinished.rename(out)
     except OSError as error:
@@ -149,7 +149,7 @@ def _build(
     return report
 
 
-def _write(
+def _write_world(
     root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
 ) -> SynthReport:
     tasks = [
@@ -182,14 +182,15 @@ def _write(
     _write_json(folder / "splits.json", splits(world))
     mask = root / map_filename(world)
     mask.parent.mkdir()
-    mask.write_bytes(cv2.imencode(".png", np.zeros((8, 8), np.uint8))[1].tobytes())
+    _, png = cv2.imencode(".png", np.zeros((8, 8), np.uint8))
+    mask.write_bytes(png.tobytes())
     report = SynthReport(
         folder="",
         world=world,
         num_images=len(CAMERA_CHANNELS) * len(sightings),
         num_sweeps=len(tasks),
         num_annotations=len(tables["sample_annotation"]),
-        num_bytes=_num_bytes(root),
+        num_bytes=_count_bytes(root),
         reused=False,
     )
     marker = msgspec.json.encode(_Marker(_RENDERING, report))

@@ -128,11 +128,13 @@ def make_tables(
     ]
     tables |= {name: [] for name in _FILLED}
     for clip in clips:
-        key_times = _scene(world, clip, tokens, tables)
+        key_times = _make_scene(world, clip, tokens, tables)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
-            _sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
+            _add_sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
         clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
-        _annotations(clip, times=key_times, sightings=clip_sightings, tokens=tokens, tables=tables)
+        _annotate_actors(
+            clip, times=key_times, sightings=clip_sightings, tokens=tokens, tables=tables
+        )
     logs = dict.fromkeys(clip.log for clip in clips)
     tables["log"] = [{"token": tokens("log", log), **log_facts(world, log)} for log in logs]
     tables["map"] = [
@@ -146,7 +148,7 @@ def make_tables(
     return tables
 
 
-def _scene(
+def _make_scene(
     world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]
 ) -> list[int]:
     times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
@@ -166,11 +168,11 @@ def _scene(
         {"token": sample, "timestamp": time, "scene_token": tokens("scene", clip.index)}
         for sample, time in zip(samples, times, strict=True)
     ]
-    tables["sample"] += _chained(rows)
+    tables["sample"] += _chain_rows(rows)
     return times
 
 
-def _chained(rows: Sequence[Row]) -> list[Row]:
+def _chain_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, each with the tokens of those before and after it."""
     tokens = ["", *(row["token"] for row in rows), ""]
     return [
@@ -178,7 +180,7 @@ def _chained(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _sensor_data(
+def _add_sensor_data(
     world: SynthOptions,
     clip: SynthClip,
     sensor: RigSensor,
@@ -227,10 +229,10 @@ def _sensor_data(
                 "filename": filename(world, clip, channel, time, is_key_frame=capture.is_key_frame),
             }
         )
-    tables["sample_data"] += _chained(rows)
+    tables["sample_data"] += _chain_rows(rows)
 
 
-def _annotations(
+def _annotate_actors(
     clip: SynthClip,
     times: list[int],
     sightings: list[Sequence[Sighting]],
@@ -272,7 +274,7 @@ def _annotations(
                     "num_radar_pts": 0,
                 }
             )
-        tables["sample_annotation"] += _chained(rows)
+        tables["sample_annotation"] += _chain_rows(rows)
         tables["instance"].append(
             {
                 "token": instance,

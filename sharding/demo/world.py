@@ -144,7 +144,9 @@ class SynthClip:
         """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves
         in the plane z = 0.
         """
-        x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
+        x, y, yaw = _compute_ego_pose(
+            self.road, self.speed_mps, self.sway, self.seconds(timestamp_us)
+        )
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
 
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
@@ -187,7 +189,7 @@ class SynthClip:
         ]
 
 
-def _ego_pose(
+def _compute_ego_pose(
     road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float
 ) -> tuple[float, float, float]:
     """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a
@@ -203,9 +205,8 @@ def _ego_pose(
 
 def token(seed: int, *path: object) -> str:
     """Return 32 hex digits for a record, from the seed and what the record is."""
-    return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[
-        :32
-    ]
+    text = "/".join(map(str, ("fuelrail-synth", seed, *path)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=2)
@@ -220,7 +221,8 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
     route_m = speed_mps * duration_s
-    bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0)) * draw.choice([-1.0, 1.0])
+    bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0))
+    bend = bend * draw.choice([-1.0, 1.0])
     road = Road(
         x=float(draw.uniform(400.0, 2400.0)),
         y=float(draw.uniform(400.0, 2400.0)),
@@ -232,7 +234,8 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         float(draw.uniform(0.7, 1.1)),
         float(draw.uniform(0.1, 0.25)),
     )
-    track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
+    track = [_compute_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
+    x, y, yaw = np.array(track).T
     return SynthClip(
         index=index,
         name=f"scene-{9001 + index:04d}",
@@ -245,24 +248,19 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         actors=populate(
             stream(world.seed, "traffic", index),
             road=road,
-            ego_track=_ego_footprints(track),
+            ego_track=corners(
+                x + _EGO_CENTRE_M * np.cos(yaw),
+                y=y + _EGO_CENTRE_M * np.sin(yaw),
+                yaw_rad=yaw,
+                length=_EGO_LENGTH_M + 0.8,
+                width=_EGO_WIDTH_M + 0.5,
+            ),
             route_m=route_m,
             ego_mps=speed_mps,
         ),
         scenery=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
         sway=sway,
-    )
-
-
-def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float64]:
-    x, y, yaw = np.array(track).T
-    return corners(
-        x + _EGO_CENTRE_M * np.cos(yaw),
-        y=y + _EGO_CENTRE_M * np.sin(yaw),
-        yaw_rad=yaw,
-        length=_EGO_LENGTH_M + 0.8,
-        width=_EGO_WIDTH_M + 0.5,
     )
 
 

@@ -148,7 +148,13 @@ class RayEngine:
                 for reference in done:
                     yield self._result(reference)
         finally:
-            self._stop(pending)
+            # Tell tasks to end, and wait until they have.
+            for reference in pending:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.cancel(reference)
+            if pending:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
 
     def _result(self, reference: Any) -> Any:
         ray = self._ray
@@ -170,15 +176,6 @@ class RayEngine:
             refusal, cause = pickle.loads(result)
             raise refusal from cause
         return result
-
-    def _stop(self, pending: list[Any]) -> None:
-        """Tell tasks to end, and wait until they have."""
-        for reference in pending:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.cancel(reference)
-        if pending:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
 
     def _forget(self, job: WriteJob) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -275,10 +272,10 @@ def _make(start: Start, run: str, number: int) -> Any:
 
 
 def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDone]:
-    return partial(ShardWriter(inputs_here(job, run, node)).make, pulse=_no_pulse)
+    return partial(ShardWriter(inputs_here(job, run, node)).make, pulse=_ignore_pulse)
 
 
-def _no_pulse(num_bytes: int) -> None:
+def _ignore_pulse(num_bytes: int) -> None:
     """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is
     to end.
     """
@@ -319,22 +316,22 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             "runs the command: it must lie on a file system that all nodes share, at the "
             "same path, or at a URL such as s3://bucket/prefix"
         )
-    folder = _node_folder(job.out) / run
-    with _locked(folder.parent / "lock"):
+    folder = _prepare_node_folder(job.out) / run
+    with _lock_file(folder.parent / "lock"):
         if not folder.exists():
             for stale in folder.parent.iterdir():
                 if stale.is_dir():
                     shutil.rmtree(stale, ignore_errors=True)  # of a run that was killed
-            _fetch(job, folder)
+            _fetch_inputs(job, folder)
     return dataclasses.replace(job, **{name: folder / getattr(job, name).name for name in _FIELDS})
 
 
 def forget_inputs(location: str) -> None:
     """Remove from this node what was fetched for a run's tasks."""
-    shutil.rmtree(_node_folder(location), ignore_errors=True)
+    shutil.rmtree(_prepare_node_folder(location), ignore_errors=True)
 
 
-def _node_folder(location: str) -> Path:
+def _prepare_node_folder(location: str) -> Path:
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:16]}-node"
     folder = default_cache_folder() / "sharding" / name
     try:
@@ -346,7 +343,7 @@ def _node_folder(location: str) -> Path:
     return folder
 
 
-def _fetch(job: WriteJob, folder: Path) -> None:
+def _fetch_inputs(job: WriteJob, folder: Path) -> None:
     from fuelrail.sharding.output.url import UrlOutput
 
     out = UrlOutput(job.out)
@@ -359,7 +356,7 @@ def _fetch(job: WriteJob, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     try:
         descriptor = open_lock(path)
     except PermissionError as error:

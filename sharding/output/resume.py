@@ -115,7 +115,9 @@ def check_same_samples(place: str, started: RunState, current: RunState) -> None
         )
 
 
-def check_cut(shown: str, stored: Sequence[PlannedShard], planned: Sequence[PlannedShard]) -> None:
+def check_cut(
+    location: str, stored: Sequence[PlannedShard], planned: Sequence[PlannedShard]
+) -> None:
     """Refuse a stored cut into shards that does not hold the planned samples, split by split.
 
     Shards are named after it, so nothing of a cut that came with the folder is taken unchecked.
@@ -135,9 +137,8 @@ def check_cut(shown: str, stored: Sequence[PlannedShard], planned: Sequence[Plan
         expected[shard.split] = expected.get(shard.split, 0) + shard.num_samples
     if not is_sound or list(counts.items()) != list(expected.items()):
         raise DatasetExistsError(
-            f"the cut into shards in output folder '{shown}' is not one of these samples: it was "
-            "edited or damaged; "
-            "choose another folder, or remove it to start again"
+            f"the cut into shards in output folder '{location}' is not one of these samples: it "
+            "was edited or damaged; choose another folder, or remove it to start again"
         )
 
 

@@ -69,8 +69,8 @@ def assign_splits(
     lists = {name: entry for name, entry in splits.items() if isinstance(entry, list)}
     if splits and not lists:
         ids = {number: clips[number].clip_id for number in numbers}
-        return _by_share(ids, splits, recipe.split_seed)
-    named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
+        return _assign_by_share(ids, splits, recipe.split_seed)
+    named = _assign_by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
     selected = set(numbers)
     clips_by_split = {
         split: [number for number in clip_numbers if number in selected]
@@ -87,7 +87,7 @@ def assign_splits(
     return clips_by_split
 
 
-def _by_name(
+def _assign_by_name(
     clips: Sequence[ClipInfo], lists: Mapping[str, Sequence[str]], *, must_exist: bool
 ) -> dict[str, list[int]]:
     # Clip ids are unique in a source, the source's own names need not be; a list may use either.
@@ -119,7 +119,7 @@ def _by_name(
     return clips_by_split
 
 
-def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
+def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
     """Clip number to clip id, by share.
 
     Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip
@@ -197,13 +197,15 @@ def make_plan(
     position = 0
     for split, clips in clips_by_split.items():
         split_rows = np.flatnonzero(np.isin(clip, np.asarray(clips)))
-        starts = _unit_starts(clip[split_rows], frame[split_rows], frames)
+        starts = _find_unit_starts(clip[split_rows], frame[split_rows], frames)
         lengths = np.diff(starts, append=len(split_rows))
         sizes = np.add.reduceat(size_bytes[split_rows], starts)
         key = derive_key(f"shard order {split}", recipe.seed)
         units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
-        parts.append(rows[split_rows[_runs(starts[units], lengths[units])]])
-        for number, count in enumerate(_cut(sizes[units], lengths[units], recipe.shard_size_bytes)):
+        parts.append(rows[split_rows[_join_runs(starts[units], lengths[units])]])
+        for number, count in enumerate(
+            _cut_shards(sizes[units], lengths[units], recipe.shard_size_bytes)
+        ):
             shards.append(PlannedShard(split, number, position, count))
             position += count
     return Plan(np.concatenate(parts), shards)
@@ -216,7 +218,7 @@ def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _unit_starts(
+def _find_unit_starts(
     clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int
 ) -> NDArray[np.int64]:
     """Return the first row of each unit, counted in one split."""
@@ -230,13 +232,15 @@ def _unit_starts(
     return np.flatnonzero(begins)
 
 
-def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _join_runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return ``start, start + 1, ...`` for each start and length, joined."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 
 
-def _cut(sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int) -> list[int]:
+def _cut_shards(
+    sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int
+) -> list[int]:
     """Return the samples of each shard: as few shards as the target allows, of equal size to
     within a unit.
     """

@@ -102,7 +102,7 @@ FLAGS: Final = {
 """Flags whose names differ from their field of the recipe."""
 
 
-def _versions() -> str:
+def _list_versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
 
 
@@ -114,7 +114,7 @@ class ImageRecipe(Settings, frozen=True):
     resize: Annotated[float, Meta(gt=0, le=1)] | None = None
     size: tuple[Annotated[int, Meta(ge=8)], Annotated[int, Meta(ge=8)]] | None = None
     quality: Annotated[int, Meta(ge=1, le=100)] = DEFAULT_QUALITY
-    by: str = msgspec.field(default_factory=_versions)
+    by: str = msgspec.field(default_factory=_list_versions)
 
 
 def parse_images(text: str) -> ImageRecipe:

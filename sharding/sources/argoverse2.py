@@ -178,7 +178,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The vector maps of logs, with the option."""
-        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
+        return MapWindows(MAP_LAYERS, self._read_map) if self.given.map else None
 
     def category_names(self) -> tuple[str, ...]:
         """Return the 30 names of the dataset."""
@@ -189,9 +189,10 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         names = self.files.listed()
         if "calibration" in names:
             raise SourceError(f"'{self.files.shown}' is one log; give the folder that holds it")
-        folders: list[tuple[str, str]] = [
-            (split, log) for split in SPLITS if split in names for log in self.files.listed(split)
-        ]
+        folders: list[tuple[str, str]] = []
+        for split in SPLITS:
+            if split in names:
+                folders += [(split, log) for log in self.files.listed(split)]
         folders += [("", log) for log in names if log not in SPLITS]
         for split, log in folders:
             if "." in log:
@@ -207,14 +208,14 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 if (match := _CITY.search(name))
             ]
             city = {"location": cities[0]} if cities else {}
-            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
+            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._list_maps(folder)))
             yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
 
     def poses(self, clip: Clip) -> Trajectory:
         """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a
         sensor.
         """
-        name = f"{_folder(clip)}/city_SE3_egovehicle.feather"
+        name = f"{_join_folder(clip)}/city_SE3_egovehicle.feather"
         rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
         where = f"table '{self.files.shown}/{name}'"
         poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
@@ -222,19 +223,19 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each sweep, and for each time that has boxes."""
-        folder = _folder(clip)
-        stamps = self._stamps(folder, "sensors", "lidar", suffix=".feather")
-        labels = self._labels(folder, clip.split)
+        folder = _join_folder(clip)
+        stamps = self._list_stamps(folder, "sensors", "lidar", suffix=".feather")
+        labels = self._read_labels(folder, clip.split)
         labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
         times = np.unique(np.concatenate([stamps, labelled]))
         if not len(times):
             raise SourceError(
                 f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames"
             )
-        images = self._images(folder, times)
-        boxes = None if labels is None else _box_rows(labels)
+        images = self._find_images(folder, times)
+        boxes = None if labels is None else _make_box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
-        windows = self._windows(clip, times)
+        windows = self._cut_map_windows(clip, times)
         for number, time in enumerate(times.tolist()):
             name = f"{folder}/sensors/lidar/{time}.feather"
             yield Frame(
@@ -247,21 +248,21 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 members=windows[number],
             )
 
-    def _maps(self, folder: str) -> list[str]:
+    def _list_maps(self, folder: str) -> list[str]:
         """Return the log's vector map, if it is wanted and exists."""
         names = names_in(self.files, folder, "map") if self.given.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
 
-    def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
+    def _cut_map_windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
         """Return the member with the map about ego, for each time."""
-        names = self._maps(_folder(clip))
+        names = self._list_maps(_join_folder(clip))
         if self.maps is not None and not names:
             self.noted["logs without a vector map"] += 1
         if self.maps is None or not names:
             return [[] for _ in times]
-        return self.maps.references(f"{_folder(clip)}/{names[0]}", self.poses(clip).at(times))
+        return self.maps.references(f"{_join_folder(clip)}/{names[0]}", self.poses(clip).at(times))
 
-    def _map(self, name: str) -> VectorMap:
+    def _read_map(self, name: str) -> VectorMap:
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
@@ -274,7 +275,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         columns["offset_ns"] = columns["offset_ns"] * 1e-9
         return np.stack([columns[name] for name in _POINTS], 1).astype(np.float32)
 
-    def _stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
+    def _list_stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
@@ -290,13 +291,13 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
         return np.sort(np.array(texts, np.int64))
 
-    def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
+    def _find_images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
         """Return for each of these times (F,) [ns] the images by camera."""
-        calibration = self._calibration(folder)
+        calibration = self._read_calibration(folder)
         images: list[dict[str, Image]] = [{} for _ in times]
         num_images = 0
         for name in self._cameras:
-            stamps = self._stamps(folder, "sensors", "cameras", name, suffix=".jpg")
+            stamps = self._list_stamps(folder, "sensors", "cameras", name, suffix=".jpg")
             num_images += len(stamps)
             if not len(stamps):
                 continue
@@ -321,7 +322,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
         return images
 
-    def _calibration(self, folder: str) -> dict[str, Image]:
+    def _read_calibration(self, folder: str) -> dict[str, Image]:
         """Return what all images of a camera have, by camera."""
         names = [
             f"{folder}/calibration/{name}.feather"
@@ -353,7 +354,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 )
         return calibrations
 
-    def _labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
+    def _read_labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
         """Read the table of boxes; None where there is none and none is needed."""
         name = f"{folder}/annotations.feather"
         if not self.given.boxes or "annotations.feather" not in self.files.listed(folder):
@@ -384,16 +385,18 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
             np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
         )
         return np.where(np.abs(stamps[nearest_rows] - times) <= NEAREST_NS, nearest_rows, -1)
-    ends = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + SWEEP_NS)
-    inside = (after < len(stamps)) & (stamps[np.minimum(after, len(stamps) - 1)] < ends)
+    next_starts = np.append(times[1:], np.iinfo(np.int64).max)
+    ends = np.minimum(next_starts, times + SWEEP_NS)
+    first_stamps = stamps[np.minimum(after, len(stamps) - 1)]
+    inside = (after < len(stamps)) & (first_stamps < ends)
     return np.where(inside, after, -1)
 
 
-def _folder(clip: Clip) -> str:
+def _join_folder(clip: Clip) -> str:
     return f"{clip.split}/{clip.name}" if clip.split else clip.name
 
 
-def _box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
+def _make_box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
     """Return the boxes by time, in ego at it."""
     rows = BoxRows(
         centre=stacked(table, TRANSLATION),

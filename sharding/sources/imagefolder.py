@@ -48,7 +48,7 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Columns of attributes; none counts boxes of a class."""
         return attribute_types((), self.columns)
 
-    def _folders(self) -> dict[str, list[str]]:
+    def _list_folders(self) -> dict[str, list[str]]:
         """Return the class folders by split, "" where there are no splits, in the order of
         names.
         """
@@ -64,7 +64,7 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Return the classes of all splits, in the order of names; an empty one has its number
         too.
         """
-        return sorted({name for names in self._folders().values() for name in names})
+        return sorted({name for names in self._list_folders().values() for name in names})
 
     def sensors(self) -> Sensors:
         """Return the one camera."""
@@ -77,7 +77,7 @@ class ImageFolder(FrameSource[FrameSettings]):
         if self.given.classes != SOURCE:
             self._numbers = dict(zip(names, self._classes().labels(names).tolist(), strict=True))
         num_images = 0
-        for folder, classes in self._folders().items():
+        for folder, classes in self._list_folders().items():
             for name in classes:
                 inside = f"{folder}/{name}" if folder else name
                 listed = self.files.listed(inside)
@@ -102,7 +102,7 @@ class ImageFolder(FrameSource[FrameSettings]):
 
     def _check_depth(self) -> None:
         """Raise SourceError where the images are a folder deeper than those of classes."""
-        for folder, classes in self._folders().items():
+        for folder, classes in self._list_folders().items():
             for name in classes:
                 inside = f"{folder}/{name}" if folder else name
                 for deeper in self.files.folders(inside):

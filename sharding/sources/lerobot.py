@@ -151,7 +151,7 @@ class _Metadata:
             if (feature.info or {}).get("video.is_depth_map"):
                 self.noted[f"feature {shortened(name)} left out, a video of depths"] += 1
                 continue
-            camera = _plain(re.sub(r"^observation\.(images?\.)?", "", name))
+            camera = _normalize_name(re.sub(r"^observation\.(images?\.)?", "", name))
             if camera in feature_of:
                 raise SourceError(
                     f"{_INFO}: features '{shortened(feature_of[camera])}' and "
@@ -171,27 +171,18 @@ class _Metadata:
         have in samples.
         """
         feature_of: dict[str, str] = {}
-        others = {"task", *RESERVED, *COMMON_COLUMNS}
+        reserved = {"task", *RESERVED, *COMMON_COLUMNS}
         for name, feature in self.info.features.items():
             if name in _OWN_COLUMNS or feature.is_picture:
                 continue
+            column = _normalize_name(name)
+            where = f"feature {shortened(name)} left out"
             if feature.dtype not in (*DTYPES, "string"):
-                self.noted[
-                    f"feature {shortened(name)} left out, of dtype {shortened(feature.dtype)}"
-                ] += 1
-            elif (
-                _plain(name) in feature_of
-                or _plain(name) in others
-                or not may_be_attribute(_plain(name))
-            ):
-                self.noted[
-                    (
-                        f"feature {shortened(name)} left out, {_plain(name)} is the name of "
-                        "something else"
-                    )
-                ] += 1
+                self.noted[f"{where}, of dtype {shortened(feature.dtype)}"] += 1
+            elif column in feature_of or column in reserved or not may_be_attribute(column):
+                self.noted[f"{where}, {column} is the name of something else"] += 1
             else:
-                feature_of[_plain(name)] = name
+                feature_of[column] = name
         return feature_of
 
     @cached_property
@@ -211,9 +202,11 @@ class _Metadata:
                 self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, read_whole=True
             )
             return dict(zip(columns["task_index"].tolist(), columns[texts[0]], strict=True))
-        return {field.task_index: field.task for field in self._lines("meta/tasks.jsonl", _Task)}
+        return {
+            field.task_index: field.task for field in self._read_lines("meta/tasks.jsonl", _Task)
+        }
 
-    def _lines(self, name: str, kind: Any) -> Iterator[Any]:
+    def _read_lines(self, name: str, kind: Any) -> Iterator[Any]:
         where = f"file '{self.files.shown}/{name}'"
         for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
             if line.strip():
@@ -224,17 +217,17 @@ class _Metadata:
         info = self.info
         videos = [name for name in self.cameras.values() if info.features[name].dtype == "video"]
         if not self._is_v3:
-            for line in self._lines("meta/episodes.jsonl", _Line):
+            for line in self._read_lines("meta/episodes.jsonl", _Line):
                 numbers = {
                     "episode_chunk": line.episode_index // info.chunks_size,
                     "episode_index": line.episode_index,
                 }
                 files = {
-                    name: (_filled(info.video_path or "", numbers | {"video_key": name}), 0.0)
+                    name: (_fill_path(info.video_path or "", numbers | {"video_key": name}), 0.0)
                     for name in videos
                 }
                 yield _Episode(
-                    line.episode_index, line.length, _filled(info.data_path, numbers), files
+                    line.episode_index, line.length, _fill_path(info.data_path, numbers), files
                 )
             return
         integer_type = pa.int64()
@@ -251,7 +244,7 @@ class _Metadata:
             for file in self.files.listed(f"{_EPISODES}/{folder}"):
                 columns = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
                 for row in range(len(columns["length"])):
-                    yield _episode(
+                    yield _make_episode(
                         {name: column[row].item() for name, column in columns.items()}, info, videos
                     )
 
@@ -288,7 +281,7 @@ class LeRobot(VideoSource[VideoSettings]):
                         name,
                         feature_info.dtype,
                         feature_info.shape,
-                        description=_described(feature_info.names),
+                        description=_describe_names(feature_info.names),
                     )
                 )
         return tuple(channels_found)
@@ -358,10 +351,10 @@ class LeRobot(VideoSource[VideoSettings]):
         episode = self._of[clip.name]
         info = self._meta.info
         where = f"table '{self.files.shown}/{episode.data}'"
-        table = self._table(episode.data)
-        numbers = _array(table, "episode_index", (), where)
+        table = self._read_table(episode.data)
+        numbers = _read_array(table, "episode_index", (), where)
         rows = np.flatnonzero(numbers == episode.number)
-        frame_index = _array(table, "frame_index", (), where)[rows]
+        frame_index = _read_array(table, "frame_index", (), where)[rows]
         is_whole = len(rows) == episode.length  # before anything of that length is made
         if not is_whole or not np.array_equal(frame_index, np.arange(episode.length)):
             raise SourceError(
@@ -369,19 +362,19 @@ class LeRobot(VideoSource[VideoSettings]):
                 f"{episode.length}, with frame_index from 0 on in order"
             )
         part = table.take(rows)
-        times_s = _array(part, "timestamp", (), where).astype(np.float64)
+        times_s = _read_array(part, "timestamp", (), where).astype(np.float64)
         exact_s = frame_index / info.fps
         times_s = np.where(
             abs(times_s - exact_s) < 1e-4, exact_s, times_s
         )  # float32 is off by up to 1e-5 s at 100 s
-        tasks = _array(part, "task_index", (), where).tolist()
+        tasks = _read_array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():
             feature_info = info.features[feature]
             if feature_info.dtype == "string":
                 columns[name] = part.column(feature).to_pylist()
             else:
-                columns[name] = _array(
+                columns[name] = _read_array(
                     part, feature, () if feature_info.scalar else feature_info.shape, where
                 )
         names = self.columns
@@ -394,7 +387,9 @@ class LeRobot(VideoSource[VideoSettings]):
             yield Frame(
                 timestamp_ns=time_ns,
                 images={
-                    camera: self._image(episode, feature, float(times_s[number]), int(rows[number]))
+                    camera: self._make_image(
+                        episode, feature, float(times_s[number]), int(rows[number])
+                    )
                     for camera, feature in self._meta.cameras.items()
                 },
                 values={**values, "task": self._meta.tasks.get(tasks[number])},
@@ -405,7 +400,9 @@ class LeRobot(VideoSource[VideoSettings]):
                 },
             )
 
-    def _image(self, episode: _Episode, feature: str, time_s: float, row: int) -> Image | Absent:
+    def _make_image(
+        self, episode: _Episode, feature: str, time_s: float, row: int
+    ) -> Image | Absent:
         time_ns = round(time_s * 1e9)
         if feature in episode.videos:
             file, first_s = episode.videos[feature]
@@ -437,7 +434,7 @@ class LeRobot(VideoSource[VideoSettings]):
         for name in names:
             fault: ImageError | None = None
             for row in range(_FIRST_ROWS):
-                stored = dict(self._stored([f"{first}#row={row}&{name}"]))
+                stored = dict(self._iter_stored_images([f"{first}#row={row}&{name}"]))
                 try:
                     heads[name] = probe(next(iter(stored.values()), b""))
                     break
@@ -450,7 +447,7 @@ class LeRobot(VideoSource[VideoSettings]):
                 )
         return heads
 
-    def _table(self, name: str) -> pa.Table:
+    def _read_table(self, name: str) -> pa.Table:
         """Read a file's columns but images; that of the last one is kept, for v3 has many
         episodes in a file.
         """
@@ -473,9 +470,9 @@ class LeRobot(VideoSource[VideoSettings]):
         """Decode frames of video, and read images of the Parquet files, each once."""
         stored = [ref for ref in refs if _ROW.match(ref)]
         yield from super().make_images([ref for ref in refs if not _ROW.match(ref)])
-        yield from self._stored(stored)
+        yield from self._iter_stored_images(stored)
 
-    def _stored(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    def _iter_stored_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield images of Parquet files: of each row group and feature its images at once."""
         rows_by_column: dict[tuple[str, str], list[int]] = {}
         for ref in refs:
@@ -503,21 +500,21 @@ class LeRobot(VideoSource[VideoSettings]):
                     begin = end
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Return a feature's name in lower case, with an underscore for each character that names of
     channels lack.
     """
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
 
 
-def _described(names: Any) -> str:
+def _describe_names(names: Any) -> str:
     """Return the names of a feature's values, which are a list, or a list in an object."""
     if isinstance(names, dict):
         names = next(iter(names.values()), None)
     return ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
 
 
-def _filled(template: str, values: Mapping[str, Any]) -> str:
+def _fill_path(template: str, values: Mapping[str, Any]) -> str:
     """Fill ``{name}`` and ``{name:06d}`` of a path; raise SourceError for other fields."""
 
     def text(field: re.Match[str]) -> str:
@@ -532,7 +529,7 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(text, template)
 
 
-def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
+def _make_episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
     """Make an episode of a row of v3's table."""
 
     def place(prefix: str) -> dict[str, Any]:
@@ -540,17 +537,17 @@ def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Epi
 
     files = {
         name: (
-            _filled(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
+            _fill_path(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
             row[f"videos/{name}/from_timestamp"],
         )
         for name in videos
     }
     return _Episode(
-        row["episode_index"], row["length"], _filled(info.data_path, place("data")), files
+        row["episode_index"], row["length"], _fill_path(info.data_path, place("data")), files
     )
 
 
-def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
     such column.
     """

@@ -129,7 +129,7 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     kind, _, location = text.partition(":")
     is_plain_url = location.startswith("//") and kind not in _kinds()
     if not location or is_plain_url:
-        guess = None if is_plain_url else _guessed_kind(Path(text))
+        guess = None if is_plain_url else _guess_kind(Path(text))
         example = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         raise ConfigError(
             f"source {text!r} must be "
@@ -149,7 +149,7 @@ def naming(spec: SourceSpec) -> Iterator[None]:
     try:
         yield
     except SourceError as error:
-        advice = _advice_on_place(spec)
+        advice = _find_better_place(spec)
         if advice:
             raise SourceError(f"{error}; {advice}") from error
         raise
@@ -172,7 +172,7 @@ def make_source(spec: SourceSpec) -> Source:
     needs is missing.
     """
     kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
-    missing = _missing(kind)
+    missing = _list_missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: {how_to_install(*missing)}")
     with naming(spec):
@@ -202,7 +202,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
             )
         if name in values:
             raise ConfigError(f"-o {name} is given twice: {values[name]!r} and {text!r}")
-        values[name] = _value(text, types[name], f"-o {pair}")
+        values[name] = _parse_value(text, types[name], f"-o {pair}")
     return values
 
 
@@ -229,7 +229,7 @@ def _described(entry: EntryPoint) -> SourceKind:
         kind=entry.name,
         summary=(kind.__doc__ or "").strip().partition("\n")[0],
         package=package,
-        missing=_missing(kind),
+        missing=_list_missing(kind),
         options=_options(kind.settings),
     )
 
@@ -276,7 +276,7 @@ def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
     return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
 
 
-def _value(text: str, kind: Any, where: str) -> Any:
+def _parse_value(text: str, kind: Any, where: str) -> Any:
     """Return the value of an option's text, as plain data."""
     try:
         if text[:1] in ("[", "{"):
@@ -346,7 +346,7 @@ def check_place(spec: SourceSpec) -> None:
     raise SourceError(f"source '{spec.kind}:{spec.location}': '{place}' is not there")
 
 
-def _advice_on_place(spec: SourceSpec) -> str:
+def _find_better_place(spec: SourceSpec) -> str:
     """Return where files of the kind are, if not in the source's folder but below or above it;
     empty else.
     """
@@ -369,7 +369,7 @@ def _has_any(place: Path, patterns: Iterable[str]) -> bool:
         return False
 
 
-def _guessed_kind(place: Path) -> str | None:
+def _guess_kind(place: Path) -> str | None:
     """Return the kind whose files a local folder or file looks like."""
     for kind, patterns in CONTENTS.items():
         if any(
@@ -380,7 +380,7 @@ def _guessed_kind(place: Path) -> str | None:
     return None
 
 
-def _missing(kind: Any) -> list[str]:
+def _list_missing(kind: Any) -> list[str]:
     """Return what must be installed before this kind works."""
     requirements: Sequence[tuple[str, str]] = list(kind.requires.items())
     return list(

@@ -208,7 +208,7 @@ class _Reader(NamedTuple):
         """Return the values that a sample has beside the images of its cameras."""
         values: dict[str, Any] = {}
         left_out: list[str] = []
-        cameras = (self.given.images or _cameras(sample.members)).values()
+        cameras = (self.given.images or _find_cameras(sample.members)).values()
         for extension, member in sample.members.items():
             decode = _DECODED.get(extension.rpartition(".")[2])
             name = extension.replace(".", "_")
@@ -233,7 +233,7 @@ class _Reader(NamedTuple):
             if isinstance(json, dict)
             else json
         )
-        for name, value in _leaves(rest, self.given.meta):
+        for name, value in _iter_leaves(rest, self.given.meta):
             target = values if isinstance(value, list) else attributes
             if name in target:
                 left_out.append(f"{name} of the JSON left out, another value has this name")
@@ -261,7 +261,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """
         values = ValueForms()
         attributes = ValueForms()
-        for sample in islice(self._samples(), self.given.first_samples or None):
+        for sample in islice(self._iter_samples(), self.given.first_samples or None):
             sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in (
                 (values, sample_values.values),
@@ -270,9 +270,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
         types = {
-            one.name: _TYPES.get(one.dtype)
-            for one in attributes.channels()
-            if may_be_attribute(one.name)
+            attribute.name: _TYPES.get(attribute.dtype)
+            for attribute in attributes.channels()
+            if may_be_attribute(attribute.name)
         }
         channels = {channel.name: channel for channel in values.channels()}
         return (
@@ -298,9 +298,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     @property
     def reads(self) -> Reads:  # type: ignore[override]
         """ "clip" where a tar is compressed."""
-        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._tars()) else "random"
+        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._list_tars()) else "random"
 
-    def _tars(self) -> list[str]:
+    def _list_tars(self) -> list[str]:
         """Return the names of the tars; what else is in the folder is counted."""
         if self.file is not None:
             return [self.file]
@@ -318,8 +318,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if self.given.images:
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
-        for sample in self._samples():
-            if cameras := _cameras(sample.members):
+        for sample in self._iter_samples():
+            if cameras := _find_cameras(sample.members):
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
                 extensions.update(sample.members)
@@ -329,23 +329,25 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             f"members have the extensions: {listed}; the option images maps a camera to one of them"
         )
 
-    def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
+    def _iter_samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
         """Yield the samples of all tars; ``noted`` counts members that belong to none."""
         noted = Counter() if noted is None else noted
-        for tar in self._tars():
+        for tar in self._list_tars():
             read: dict[str, _Read] | None = None
             if tar.endswith(COMPRESSED):
                 read = {}
-                members = self._unpacked(tar, read, noted)
+                members = self._unpack_tar(tar, read, noted)
             else:
                 members = tar_members(
                     self.files, tar, ignore_zeros=self.given.ignore_zeros, noted=noted
                 )
             where = f"tar '{self.files.shown}/{tar}'"
-            group = _gathered if self.given.gather else _grouped
-            yield from group(tar, _keyed(members, noted), where, read)
+            group = _gather_samples if self.given.gather else _group_adjacent
+            yield from group(tar, _iter_keyed(members, noted), where, read)
 
-    def _unpacked(self, tar: str, read: dict[str, _Read], noted: Counter[str]) -> Iterator[Member]:
+    def _unpack_tar(
+        self, tar: str, read: dict[str, _Read], noted: Counter[str]
+    ) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
         whole_endings = (json, *(f".{last}" for last in _DECODED))
@@ -374,8 +376,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         names_seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
-        for sample in self._samples(self.noted):
-            clip_name = self._clip_of(sample)
+        for sample in self._iter_samples(self.noted):
+            clip_name = self._name_clip(sample)
             if pending and clip_name != name:
                 yield self._begin(name, pending, names_seen)
                 pending = []
@@ -384,7 +386,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if pending:
             yield self._begin(name, pending, names_seen)
 
-    def _clip_of(self, sample: _Sample) -> str:
+    def _name_clip(self, sample: _Sample) -> str:
         if not self.given.clip:
             return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
         match = re.search(self.given.clip, sample.key)
@@ -410,7 +412,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         frames_made: list[Frame] = []
         for number, sample in enumerate(self._current):
             facts = self._reader.json(sample, self.noted)
-            sample_values = self._fitting(sample, facts)
+            sample_values = self._fit_values(sample, facts)
             raw = {
                 name: member
                 for name, member in sample_values.values.items()
@@ -420,10 +422,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             if self.given.timestamp_ns:
                 time_ns = facts.integer(self.given.timestamp_ns)
             images: dict[str, Image | Absent] = {}
-            for camera, extension in (self.given.images or _cameras(sample.members)).items():
+            for camera, extension in (self.given.images or _find_cameras(sample.members)).items():
                 member = sample.members.get(extension)
                 if member is not None:
-                    images[camera.lower()] = self._image(
+                    images[camera.lower()] = self._make_image(
                         sample,
                         member=member,
                         extension=extension,
@@ -451,7 +453,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     },
                     attributes=sample_values.attributes,
                     members=[
-                        Reference(f"{name}.bin", _ref(sample, item), item.length)
+                        Reference(f"{name}.bin", _make_ref(sample, item), item.length)
                         for name, item in raw.items()
                     ],
                 )
@@ -459,7 +461,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         frames_made.sort(key=lambda frame: frame.timestamp_ns)
         yield from frames_made
 
-    def _image(
+    def _make_image(
         self,
         sample: _Sample,
         member: Member,
@@ -478,10 +480,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             "token": sample.key,
         }
         if sample.read is None:
-            return Image(ref=_ref(sample, member), **common)
+            return Image(ref=_make_ref(sample, member), **common)
         read = sample.read[member.name]
         return Image(
-            ref=_ref(sample, member).removeprefix(MADE_PREFIX),
+            ref=_make_ref(sample, member).removeprefix(MADE_PREFIX),
             made=True,
             fault=read.fault,
             width=read.width,
@@ -490,7 +492,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             **common,
         )
 
-    def _fitting(self, sample: _Sample, facts: JsonFacts) -> _Values:
+    def _fit_values(self, sample: _Sample, facts: JsonFacts) -> _Values:
         """Return what the dataset has of a sample beside images; count what is left out."""
         channels, types, refused = self._forms
         sample_values = self._reader.values(sample, facts.values)
@@ -538,7 +540,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 
 
-def _ref(sample: _Sample, member: Member) -> str:
+def _make_ref(sample: _Sample, member: Member) -> str:
     """Return the reference of a member's bytes."""
     plain = sample.read is None
     return (
@@ -548,7 +550,7 @@ def _ref(sample: _Sample, member: Member) -> str:
     )
 
 
-def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
     """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root``
     names the root.
     """
@@ -564,7 +566,7 @@ def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
             yield path or root, item
 
 
-def _cameras(members: dict[str, Member]) -> dict[str, str]:
+def _find_cameras(members: dict[str, Member]) -> dict[str, str]:
     """Return the extension of each camera by the names."""
     extension_of = {}
     for extension in members:
@@ -574,7 +576,9 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     return extension_of
 
 
-def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str, str, Member]]:
+def _iter_keyed(
+    members: Iterable[Member], noted: Counter[str]
+) -> Iterator[tuple[str, str, Member]]:
     """Yield key, extension and member; skip and count names without one, as the library skips
     them.
     """
@@ -589,7 +593,7 @@ def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str
         yield match[1], match[2].lower(), member
 
 
-def _grouped(
+def _group_adjacent(
     tar: str,
     members: Iterable[tuple[str, str, Member]],
     where: str,
@@ -616,7 +620,7 @@ def _grouped(
         yield sample
 
 
-def _gathered(
+def _gather_samples(
     tar: str,
     members: Iterable[tuple[str, str, Member]],
     where: str,

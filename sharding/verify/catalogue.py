@@ -150,13 +150,13 @@ class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
             ("option", self.options),
         ):
             lines += [
-                f"{title} {escaped(name)}: a {_said(first)}, b {_said(two)}"
+                f"{title} {escaped(name)}: a {_format_value(first)}, b {_format_value(two)}"
                 for name, (first, two) in entries.items()
             ]
         return "\n".join(lines) + "\n"
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     text = msgspec.json.encode(value).decode()
     return escaped(text if len(text) <= 160 else f"{text[:157]}...")
 
@@ -192,7 +192,7 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
     """
     first = open_kind(a, EITHER)
     second = open_kind(b, EITHER)
-    only_a, only_b, rows_a, rows_b = _matched(first, second)
+    only_a, only_b, rows_a, rows_b = _match_rows(first, second)
     equal = first.index.column("xxh3")[rows_a] == second.index.column("xxh3")[rows_b]
     clips_a = set(first.index.clip_ids())
     clips_b = set(second.index.clip_ids())
@@ -200,21 +200,21 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
         a=first.location,
         b=second.location,
         is_same=first.manifest.fingerprint == second.manifest.fingerprint,
-        samples_only_in_a=_keys(first, only_a),
-        samples_only_in_b=_keys(second, only_b),
-        samples_changed=_keys(first, np.sort(rows_a[~equal])),
+        samples_only_in_a=_list_keys(first, only_a),
+        samples_only_in_b=_list_keys(second, only_b),
+        samples_changed=_list_keys(first, np.sort(rows_a[~equal])),
         num_samples_equal=int(equal.sum()),
-        clips_only_in_a=_ids(clips_a - clips_b),
-        clips_only_in_b=_ids(clips_b - clips_a),
-        channels=_channel_differences(first, second),
-        members=_differences(
+        clips_only_in_a=_list_ids(clips_a - clips_b),
+        clips_only_in_b=_list_ids(clips_b - clips_a),
+        channels=_compare_channels(first, second),
+        members=_compare_values(
             dict.fromkeys(first.index.names, True), dict.fromkeys(second.index.names, True)
         ),
-        options=_differences(_options(first), _options(second)),
+        options=_compare_values(_list_options(first), _list_options(second)),
     )
 
 
-def _matched(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
+def _match_rows(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
     """Return the rows that only one has, those that only two has, and the rows of both for the
     keys that both have.
     """
@@ -222,43 +222,47 @@ def _matched(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
     b = second.keys.entries()
     in_b = np.isin(a["xxh3"], b["xxh3"])
     in_a = np.isin(b["xxh3"], a["xxh3"])
-    rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
-    if len(rows[2]) != len(rows[3]):
+    only_first = np.sort(a["row"][~in_b])
+    only_second = np.sort(b["row"][~in_a])
+    common_first = a["row"][in_b]
+    common_second = b["row"][in_a]
+    if len(common_first) != len(common_second):
         raise DatasetError(
             f"the keys of '{first.location}' or '{second.location}' are not unique: run "
             "`fuelrail verify`"
         )
+    rows = (only_first, only_second, common_first, common_second)
     return tuple(part.astype(np.int64) for part in rows)
 
 
-def _keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
+def _list_keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
     return Keys(
         count=len(rows),
         first=tuple(dataset.index.row(row).key for row in rows[:_MAX_SHOWN].tolist()),
     )
 
 
-def _ids(ids: set[str]) -> Keys:
+def _list_ids(ids: set[str]) -> Keys:
     return Keys(count=len(ids), first=tuple(sorted(ids)[:_MAX_SHOWN]))
 
 
-def _channel_differences(first: Dataset, second: Dataset) -> dict[str, tuple[Any, Any]]:
+def _compare_channels(first: Dataset, second: Dataset) -> dict[str, tuple[Any, Any]]:
     """Return the entries that one table alone has, and the differences of those in both."""
     tables = [
         {entry.name: msgspec.to_builtins(entry) for entry in opened.manifest.channels}
         for opened in (first, second)
     ]
-    changes = _differences(*tables)
+    changes = _compare_values(*tables)
     for name, (a, b) in changes.items():
         if a is not None and b is not None:
-            fields = _differences(a, b)
+            fields = _compare_values(a, b)
             changes[name] = tuple(
                 {field: sides[side] for field, sides in fields.items()} for side in (0, 1)
             )  # type: ignore[assignment]
     return changes
 
 
-def _options(dataset: Dataset) -> dict[str, Any]:
+def _list_options(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     recipe = {
         f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()
@@ -269,7 +273,7 @@ def _options(dataset: Dataset) -> dict[str, Any]:
     return {**values, **recipe}
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     names = dict.fromkeys((*a, *b))
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 

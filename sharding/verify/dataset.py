@@ -178,7 +178,7 @@ def verify(
             report.faults += _check_layer_rows(dataset)
         if deep and not report.faults:
             report.faults += [
-                Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)
+                Fault(MANIFEST_FILE, text) for text in _find_manifest_faults(dataset, sizes)
             ]
     return report
 
@@ -279,7 +279,7 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
     splits = [name for name, entry in entries for _ in range(entry.num_samples)]
     try:
-        if text := _broken_columns(file.schema(len(index)), dataset.manifest):
+        if text := _find_broken_columns(file.schema(len(index)), dataset.manifest):
             return [Fault(ATTRIBUTES_FILE, text)]
         for batch in file.batches(INDEXED):
             end = row + len(batch)
@@ -312,7 +312,7 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     )
 
 
-def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
+def _find_broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
     """Return why these columns are not those of the attributes of a dataset or a layer; None
     where they are.
     """
@@ -353,7 +353,9 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
     return []
 
 
-def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> Iterator[str]:
+def _find_manifest_faults(
+    dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]
+) -> Iterator[str]:
     """Yield the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
     manifest = dataset.manifest
     index = dataset.index

@@ -27,7 +27,6 @@ from fuelrail.sharding.verify.statistics import dataset_statistics
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
 
 _NS_PER_MS = 1_000_000
@@ -76,19 +75,19 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
     dataset = open_kind(root, EITHER)
     numbers = dataset_statistics(dataset) if statistics else {}
     manifest = dataset.manifest
-    members = _member_statistics(dataset)
+    members = _count_members(dataset)
     recipe = manifest.provenance.get("recipe", {})
     head = [
         ("dataset", f"{manifest.name} ({shown_url(str(root)) if is_url(root) else dataset.root})"),
         ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
         ("shards", f"{manifest.num_shards:,}, {manifest.num_bytes / 1e6:,.1f} MB"),
-        ("layout", _layout(dataset)),
+        ("layout", _describe_layout(dataset)),
         ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
         ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
         ("license", manifest.license or "not stated"),
         ("classes", ", ".join(manifest.classes) or "none"),
         ("fingerprint", manifest.fingerprint),
-        *(_layer_facts(manifest) if isinstance(manifest, LayerManifest) else ()),
+        *(_list_layer_facts(manifest) if isinstance(manifest, LayerManifest) else ()),
     ]
     splits = [
         (name, f"{entry.num_samples:,}", f"{entry.num_clips:,}", f"{entry.num_shards:,}")
@@ -104,13 +103,21 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
     extra = [
         (
-            one.name,
-            one.kind,
+            channel.name,
+            channel.kind,
             "; ".join(
-                filter(None, (_values_of(one), one.frame, f"law {one.law.name}", one.description))
+                filter(
+                    None,
+                    (
+                        _describe_values(channel),
+                        channel.frame,
+                        f"law {channel.law.name}",
+                        channel.description,
+                    ),
+                )
             ),
         )
-        for one in manifest.extra_channels
+        for channel in manifest.extra_channels
     ]
     fields = [
         (
@@ -122,22 +129,22 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         )
         for m in members
     ]
-    attributes = _attribute_statistics(dataset)
-    text = _page(
+    attributes = _describe_attributes(dataset)
+    text = _format_page(
         ((), head),
         (("split", "samples", "clips", "shards"), splits),
         (("channel", "source name", "pixels or columns"), channels),
         (("channel", "kind", "values; frame; law; description"), extra),
         (("attribute", "type", "values and samples"), attributes),
         (("member", "codec", "samples", "stored MB", "raw MB"), fields),
-        (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers)),
+        (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _format_statistics(numbers)),
     )
-    named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
+    named = [dict(zip(("name", "type", "values"), channel, strict=True)) for channel in attributes]
     facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
 
 
-def _statistics(
+def _format_statistics(
     numbers: Mapping[str, Mapping[str, Mapping[str, Any]]],
 ) -> list[tuple[str, str, str]]:
     rows = []
@@ -161,17 +168,17 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     Raises ConfigError for a key that does not exist, SchemaError for a sample that breaks a rule.
     """
     dataset = open_kind(root, EITHER)
-    at = dataset.find(key)
-    if at is None:
+    row_number = dataset.find(key)
+    if row_number is None:
         raise ConfigError(
             f"dataset '{dataset.location}' has no sample '{key}'; the first of its "
             f"{len(dataset.index)} is '{dataset.index.row(0).key}'"
         )
-    row = dataset.index.row(at)
+    row = dataset.index.row(row_number)
     shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
     facts: dict[str, Any] = {
-        "position": at,
+        "position": row_number,
         "shard": shard,
         "offset": row.offset,
         "length": row.length,
@@ -195,8 +202,12 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         for m in row.members
     ]
     if isinstance(dataset.manifest, LayerManifest):
-        facts["values"] = _values(dataset, at)
-        of_layer = f"row {at} of {len(dataset.index):,} of layer {dataset.manifest.name}"
+        values = dataset.read(row_number)
+        names = [channel.name for channel in dataset.manifest.channels]
+        facts["values"] = {
+            name: _shorten_value(values[name]) if name in values else "none" for name in names
+        }
+        of_layer = f"row {row_number} of {len(dataset.index):,} of layer {dataset.manifest.name}"
         head = [
             ("row", f"{row.key} ({of_layer})"),
             *address,
@@ -204,17 +215,21 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         ]
         tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
     else:
-        sample = _read(dataset, row, at)
+        sample = dataset[row_number]
+        check_sample(
+            sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
+        )
         facts["meta"] = msgspec.to_builtins(sample.meta)
-        of_split = f"position {at} of {len(dataset.index):,}, split {sample.meta.split}"
+        of_split = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
-        tables = _sensor_tables(dataset, sample)
+        tables = _make_sensor_tables(dataset, sample)
     return Description(
-        facts, _page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables)
+        facts,
+        _format_page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables),
     )
 
 
-def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
+def _list_layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     base = manifest.base
     view = manifest.view
     lacking = base.num_samples - manifest.num_samples
@@ -232,14 +247,7 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     ]
 
 
-def _values(layer: Dataset, row: int) -> dict[str, str]:
-    """Return the values of a layer's row, in short, by channel."""
-    values = layer.read(row)
-    names = [channel.name for channel in layer.manifest.channels]
-    return {name: _short(values[name]) if name in values else "none" for name in names}
-
-
-def _short(value: object) -> str:
+def _shorten_value(value: object) -> str:
     """Describe a value in a few words: shape and extremes of an array, a text itself."""
     if isinstance(value, np.ndarray):
         if value.size == 1:
@@ -250,7 +258,7 @@ def _short(value: object) -> str:
         return f"{value.dtype}{list(value.shape)}{span}"
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_shorten_value(item)}" for name, item in value.items())
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
@@ -269,12 +277,12 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
         ("source token", meta.sample_token),
         ("tags", ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none"),
-        ("ego", _vector(geometry.ego2global[:3, 3], "m")),
-        ("boxes", _boxes(sample, dataset.manifest.classes)),
+        ("ego", _format_vector(geometry.ego2global[:3, 3], "m")),
+        ("boxes", _format_boxes(sample, dataset.manifest.classes)),
     ]
 
 
-def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
+def _make_sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
     meta = sample.meta
     geometry = sample.geometry
     cameras = []
@@ -289,7 +297,7 @@ def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
                 f"{late_ms:+.1f} ms",
                 f"{k[0, 0]:.1f} {k[1, 1]:.1f}",
                 f"{k[0, 2]:.1f} {k[1, 2]:.1f}",
-                _vector(geometry.cam2ego[number, :3, 3], "m"),
+                _format_vector(geometry.cam2ego[number, :3, 3], "m"),
             )
         )
     points = [
@@ -302,7 +310,7 @@ def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
     ]
 
 
-def _values_of(channel: Channel) -> str:
+def _describe_values(channel: Channel) -> str:
     """Describe dtype and shape of a channel's values, or its arrays, or what else it holds."""
     if channel.arrays:
         return ", ".join(
@@ -319,7 +327,7 @@ def _values_of(channel: Channel) -> str:
     )
 
 
-def _layout(dataset: Dataset) -> str:
+def _describe_layout(dataset: Dataset) -> str:
     """Describe how shards store samples, by their names: the manifest's text on it is for
     people.
     """
@@ -341,34 +349,29 @@ def _layout(dataset: Dataset) -> str:
     return ", ".join(words)
 
 
-def _read(dataset: Dataset, row: IndexRow, number: int) -> Sample:
-    sample = dataset[number]
-    check_sample(
-        sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
-    )
-    return sample
-
-
-def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
+def _count_members(dataset: Dataset) -> list[dict[str, Any]]:
     """Count, stored and raw bytes of each field name and codec, from the index's columns alone."""
     names = dataset.index.names
     codecs = dataset.index.codecs
     totals = dataset.index.member_totals()
-    return [
-        {
-            "name": name,
-            "codec": codec,
-            "count": int(totals[0, n, c]),
-            "stored_bytes": int(totals[1, n, c]),
-            "raw_bytes": int(totals[2, n, c]),
-        }
-        for n, name in enumerate(names)
-        for c, codec in enumerate(codecs)
-        if totals[0, n, c]
-    ]
+    statistics = []
+    for n, name in enumerate(names):
+        for c, codec in enumerate(codecs):
+            count, stored_bytes, raw_bytes = (int(total) for total in totals[:, n, c])
+            if count:
+                statistics.append(
+                    {
+                        "name": name,
+                        "codec": codec,
+                        "count": count,
+                        "stored_bytes": stored_bytes,
+                        "raw_bytes": raw_bytes,
+                    }
+                )
+    return statistics
 
 
-def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
+def _describe_attributes(dataset: Dataset) -> list[tuple[str, str, str]]:
     """Name, type and values of each attribute that filters and weights may name, from
     ``attributes.parquet``.
     """
@@ -410,7 +413,7 @@ def _values_said(counts: Counter[Any]) -> str:
     return examples if len(counts) <= _SHOWN_VALUES else f"{count_text} values, such as {examples}"
 
 
-def _boxes(sample: Sample, classes: Sequence[str]) -> str:
+def _format_boxes(sample: Sample, classes: Sequence[str]) -> str:
     if sample.boxes is None:
         return "not annotated"
     counts = Counter(
@@ -420,16 +423,16 @@ def _boxes(sample: Sample, classes: Sequence[str]) -> str:
     return f"{len(sample.boxes.label)}" + (f" ({listed})" if listed else "")
 
 
-def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
+def _format_vector(values: np.ndarray[Any, Any], unit: str) -> str:
     return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
 
 
-def _page(*tables: Table) -> str:
+def _format_page(*tables: Table) -> str:
     """Return the tables one below the other, without those that have no rows."""
-    return "\n\n".join(_table(*table) for table in tables if table[1]) + "\n"
+    return "\n\n".join(_format_table(*table) for table in tables if table[1]) + "\n"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns to the left, two spaces apart; the last one has several lines where it is
     long.
     """
@@ -437,11 +440,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         [shortened(cell, _MAX_CELL) for cell in row]
         for row in ([titles, *rows] if titles else rows)
     ]
-    widths = (
-        [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)]
-        if every
-        else []
-    )
+    columns = list(zip(*every, strict=True))[:-1]
+    widths = [max(map(len, column)) for column in columns]
     indent = sum(widths) + 2 * len(widths)
     lines = []
     for *cells, last in every:

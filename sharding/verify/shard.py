@@ -120,7 +120,10 @@ class ShardCheck:
             if not self._continues(row, position):
                 return
             rows.append(row)
-            self._check_sample(row, view[position : position + row.length], members, readable)
+            span = view[position : position + row.length]
+            self._check_members(row, members, readable)
+            if self._is_intact(row, span):
+                self._check_content(row, span)
             position += row.length
             self.num_samples += 1
         if position + len(END_OF_ARCHIVE) != shard.bytes:
@@ -158,16 +161,6 @@ class ShardCheck:
             except IndexFileError as error:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
-
-    def _check_sample(
-        self, row: IndexRow, span: memoryview, members: dict[int, FoundMember], readable: int
-    ) -> None:
-        """Check one sample and take its members out of ``found``, which has those up to the
-        offset ``readable``.
-        """
-        self._check_members(row, members, readable)
-        if self._is_intact(row, span):
-            self._check_content(row, span)
 
     def _check_members(self, row: IndexRow, members: dict[int, FoundMember], readable: int) -> None:
         for entry in row.members:
@@ -220,7 +213,7 @@ class ShardCheck:
                     row.offset,
                     row.key,
                 )
-            for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
+            for text in _find_contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
             for member, text in broken_rules(
                 sample, [entry.name for entry in row.members], self._rig
@@ -309,7 +302,7 @@ class _FramedCheck(ShardCheck):
             self._fault(error.message, error.offset)
         if self._dataset is None:
             for frame in (table or [])[:-1]:
-                self._found(view[frame.offset : frame.offset + frame.stored_bytes], frame)
+                self._read_members(view[frame.offset : frame.offset + frame.stored_bytes], frame)
             return
         position = 0
         for number, row in enumerate(self._rows(self._dataset)):
@@ -322,7 +315,7 @@ class _FramedCheck(ShardCheck):
                 self._fault(f"the index has {frame}, the seek table {text}", position, row.key)
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
-                    members = self._found(stored, frame, row.key)
+                    members = self._read_members(stored, frame, row.key)
                 if members is not None:
                     by_offset = {row.offset + member.offset: member for member in members}
                     self._check_members(row, by_offset, row.offset + frame.raw_bytes)
@@ -335,7 +328,7 @@ class _FramedCheck(ShardCheck):
             self.num_samples += 1
         self._check_end(view, position, table)
 
-    def _found(
+    def _read_members(
         self, stored: memoryview, frame: Frame, key: str | None = None
     ) -> list[FoundMember] | None:
         """Return the members in a frame; None where it cannot be decoded."""
@@ -393,7 +386,9 @@ def make_check(
     return check(folder, manifest, shard, dataset, deep=deep)
 
 
-def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
+def _find_contradictions(
+    row: IndexRow, meta: Meta, manifest: Manifest, split: str
+) -> Iterator[str]:
     """Yield the differences of a sample's metadata from index and manifest."""
     for name, stated, expected in (
         ("key", meta.key, row.key),

@@ -43,7 +43,7 @@ def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]
         raise ConfigError(
             f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'"
         )
-    numbers = {split: _split_statistics(dataset, split) for split in dataset.splits}
+    numbers = {split: _compute_split_statistics(dataset, split) for split in dataset.splits}
     said = {"fingerprint": dataset.manifest.fingerprint, "splits": numbers}
     try:
         with published(Path(dataset.root) / STATISTICS_FILE) as file:
@@ -55,13 +55,13 @@ def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]
     return numbers
 
 
-def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
+def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
     entry = dataset.split(split)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples)
     channels = [
         item for item in dataset.manifest.extra_channels if item.field in dataset.index.names
     ]
-    forms = {item.name: form for item in channels if (form := _numbers_of(item)) is not None}
+    forms = {item.name: form for item in channels if (form := _find_number_form(item)) is not None}
     series = {item.name for item in channels if one_of_series(item) is not None}
     numbers = {name: _Numbers(form.shape) for name, form in forms.items()}
     clips = ClipTable.of_split(dataset, split, times=True) if series else None
@@ -70,7 +70,7 @@ def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]
         for name, value in dataset.read(row, list(forms)).items():
             if name in series and clips is not None:
                 pending[name].append(
-                    value[VALUES][_new_measurements(clips, row - rows.start, value[TIMES])]
+                    value[VALUES][_select_new_measurements(clips, row - rows.start, value[TIMES])]
                 )
             else:
                 pending[name].append(value[None])
@@ -84,7 +84,8 @@ def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]
     names = [
         item.name
         for item in schema
-        if item.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(item.type)
+        if item.name not in (*TEXTS, "frame", "timestamp_ns")
+        and (pa.types.is_integer(item.type) or pa.types.is_floating(item.type))
     ]
     for batch in file.batches(names, rows) if names else ():
         for name, column in zip(names, batch.columns, strict=True):
@@ -93,18 +94,16 @@ def _split_statistics(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]
     return {name: of_one.result() for name, of_one in numbers.items()}
 
 
-def _numbers_of(channel: Channel) -> Channel | None:
+def _find_number_form(channel: Channel) -> Channel | None:
     """Return the entry of one value of a channel of few numbers; None for others."""
     form = one_of_series(channel) or channel
     is_small = form.kind == "array" and math.prod(side or 0 for side in form.shape) <= _MOST_NUMBERS
     return form if is_small and form.dtype != "bool" else None
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _new_measurements(clips: ClipTable, sample: int, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _select_new_measurements(
+    clips: ClipTable, sample: int, times: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Return which measurements of a part of a series no other sample counts: those since the
     sample before.
     """
@@ -137,13 +136,14 @@ class _Numbers:
         mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
         difference = mean - self._mean
         total = np.maximum(self._count + count, 1)
-        self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(
-            0
-        ) + difference**2 * self._count * count / total
+        squares = (np.where(is_there, rows - mean, 0) ** 2).sum(0)
+        self._squares += squares + difference**2 * self._count * count / total
         self._mean += difference * count / total
         self._count += count
-        self._min = np.fmin(self._min, np.where(is_there, rows, np.inf).min(0, initial=np.inf))
-        self._max = np.fmax(self._max, np.where(is_there, rows, -np.inf).max(0, initial=-np.inf))
+        lowest = np.where(is_there, rows, np.inf).min(0, initial=np.inf)
+        highest = np.where(is_there, rows, -np.inf).max(0, initial=-np.inf)
+        self._min = np.fmin(self._min, lowest)
+        self._max = np.fmax(self._max, highest)
         self._kept = np.concatenate(
             [self._kept, rows[-self._num_seen % self._stride :: self._stride]]
         )
@@ -169,12 +169,10 @@ class _Numbers:
         statistics |= dict(
             zip(_QUANTILES, np.nanquantile(values, [*_QUANTILES.values()], axis=0), strict=True)
         )
-        return {
-            name: self._plain(np.where(is_there | (name == "count"), array, np.nan))
-            for name, array in statistics.items()
-        }
-
-    def _plain(self, numbers: NDArray[Any]) -> Any:
-        plain = numbers.astype(object)
-        plain[np.isnan(numbers)] = None
-        return plain.reshape(self._shape).tolist()
+        lists = {}
+        for name, array in statistics.items():
+            is_absent = np.isnan(array) if name == "count" else np.isnan(array) | ~is_there
+            numbers = array.astype(object)
+            numbers[is_absent] = None
+            lists[name] = numbers.reshape(self._shape).tolist()
+        return lists

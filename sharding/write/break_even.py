@@ -81,11 +81,12 @@ def break_even(
     videos = (
         source.videos(made_refs, _FRAMES)
         if isinstance(source, OwnVideos)
-        else _in_files(source.files, made_refs)
+        else _find_videos(source.files, made_refs)
     )
     if not videos:
         return None
-    num_all, num_bytes, num_kept = (sum(column) for column in list(zip(*videos, strict=True))[:3])
+    columns = list(zip(*videos, strict=True))
+    num_all, num_bytes, num_kept = (sum(column) for column in columns[:3])
     options = []
     for title, number, recipe in (
         ("all frames", num_all, None),
@@ -97,7 +98,7 @@ def break_even(
         form = (
             JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
         )
-        runs = [_measured(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
+        runs = [_measure_video(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
         made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
         options.append(
@@ -108,7 +109,7 @@ def break_even(
     return BreakEven(len(videos), num_all, num_bytes, options)
 
 
-def _in_files(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
+def _find_videos(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
     counts = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref)
     starts = []
     for name in sorted(counts):
@@ -141,7 +142,7 @@ def _said(images: ImageRecipe | None) -> str:
     return f"{size},quality={images.quality}"
 
 
-def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
+def _measure_video(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
     """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to
     decode and to encode.
     """
@@ -158,5 +159,6 @@ def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, f
         decoded.append(reader.num_decoded - before)
     # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
     ratio = decoded[1] / decoded[0]
-    encode_s = max(0.0, (times[1] - times[0] * ratio) / max(count - ratio, 1)) * count
+    encode_1_s = (times[1] - times[0] * ratio) / max(count - ratio, 1)
+    encode_s = max(0.0, encode_1_s) * count
     return count, sum(sizes), max(0.0, times[1] - encode_s), encode_s

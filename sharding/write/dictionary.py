@@ -44,11 +44,11 @@ def train_or_load_dictionary(
         return None
     stated = finished.file(DICTIONARY_FILE) if finished else None
     stored = _load_stored(out)
-    if stored is not None and (stated is None or _sha256(stored) == stated.sha256):
+    if stored is not None and (stated is None or _hash_dictionary(stored) == stated.sha256):
         return stored
-    samples = _samples(table, rows, recipe.dictionary_bytes * _TIMES_ITS_SIZE)
+    samples = _collect_samples(table, rows, recipe.dictionary_bytes * _TIMES_ITS_SIZE)
     trained = train_dictionary(samples, recipe.dictionary_bytes, recipe.compression_level)
-    if stated is not None and _sha256(trained) != stated.sha256:
+    if stated is not None and _hash_dictionary(trained) != stated.sha256:
         raise DatasetExistsError(
             f"{DICTIONARY_FILE} of '{out.shown}' is damaged and cannot be made again from "
             "this source: bring it back from a copy, or shard into another folder"
@@ -66,7 +66,7 @@ def _load_stored(out: Output) -> Dictionary | None:
         return None
 
 
-def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
+def _collect_samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
     """Return small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
     first = table.row(int(rows[0]))
     sample_bytes = sum(
@@ -83,5 +83,5 @@ def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[
     return members
 
 
-def _sha256(dictionary: Dictionary) -> str:
+def _hash_dictionary(dictionary: Dictionary) -> str:
     return hashlib.sha256(dictionary.data).hexdigest()

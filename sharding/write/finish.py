@@ -62,11 +62,11 @@ def finish(
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
-    rows = _rows(work, plan=plan, codecs=codecs, shards=shards, sizes=sizes)
+    rows = _iter_rows(work, plan=plan, codecs=codecs, shards=shards, sizes=sizes)
     write_index(work.temporary, names, codecs.values(), rows)
     write_attributes(
         work.temporary,
-        _attributes(
+        _iter_attributes(
             work.temporary, plan=plan, table=table, info=info, clips_by_split=clips_by_split
         ),
     )
@@ -86,7 +86,7 @@ def finish(
         name=job.dataset,
         seed=job.recipe.seed,
         order_unit=job.recipe.order,
-        channels=_channels(job, info, codecs, sizes),
+        channels=_collect_channels(job, info, codecs, sizes),
         classes=tuple(info.classes),
         attributes=tuple(info.attributes),
         time_base=info.time_base,
@@ -115,7 +115,7 @@ def finish(
     )
 
 
-def _rows(
+def _iter_rows(
     work: Workspace,
     plan: Plan,
     codecs: Mapping[str, str],
@@ -150,7 +150,7 @@ def _rows(
         shards.append(record.shard._replace(first_sample=planned.first_sample))
 
 
-def _channels(
+def _collect_channels(
     job: WriteJob,
     info: ScanInfo,
     codecs: Mapping[str, str],
@@ -171,7 +171,7 @@ def _channels(
     return channel_table(cameras, info.lidars, extra, codecs)
 
 
-def _attributes(
+def _iter_attributes(
     folder: Path,
     plan: Plan,
     table: ScanTable,

@@ -113,7 +113,7 @@ def stored_channel(
     sides: tuple[int | None, int | None] = None, None
     if channel.kind != "image" and height is not None and width is not None:
         image_wh = stored_size(recipe, (width * fraction, height * fraction))
-        shapes = {_raster_size(size, fraction)[::-1] for size in sizes or [image_wh]}
+        shapes = {_compute_raster_size(size, fraction)[::-1] for size in sizes or [image_wh]}
         if len(shapes) > 1:
             raise ImageError(
                 f"channel '{channel.name}' has one shape in the source, and would have "
@@ -151,7 +151,7 @@ def scale_value(
         image_map = dataclasses.replace(
             image_map,
             coefficients=(a, b, tx, c, d, ty),
-            out_wh=_raster_size(image_map.out_wh, fraction),
+            out_wh=_compute_raster_size(image_map.out_wh, fraction),
             visible=(0.0, 0.0, math.inf, math.inf),
         )
     kind = KINDS[channel.kind]
@@ -161,7 +161,7 @@ def scale_value(
     return kind.encode(moved, stored)
 
 
-def _raster_size(image_wh: tuple[int, int], fraction: int) -> tuple[int, int]:
+def _compute_raster_size(image_wh: tuple[int, int], fraction: int) -> tuple[int, int]:
     return -(-image_wh[0] // fraction), -(-image_wh[1] // fraction)
 
 

@@ -155,7 +155,7 @@ class FramedPacker(ShardPacker):
     _has_listing = False
 
     def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
-        super().__init__(file, number, level, None, buffer)
+        super().__init__(file, number, level, dictionary=None, buffer=buffer)
         self._sizes: list[tuple[int, int]] = []
 
     def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:

@@ -84,7 +84,8 @@ def publish_tables(
         num_clips=sum(clips_by_split.values()),
         num_bytes=sum(shard.bytes for shard in shards),
         splits={
-            split: _split(shards, split, num_clips) for split, num_clips in clips_by_split.items()
+            split: _make_split_entry(shards, split, num_clips)
+            for split, num_clips in clips_by_split.items()
         },
         files=(*files, *published),
     )
@@ -102,7 +103,7 @@ def publish_manifest(out: Output, manifest: M) -> M:
     return decoded
 
 
-def _split(shards: Sequence[ShardEntry], split: str, num_clips: int) -> SplitEntry:
+def _make_split_entry(shards: Sequence[ShardEntry], split: str, num_clips: int) -> SplitEntry:
     numbers = [number for number, shard in enumerate(shards) if shard.split == split]
     return SplitEntry(
         first_sample=shards[numbers[0]].first_sample,

@@ -57,7 +57,9 @@ class ReadBuffer:
         view = self._memory[start : start + num_bytes + 1]
         try:
             num_read = (
-                _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
+                _fill_view(path, view)
+                if offset is None
+                else _fill_range(path, view[:num_bytes], offset)
             )
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
@@ -121,7 +123,7 @@ class ReadBuffer:
         return [piece for piece in (self._memory[begin:end], rest) if piece]
 
 
-def _fill(path: str, view: memoryview) -> int:
+def _fill_view(path: str, view: memoryview) -> int:
     """Read a file into ``view``; returns the file's size if it is smaller or does not fit."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

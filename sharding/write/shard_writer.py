@@ -73,7 +73,7 @@ class ShardDone(NamedTuple):
     number: int
     name: str
     num_bytes: int
-    kept: bool
+    is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ class ShardWriter:
                 and is_whole(self._out, record)
             ):
                 pulse(record.shard.bytes)
-                return ShardDone(number, record.shard.name, record.shard.bytes, kept=True)
+                return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
             with naming(self._job.source):
                 record = self._write(number, shard, pulse)
             store_version_tag(self._out, record)
-        return ShardDone(number, record.shard.name, record.shard.bytes, kept=False)
+        return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
@@ -175,10 +175,10 @@ class ShardWriter:
                 with one_at_a_time(sum(member.bytes for member in scanned.members)):
                     length = packer.add(
                         scanned.key,
-                        clip_id,
-                        scanned.frame,
-                        scanned.timestamp_ns,
-                        self._raw_members(
+                        clip_id=clip_id,
+                        frame=scanned.frame,
+                        timestamp_ns=scanned.timestamp_ns,
+                        members=self._raw_members(
                             scanned, number=row, split=shard.split, sizes=sizes, check=check
                         ),
                     )

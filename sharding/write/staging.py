@@ -170,7 +170,15 @@ class Staging:
         index = _load_index(self._folder, task.number)
         places: dict[str, Placed] = {}
         if index is not None and index.digest == digest:
-            if self._has(task, index):
+            paths = {
+                band: clip_file(self._folder, task.number, band)
+                for band in index.sizes
+                if band >= self._num_done
+            }
+            if all(
+                path.exists() and path.stat().st_size == index.sizes[band]
+                for band, path in paths.items()
+            ):
                 return
             places = {
                 ref: place for ref, place in index.places.items() if place[0] < self._num_done
@@ -208,24 +216,16 @@ class Staging:
         """
         digest = hashlib.sha256(task.stamp.to_bytes(8))
         refs = dict[str, int]()
-        for row in _selected(task, self._bands):
+        # The rows of the clip that are written.
+        clip_bands = self._bands[task.first_row :][: task.num_rows]
+        rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
+        for row in rows:
             encoded = self._table.encoded_row(row)
             band = int(self._bands[row])
             digest.update(band.to_bytes(1) + encoded)
             for member in decode_row(encoded).members:
                 refs[member.ref] = max(band, refs.get(member.ref, band))
         return digest.hexdigest(), refs
-
-    def _has(self, task: StageTask, index: _Index) -> bool:
-        paths = {
-            band: clip_file(self._folder, task.number, band)
-            for band in index.sizes
-            if band >= self._num_done
-        }
-        return all(
-            path.exists() and path.stat().st_size == index.sizes[band]
-            for band, path in paths.items()
-        )
 
 
 class StagedSource:
@@ -291,18 +291,11 @@ def stage_clips(
         arguments = *arguments[:5], 0
     bands.sweep()
     _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder, images)
-    for _ in _staged(arguments, tasks, min(num_workers, len(tasks))):
+    for _ in _stage_all(arguments, tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
-    _rewrite(scan_table, table, folder, {task.number for task in tasks})
+    _rewrite_table(scan_table, table, folder, {task.number for task in tasks})
     return table
-
-
-def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
-    """Return the rows of a clip that are wanted."""
-    clip_bands = bands[task.first_row :][: task.num_rows]
-    rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
-    return rows
 
 
 def _check_space(
@@ -334,10 +327,10 @@ def _check_space(
         )
 
 
-def _staged(
+def _stage_all(
     arguments: _StagingArguments, tasks: Sequence[StageTask], num_workers: int
 ) -> Iterator[None]:
-    stage = partial(_stage, arguments)
+    stage = partial(_stage_clip, arguments)
     if num_workers > _MAX_THREADS:
         with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
             try:
@@ -348,7 +341,7 @@ def _staged(
         yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
-def _stage(arguments: _StagingArguments, task: StageTask) -> None:
+def _stage_clip(arguments: _StagingArguments, task: StageTask) -> None:
     """Stage a clip in a worker, which makes its `Staging` with its first one."""
     if not hasattr(_worker_state, "staging"):
         _worker_state.staging = Staging(*arguments)
@@ -380,7 +373,7 @@ def _load_index(folder: Path, number: int) -> _Index | None:
     return None
 
 
-def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
+def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have
     there.
     """
@@ -401,14 +394,16 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
                         current = row.clip
                         index = _load_index(folder, current) if current in staged else None
                         places = {} if index is None else index.places
-                    members = tuple(_moved(member, current, places) for member in row.members)
+                    members = tuple(
+                        _move_reference(member, current, places) for member in row.members
+                    )
                     rows.append(msgspec.msgpack.encode(row._replace(members=members)))
                 arrays = batch.columns
                 arrays[column] = pa.array(rows, file.schema.field(column).type)
                 writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=file.schema))
 
 
-def _moved(member: Reference, clip: int, places: dict[str, Placed]) -> Reference:
+def _move_reference(member: Reference, clip: int, places: dict[str, Placed]) -> Reference:
     if member.ref not in places:  # of a clip from which nothing is to be written
         return member
     band, offset, length, is_stored = places[member.ref]

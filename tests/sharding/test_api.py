@@ -202,8 +202,8 @@ def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
     for num_bytes, seconds in ((600, 0.5), (400, 1.5)):
         now[0] += seconds
         lines.advanced(num_bytes)
-    lines.shard_done(ShardDone(1, "train-000001.tar.zst", 700, kept=False))
-    lines.shard_done(ShardDone(0, "train-000000.tar.zst", 300, kept=True))
+    lines.shard_done(ShardDone(1, "train-000001.tar.zst", 700, is_kept=False))
+    lines.shard_done(ShardDone(0, "train-000000.tar.zst", 300, is_kept=True))
     now[0] += 2
     lines.advanced(0)
     planned, first, *_, last = events_of(capsys)

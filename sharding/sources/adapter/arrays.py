@@ -75,13 +75,17 @@ def clip_arrays(
     frame_poses = poses_at(
         [frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_)
     )
-    motion = _motion(frames, time_ns, frame_poses, has_poses)
+    motion = _compute_motion(frames, time_ns, frame_poses, has_poses)
+    cam_time_ns, cam_ego2global = times_and_poses(images, len(sensors.cameras))
+    lidar_time_ns, lidar_ego2global = times_and_poses(sweeps, len(sensors.lidars))
     return ClipArrays(
-        time_ns,
-        frame_poses,
-        *times_and_poses(images, len(sensors.cameras)),
-        *times_and_poses(sweeps, len(sensors.lidars)),
-        motion,
+        time_ns=time_ns,
+        ego2global=frame_poses,
+        cam_time_ns=cam_time_ns,
+        cam_ego2global=cam_ego2global,
+        lidar_time_ns=lidar_time_ns,
+        lidar_ego2global=lidar_ego2global,
+        motion=motion,
     )
 
 
@@ -118,7 +122,7 @@ def stacked_geometry(
     def matrices(
         name: str, ones: Sequence[Any], size: int
     ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-        return _unique(
+        return _find_unique(
             [None if item is None else getattr(item, name) for item in ones],
             size,
             f"{where}: {name}",
@@ -151,7 +155,7 @@ def stacked_geometry(
             f"{values[0]}, cam2ego {values[1]}; wanted are finite numbers, and focal "
             "lengths over 0"
         )
-    poses = _rigid(
+    poses = _fit_rigid(
         where,
         cam2ego=cam2ego,
         cam_ego2global=arrays.cam_ego2global[rows],
@@ -176,7 +180,7 @@ def stacked_geometry(
     )
 
 
-def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+def _fit_rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     """Return transforms with exact rotations, by name; NaN stays.
 
     Raise SourceError for what is not a transform.
@@ -200,7 +204,7 @@ def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.fl
     }
 
 
-def _unique(
+def _find_unique(
     values: Sequence[Any], size: int, where: str
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value
@@ -222,7 +226,7 @@ def _unique(
     return np.array(unique), rows
 
 
-def _motion(
+def _compute_motion(
     frames: Sequence[Frame],
     time_ns: NDArray[np.int64],
     ego2global: NDArray[np.float64],

@@ -59,9 +59,8 @@ def clip_boxes(
     ]
     counts = np.array([len(frame_boxes.category) for _, frame_boxes in labelled], np.int64)
     if not labelled:
-        return ClipBoxes(
-            [None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64)
-        )
+        no_counts = np.zeros((len(rows), len(classes.names)), np.int64)
+        return ClipBoxes([None] * len(rows), [0] * len(rows), no_counts)
     frame = np.repeat(
         np.array([number_of_frame for number_of_frame, _ in labelled], np.int64), counts
     )
@@ -102,12 +101,16 @@ def in_ego(
     counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        return _cast(
-            _column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown),
-            kind,
-            name,
-            frame,
-        )
+        values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
+        if issubclass(kind, np.integer):
+            bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise SourceError(
+                    f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of "
+                    "range; unknown is -1"
+                )
+        return values.astype(kind)
 
     in_global = np.repeat(
         np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_), counts
@@ -118,7 +121,7 @@ def in_ego(
     stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
-    rotation = stated2ego @ _rotations(
+    rotation = stated2ego @ _make_rotations(
         column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
     )
     is_sound = (
@@ -146,7 +149,15 @@ def in_ego(
         turn = ego2global[frame]
         in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
         in_world[in_global] = centre[in_global]
-        speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(tracks))
+        # The rows before and after each row in its track.
+        before, after = np.full((2, len(tracks)), -1, np.int64)
+        order = np.argsort(tracks, kind="stable")
+        first = order[:-1]
+        last = order[1:]
+        same = tracks[first] == tracks[last]
+        before[last[same]] = first[same]
+        after[first[same]] = last[same]
+        speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
         velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
@@ -164,22 +175,7 @@ def in_ego(
     }
 
 
-def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the values of boxes as ``kind``; raise SourceError where an integer cannot hold
-    one.
-    """
-    if issubclass(kind, np.integer):
-        bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
-        if bad.any():
-            row = int(np.argmax(bad))
-            raise SourceError(
-                f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of "
-                "range; unknown is -1"
-            )
-    return values.astype(kind)
-
-
-def _column(
+def _join_column(
     labelled: Sequence[tuple[int, BoxRows]],
     number: int,
     name: str,
@@ -209,7 +205,7 @@ def _column(
     return np.concatenate(parts)
 
 
-def _rotations(wxyz: F64, yaw: F64) -> F64:
+def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for
     a wrong one.
     """
@@ -223,17 +219,6 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
     full[~is_unit] = np.nan
     is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))
     return np.where(is_yaw[:, None, None], of_yaw, full)
-
-
-def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each row the rows before and after in its track, -1 for none."""
-    before, after = np.full((2, len(tracks)), -1, np.int64)
-    order = np.argsort(tracks, kind="stable")
-    first = order[:-1]
-    last = order[1:]
-    same = tracks[first] == tracks[last]
-    before[last[same]], after[first[same]] = first[same], last[same]
-    return before, after
 
 
 def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:

@@ -88,8 +88,8 @@ class ValueForms:
         if value is None or name in self.refused:
             return
         try:
-            form = _form(name, value)
-            self._forms[name] = _common(self._forms.get(name, form), form)
+            form = _find_form(name, value)
+            self._forms[name] = _join_forms(self._forms.get(name, form), form)
         except (ValueError, OverflowError) as error:
             self.refused[name] = str(error)
 
@@ -105,7 +105,7 @@ class ValueForms:
         )
 
 
-def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
+def _find_form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for
     one of no such form.
     """
@@ -128,7 +128,7 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     return array.dtype.name, array.shape
 
 
-def _common(
+def _join_forms(
     first_form: tuple[str, tuple[int | None, ...]], second_form: tuple[str, tuple[int | None, ...]]
 ) -> tuple[str, tuple[int | None, ...]]:
     """Return the form that both fit; raise ValueError where there is none."""
@@ -137,7 +137,8 @@ def _common(
         if not shape:
             raise ValueError("samples differ: some are lists, others are none")
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
-    (dtype, shape), (other_dtype, other_shape) = first_form, second_form
+    dtype, shape = first_form
+    other_dtype, other_shape = second_form
     if dtype != other_dtype and not {"", "bool", _BYTES, _TEXTS}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
@@ -351,7 +352,8 @@ def image_boxes(
         if rows is None or camera not in cameras:
             continue
         box = np.asarray(rows.box, np.float64).reshape(-1, 4)
-        bad = ~(np.isfinite(box).all(1) & (box[:, 2:] >= box[:, :2]).all(1))
+        is_ordered = (box[:, 2:] >= box[:, :2]).all(1)
+        bad = ~(np.isfinite(box).all(1) & is_ordered)
         if bad.any():
             row = int(np.argmax(bad))
             raise SourceError(

@@ -58,7 +58,7 @@ _OTHER_NAMES: Final = {
     "traffic_cone": ("construction_cone", "cone", "cones"),
 }
 _OF_OTHERS: Final = {
-    name: known for known, names in _OTHER_NAMES.items() for name in (known, *names)
+    name: class_name for class_name, names in _OTHER_NAMES.items() for name in (class_name, *names)
 } | {"motorcycle": "motorcycle"}
 """Names that Argoverse 2, KITTI, PandaSet, T4 and Waymo have for the ten classes, with
 underscores.

@@ -153,7 +153,7 @@ def made_heads(
             yield ref, error.message
 
 
-class Found(msgspec.Struct, frozen=True, gc=False):
+class StampedReference(msgspec.Struct, frozen=True, gc=False):
     """An image or a sweep that is there: its reference, and what changes when its file does."""
 
     reference: Reference
@@ -180,7 +180,7 @@ class MemberFinder:
 
     def find(
         self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]
-    ) -> tuple[list[dict[str, Found | str]], list[list[Found]]]:
+    ) -> tuple[list[dict[str, StampedReference | str]], list[list[StampedReference]]]:
         """Return for each frame the image or sweep by channel, in rig order, or why it is missing.
 
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
@@ -189,7 +189,7 @@ class MemberFinder:
         channels_seen: set[str] = set()
         parts: dict[str, Part] = {}
         looked_at: dict[str, str] = {}
-        made: dict[str, str] = {}
+        made_images: dict[str, str] = {}
         other_files: dict[str, None] = {}
         are_all_looked_at = self.policy.depth != "head"
         for frame in frames:
@@ -203,7 +203,7 @@ class MemberFinder:
                     elif frame_image.encoded_of == "raw":
                         self.findings.tolerate(1, [])  # its fault would be known
                     elif self.policy.looks_at_made:
-                        made[frame_image.ref] = channel
+                        made_images[frame_image.ref] = channel
                     continue
                 ref = frame_image.ref
                 parts[ref] = Part.parse(ref)
@@ -212,13 +212,13 @@ class MemberFinder:
                     is_first
                     or frame_image.width <= 0
                     or frame_image.height <= 0
-                    or not _extension(frame_image)
+                    or not _find_extension(frame_image)
                 ):
                     looked_at[ref] = channel
                     channels_seen.add(channel)
-            for one in frame.sweeps.values() if self.points else ():
-                if one.num_bytes is None and not one.absent:
-                    parts[one.ref] = Part.parse(one.ref)
+            for frame_sweep in frame.sweeps.values() if self.points else ():
+                if frame_sweep.num_bytes is None and not frame_sweep.absent:
+                    parts[frame_sweep.ref] = Part.parse(frame_sweep.ref)
             for member in frame.members:
                 if isinstance(member, FileMember):
                     other_files.update(dict.fromkeys(member.files))
@@ -226,19 +226,21 @@ class MemberFinder:
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
-        heads = self._heads(where, looked_at, parts, facts)
-        if made:
-            looks_at_made = made_heads(self.make_images, list(made), self.policy.depth)
+        stored = {ref: parts[ref] for ref in looked_at if facts[parts[ref].name]}
+        stored_heads = image_heads(self.files, list(stored.values()), facts, self.policy.depth)
+        heads = self._judge_heads(where, looked_at, zip(stored, stored_heads, strict=True))
+        if made_images:
+            looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
             by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
-            heads |= self._judged(
-                where, {MADE_PREFIX + ref: name for ref, name in made.items()}, by_ref
+            heads |= self._judge_heads(
+                where, {MADE_PREFIX + ref: name for ref, name in made_images.items()}, by_ref
             )
-        known_files = _Known(parts, facts, heads)
-        rows_found: list[dict[str, Found | str]] = []
-        members: list[list[Found]] = []
+        known_files = _KnownFiles(parts, facts, heads)
+        rows_found: list[dict[str, StampedReference | str]] = []
+        members: list[list[StampedReference]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
         for number, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
-            row: dict[str, Found | str] = {}
+            row: dict[str, StampedReference | str] = {}
             place = f"{where}: frame {number}"
             for channel, is_placed in zip(channels, placed, strict=True):
                 image = frame.images.get(channel)
@@ -251,24 +253,24 @@ class MemberFinder:
                 elif not is_placed:
                     row[channel] = NO_POSE
                 else:
-                    row[channel] = self._image(place, channel, image, known_files)
+                    row[channel] = self._find_image(place, channel, image, known_files)
             for lidar in self.sensors.lidars if self.points else ():
                 sweep = frame.sweeps.get(lidar.channel)
                 if sweep is None or sweep.absent:
                     row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
                 else:
-                    row[lidar.channel] = self._sweep(place, lidar.channel, sweep, known_files)
+                    row[lidar.channel] = self._find_sweep(place, lidar.channel, sweep, known_files)
             rows_found.append(row)
-            members.append(self._members(place, frame, facts))
+            members.append(self._find_members(place, frame, facts))
         return rows_found, members
 
-    def _members(
+    def _find_members(
         self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
-    ) -> list[Found]:
+    ) -> list[StampedReference]:
         found_members = []
         for member in frame.members:
             if not isinstance(member, FileMember):
-                found_members.append(Found(member, ""))
+                found_members.append(StampedReference(member, ""))
                 continue
             member_facts = [facts[name] for name in member.files]
             empty = [
@@ -287,7 +289,9 @@ class MemberFinder:
                     member.name, member.ref, num_bytes, is_estimate=member.is_estimate
                 )
                 found_members.append(
-                    Found(reference, " ".join(file_facts.stamp for file_facts in existing))
+                    StampedReference(
+                        reference, " ".join(file_facts.stamp for file_facts in existing)
+                    )
                 )
             elif member.hint:
                 name = member.files[member_facts.index(None)]
@@ -298,19 +302,7 @@ class MemberFinder:
                 )
         return found_members
 
-    def _heads(
-        self,
-        where: str,
-        channels: Mapping[str, str],
-        parts: Mapping[str, Part],
-        facts: Mapping[str, FileFacts | None],
-    ) -> dict[str, ImageInfo | None]:
-        """Return the heads of images of these channels by reference; None for a damaged one."""
-        selected = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
-        heads = image_heads(self.files, list(selected.values()), facts, self.policy.depth)
-        return self._judged(where, channels, zip(selected, heads, strict=True))
-
-    def _judged(
+    def _judge_heads(
         self,
         where: str,
         channels: Mapping[str, str],
@@ -323,8 +315,8 @@ class MemberFinder:
         for ref, head in heads:
             if isinstance(head, str):
                 judged[ref] = None
-                made = ref.startswith(MADE_PREFIX)
-                name = ref.removeprefix(MADE_PREFIX) if made else f"{self.files.shown}/{ref}"
+                is_made = ref.startswith(MADE_PREFIX)
+                name = ref.removeprefix(MADE_PREFIX) if is_made else f"{self.files.shown}/{ref}"
                 self._note_damage(f"{where}: image '{name}'", f": {head}")
             else:
                 judged[ref] = head
@@ -352,7 +344,9 @@ class MemberFinder:
                 "leave the camera out by the option cameras"
             )
 
-    def _image(self, place: str, channel: str, image: Image, known_files: _Known) -> Found | str:
+    def _find_image(
+        self, place: str, channel: str, image: Image, known_files: _KnownFiles
+    ) -> StampedReference | str:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = (
                 f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
@@ -368,7 +362,7 @@ class MemberFinder:
         if head is None and key in known_files.heads:
             return NOTED if self.policy.damaged == "error" else DAMAGED
         size = (image.width, image.height)
-        extension = _extension(image)
+        extension = _find_extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
             return self._note(
@@ -393,7 +387,7 @@ class MemberFinder:
                     f"image '{image.ref}' is made: state its size, and about how many bytes it has"
                 )
                 return self._note(place, channel, text)
-            return Found(
+            return StampedReference(
                 Reference(name, MADE_PREFIX + image.ref, image.num_bytes, *size, is_estimate=True),
                 "",
             )
@@ -418,22 +412,23 @@ class MemberFinder:
             self.report.note(CONVERTED, 1)
             estimate = size[0] * size[1] * head.num_components
             reference = Reference(name, PLAIN + image.ref, estimate, *size, is_estimate=True)
-            return Found(reference, file_facts.stamp)
-        return Found(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
+            return StampedReference(reference, file_facts.stamp)
+        return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 
-    def _sweep(self, place: str, channel: str, sweep: Sweep, known_files: _Known) -> Found | str:
+    def _find_sweep(
+        self, place: str, channel: str, sweep: Sweep, known_files: _KnownFiles
+    ) -> StampedReference | str:
         num_bytes = sweep.num_bytes
         stamp = ""
         if num_bytes is None:
             part = known_files.parts[sweep.ref]
             file_facts = known_files.facts[part.name]
-            end = (
-                0
-                if file_facts is None
-                else file_facts.num_bytes
-                if part.length is None
-                else part.offset + part.length
-            )
+            if file_facts is None:
+                end = 0
+            elif part.length is None:
+                end = file_facts.num_bytes
+            else:
+                end = part.offset + part.length
             if file_facts is None or not file_facts.num_bytes or end > file_facts.num_bytes:
                 short = "is empty" if file_facts and not file_facts.num_bytes else "ends before"
                 problem = "is not there" if file_facts is None else short
@@ -444,7 +439,7 @@ class MemberFinder:
                 return self._note(place, channel, text)
             num_bytes = file_facts.num_bytes if part.length is None else part.length
             stamp = file_facts.stamp
-        return Found(
+        return StampedReference(
             Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp
         )
 
@@ -453,7 +448,7 @@ class MemberFinder:
         return NOTED
 
 
-def _extension(image: Image) -> str:
+def _find_extension(image: Image) -> str:
     """Return the stated extension, or that of the name; "" where neither is one that is stored."""
     extension = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
     if extension is not None:
@@ -462,7 +457,7 @@ def _extension(image: Image) -> str:
     return EXTENSION_OF.get(stated, "")
 
 
-class _Known(NamedTuple):
+class _KnownFiles(NamedTuple):
     """What is known by reference (part of a file, head of an image of unknown size) and by name
     (the file's facts).
     """

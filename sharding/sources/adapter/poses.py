@@ -75,10 +75,10 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
     with np.errstate(all="ignore"):
         numbers = np.moveaxis(matrices, 0, -1).copy()  # numpy is slow where the last axis is short
         rotation = a, b, c = numbers[:3, :3]
-        skew = np.abs(np.einsum("ijp,kjp->ikp", rotation, rotation) - np.eye(3)[..., None]).max(
-            (0, 1)
-        )
-        determinant = (a * (b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]])).sum(0)
+        squared = np.einsum("ijp,kjp->ikp", rotation, rotation)
+        skew = np.abs(squared - np.eye(3)[..., None]).max((0, 1))
+        cross = b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]]
+        determinant = (a * cross).sum(0)
         sound = (
             (skew <= MAX_SKEW)
             & (determinant > 0)
@@ -107,9 +107,13 @@ def quaternions(matrices: F64) -> F64:
     for k in range(4):
         products[:, k, k] = diagonal[:, k]
     for k, (i, j) in enumerate(((2, 1), (0, 2), (1, 0)), 1):
-        products[:, 0, k] = products[:, k, 0] = m[:, i, j] - m[:, j, i]
+        difference = m[:, i, j] - m[:, j, i]
+        products[:, 0, k] = difference
+        products[:, k, 0] = difference
     for a, b in ((0, 1), (0, 2), (1, 2)):
-        products[:, a + 1, b + 1] = products[:, b + 1, a + 1] = m[:, a, b] + m[:, b, a]
+        total = m[:, a, b] + m[:, b, a]
+        products[:, a + 1, b + 1] = total
+        products[:, b + 1, a + 1] = total
     largest = products[np.arange(len(m)), squares.argmax(1)]
     return np.asarray(largest / np.linalg.norm(largest, axis=1, keepdims=True))
 

@@ -28,8 +28,8 @@ from fuelrail.sharding.sources.adapter.members import (
     NO_POSE,
     NOT_IN_CLIP,
     NOTED,
-    Found,
     MemberFinder,
+    StampedReference,
     check_inside,
     facts_by_name,
 )
@@ -149,7 +149,7 @@ class ClipRows:
         due = set(thinned(np.array([frame.timestamp_ns for frame in frames]), rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
-        stamp = self._stamp(clip)
+        stamp = self._compute_stamp(clip)
         finder = MemberFinder(
             files=self.files,
             sensors=self.sensors,
@@ -164,7 +164,7 @@ class ClipRows:
         )
         mask = self._select_frames(where, frames, images_found, arrays)
         self._check_sweep_poses(where, images_found, mask, arrays)
-        boxes = self._boxes(where, frames, mask, arrays)
+        boxes = self._convert_boxes(where, frames, mask, arrays)
         order = np.flatnonzero(mask)
         if not len(order):
             return
@@ -173,7 +173,7 @@ class ClipRows:
             rows=self, clip=clip, frames=frames, mask=mask, arrays=arrays, boxes=boxes
         )
         cameras = [camera.channel for camera in self.sensors.cameras]
-        sizes, is_there = self._image_sizes(frames, images_found)
+        sizes, is_there = self._collect_image_sizes(frames, images_found)
         num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         parts = {
@@ -195,24 +195,24 @@ class ClipRows:
             )
             sizes_shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
             self.report.note_principal_points(cameras, geometry.intrinsics, sizes_shown)
-            for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
+            for row, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
                 present_members = [
-                    entry for entry in images_found[at].values() if not isinstance(entry, str)
+                    entry for entry in images_found[row].values() if not isinstance(entry, str)
                 ]
                 members = [entry.reference for entry in present_members]
-                meta = facts.meta(at, images_found[at])
-                attributes = facts.attributes(at, num_cameras[at])
-                extra_members = [entry.reference for entry in members_found[at]]
+                meta = facts.meta(row, images_found[row])
+                attributes = facts.attributes(row, num_cameras[row])
+                extra_members = [entry.reference for entry in members_found[row]]
                 if self.channels:
-                    place = f"{where}: frame {at}"
-                    values = {name: of_one[at] for name, of_one in parts.items()}
+                    place = f"{where}: frame {row}"
+                    values = {name: of_one[row] for name, of_one in parts.items()}
                     extra_members += value_members(
-                        self.channels, {**frames[at].values, **values}, place
+                        self.channels, {**frames[row].values, **values}, place
                     )
                     present = [entry.name.partition(".")[0] for entry in members]
                     extra_members += image_boxes(
                         self.channels,
-                        boxes=frames[at].boxes2d,
+                        boxes=frames[row].boxes2d,
                         cameras=present,
                         classes=self.classes,
                         where=place,
@@ -220,10 +220,17 @@ class ClipRows:
                 if extra_members:
                     members += sorted(extra_members, key=lambda member: rank.get(member.name, -1))
                 files = [
-                    entry.stamp for entry in (*present_members, *members_found[at]) if entry.stamp
+                    entry.stamp for entry in (*present_members, *members_found[row]) if entry.stamp
                 ]
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
-                self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
+                self.out.append(
+                    meta,
+                    geometry=encoded,
+                    boxes=boxes.encoded[row],
+                    members=members,
+                    attributes=attributes,
+                    stamp=stamps,
+                )
         self.report.samples += len(order)
         self._note_cameras(frames, is_there, arrays, order)
 
@@ -251,7 +258,7 @@ class ClipRows:
         hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
         self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
 
-    def _stamp(self, clip: Clip) -> str:
+    def _compute_stamp(self, clip: Clip) -> str:
         for name in clip.files:
             check_inside(name, f"clip '{clip.name}'")
         facts = facts_by_name(self.files, clip.files)
@@ -270,7 +277,7 @@ class ClipRows:
         self,
         where: str,
         frames: Sequence[Frame],
-        images_found: Sequence[Mapping[str, Found | str]],
+        images_found: Sequence[Mapping[str, StampedReference | str]],
         arrays: ClipArrays,
     ) -> NDArray[np.bool_]:
         """Return which frames are samples (F,); count those left out, and note what the policy
@@ -333,25 +340,25 @@ class ClipRows:
     def _check_sweep_poses(
         self,
         where: str,
-        found: Sequence[Mapping[str, Found | str]],
-        kept: NDArray[np.bool_],
+        images_found: Sequence[Mapping[str, StampedReference | str]],
+        mask: NDArray[np.bool_],
         arrays: ClipArrays,
     ) -> None:
         """Note the sweeps of samples that have no ego pose."""
-        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & kept[:, None]
+        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & mask[:, None]
         for number, lidar in enumerate(self.sensors.lidars):
-            for at in np.flatnonzero(is_unplaced[:, number]).tolist():
-                if isinstance(found[at].get(lidar.channel), Found):
+            for frame_number in np.flatnonzero(is_unplaced[:, number]).tolist():
+                if isinstance(images_found[frame_number].get(lidar.channel), StampedReference):
                     self.findings.add_cause(
                         lidar.channel,
                         cause=NO_POSE,
-                        place=f"{where}: frame {at}",
+                        place=f"{where}: frame {frame_number}",
                         fault=f"has a sweep of {lidar.channel} without an ego pose at its time",
                         remedy="; the pose of each sweep, or poses before and after it, are "
                         "needed; the option points=false leaves sweeps out",
                     )
 
-    def _boxes(
+    def _convert_boxes(
         self, where: str, frames: Sequence[Frame], mask: NDArray[np.bool_], arrays: ClipArrays
     ) -> ClipBoxes:
         rows = [
@@ -369,8 +376,8 @@ class ClipRows:
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
-    def _image_sizes(
-        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, Found | str]]
+    def _collect_image_sizes(
+        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, StampedReference | str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
@@ -380,12 +387,15 @@ class ClipRows:
             for channel in channels:
                 result = row[channel]
                 is_there.append(not isinstance(result, str))
-                image = _staying(frame, channel) if isinstance(result, str) else result.reference
+                image = (
+                    _find_absent_image(frame, channel)
+                    if isinstance(result, str)
+                    else result.reference
+                )
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
         shape = (len(images_found), len(channels))
-        return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(
-            shape
-        )
+        mask = np.array(is_there, np.bool_).reshape(shape)
+        return np.array(sizes, np.int32).reshape(*shape, 2), mask
 
     def _note_cameras(
         self,
@@ -413,7 +423,7 @@ class ClipRows:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
 
-def _staying(frame: Frame, channel: str) -> Image | None:
+def _find_absent_image(frame: Frame, channel: str) -> Image | None:
     """Return the image of a camera that stays in the sample where its bytes are absent, and has
     a size.
     """
@@ -462,7 +472,7 @@ class _ClipFacts:
             "vehicle": clip.vehicle,
         }
 
-    def meta(self, frame_number: int, images_found: Mapping[str, Found | str]) -> Meta:
+    def meta(self, frame_number: int, images_found: Mapping[str, StampedReference | str]) -> Meta:
         """Return the metadata of a frame; dataset, split and license are filled in when shards
         are written.
         """
@@ -479,7 +489,7 @@ class _ClipFacts:
             if not isinstance(image, Image) or (isinstance(result, str) and not image.stays):
                 continue
             latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
-            size = _staying(frame, name) if isinstance(result, str) else result.reference
+            size = _find_absent_image(frame, name) if isinstance(result, str) else result.reference
             if size is not None:
                 cameras[name] = CameraMeta(
                     token=image.token,

@@ -258,7 +258,7 @@ class FrameSource(Generic[S]):
         names = (
             self.given.cameras if isinstance(self.given.cameras, tuple) else ()
         )  # logs name topics besides
-        sensors, channels, left_out = _chosen(sensors, channels, names, self.files.shown)
+        sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out,
             files=self.files,
@@ -388,7 +388,7 @@ def _is_calibrated(frame: Frame) -> bool:
     )
 
 
-def _chosen(
+def _select_sensors(
     sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
 ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
     """Return cameras of these names (none: all) and channels to keep, and names of cameras and

@@ -41,14 +41,16 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
         places = f"'{first.location}' and '{second.location}'"
         for name, noun in _ALIKE.items():
             ours, theirs = (
-                _described(getattr(dataset.manifest, name)) for dataset in (first, second)
+                _describe_value(getattr(dataset.manifest, name)) for dataset in (first, second)
             )
             if ours != theirs:
                 raise SourceError(
                     f"{places} cannot become one dataset: the {noun} of the first are "
                     f"{ours}, of the second {theirs}"
                 )
-        first_table, two = (_table(dataset.manifest.extra_channels) for dataset in (first, second))
+        first_table, two = (
+            _make_table(dataset.manifest.extra_channels) for dataset in (first, second)
+        )
         if list(first_table.items()) != list(two.items()):
             sides = (
                 differences(first_table, two, "in the first", "in the second")
@@ -97,21 +99,20 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
     return types
 
 
-def _described(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
-        parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
+        parts = []
+        for entry in value:
+            columns = f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""
+            parts.append(f"{entry.channel} ({entry.source_name}{columns})")
         return ", ".join(parts)
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _table(channels: Sequence[Channel]) -> dict[str, Any]:
+def _make_table(channels: Sequence[Channel]) -> dict[str, Any]:
     """Return the entries by name, without what may differ between two datasets that become one."""
     alike = [
         msgspec.structs.replace(channel, codec="", description="", source_name="")
         for channel in channels
     ]
     return {channel.name: msgspec.to_builtins(channel) for channel in alike}
-
-
-def _columns(entry: object) -> str:
-    return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

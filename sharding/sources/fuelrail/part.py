@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
@@ -63,7 +62,9 @@ class DatasetPart:
         if not file.exists:
             return {}
         schema = file.schema(len(self.dataset.index))
-        return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
+        return {
+            field.name: _find_python_type(field) for field in schema if field.name not in _OF_INDEX
+        }
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
         """Yield the samples of each clip by frame, in the order of the ids.
@@ -71,7 +72,8 @@ class DatasetPart:
         Their attributes are copied to ``disk``.
         """
         numbered = (
-            (number, self._row(number), attributes) for number, attributes in self._attributes(disk)
+            (number, self._read_row(number), attributes)
+            for number, attributes in self._iter_attributes(disk)
         )
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((number, row), attributes) for number, row, attributes in clip)
@@ -106,7 +108,7 @@ class DatasetPart:
     def read(self, number: int, field: str) -> memoryview:
         """Return a member of row number ``at``, decoded; those of one row are decoded together."""
         if self._read[0] != number or field not in self._read[1]:
-            row = self._row(number)
+            row = self._read_row(number)
             span = self._read_bytes(row, row.length)
             shard = self.dataset.shards.name_of(row)
             try:
@@ -120,7 +122,7 @@ class DatasetPart:
             self._read = (number, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
 
-    def _row(self, number: int) -> IndexRow:
+    def _read_row(self, number: int) -> IndexRow:
         """Return a row of the index by itself: all rows together would fill this process's
         memory.
         """
@@ -129,25 +131,22 @@ class DatasetPart:
             self.dataset.index.release()
         return self.dataset.index.row(number)
 
-    def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _iter_attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row in the order of clips and frames, with its attributes, of which few are
         Python objects.
         """
-        rows = self._rows_by_clip()
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        rank = np.argsort(
+            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
+        )
+        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
         names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
             yield from zip(part.tolist(), values, strict=True)
-
-    def _rows_by_clip(self) -> NDArray[np.int64]:
-        index = self.dataset.index
-        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
-        rank = np.argsort(
-            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
-        )
-        return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span, decoded if it is a frame."""
@@ -192,7 +191,7 @@ class DatasetPart:
             ) from error
 
 
-def _python_type(field: pa.Field) -> type:
+def _find_python_type(field: pa.Field) -> type:
     for arrow, python in (
         (pa.bool_(), bool),
         (pa.int64(), int),

@@ -136,7 +136,7 @@ class FuelrailSource:
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, (row, attributes) in enumerate(next(walks[number])):
-                self._append(
+                self._append_sample(
                     out,
                     number=number,
                     row=row,
@@ -182,7 +182,7 @@ class FuelrailSource:
             lineage=Lineage.from_parents(manifests),
         )
 
-    def _append(
+    def _append_sample(
         self,
         out: ScanWriter,
         number: int,
@@ -199,7 +199,7 @@ class FuelrailSource:
             if len(self._cameras) < self._num_cameras:
                 sample = sample.of_cameras(self._camera_rows, self._num_cameras)
                 small[GEOMETRY] = encode_arrays(sample.geometry)
-                meta = _of_cameras(meta, self._cameras)
+                meta = _name_by_camera(meta, self._cameras)
                 if "num_cameras" in attributes:
                     attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
@@ -238,14 +238,14 @@ class FuelrailSource:
         boxes = small.get(BOXES)
         out.append(
             meta,
-            bytes(small[GEOMETRY]),
-            None if boxes is None else bytes(boxes),
-            members,
-            attributes,
+            geometry=bytes(small[GEOMETRY]),
+            boxes=None if boxes is None else bytes(boxes),
+            members=members,
+            attributes=attributes,
         )
 
 
-def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
+def _name_by_camera(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
     """Return the metadata of a sample, of these cameras alone."""
     cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
     stats = dict(meta.stats)

@@ -117,10 +117,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         numbers = read_numbers(self.files, clip.files[0])
         rect = numbers.transform(numbers.matrix("R0_rect", 3, 3), np.zeros(3))
         velo2cam, imu2velo = (
-            _transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo")
-        )
-        velo2cam, imu2velo = (
-            numbers.transform(matrix[:3, :3], matrix[:3, 3]) for matrix in (velo2cam, imu2velo)
+            numbers.transform(matrix[:, :3], matrix[:, 3])
+            for matrix in (
+                numbers.matrix("Tr_velo_to_cam", 3, 4),
+                numbers.matrix("Tr_imu_to_velo", 3, 4),
+            )
         )
         ego2rect = rect @ velo2cam @ imu2velo
         images = {}
@@ -137,7 +138,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             else {}
         )
         labels = [name for name in clip.files[1:] if name.endswith(".txt")]
-        boxes, bounds = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        boxes, bounds = (
+            self._read_boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        )
         yield Frame(
             timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds
         )
@@ -146,7 +149,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         """Read points (P, 4) in the lidar's frame."""
         return read_points(self.files, ref)
 
-    def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
+    def _read_boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
         """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down);
         and in image 2.
         """
@@ -183,8 +186,3 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             category=kinds,
         )
         return in_space, {"image_2": in_image}
-
-
-def _transform(matrix: F64) -> F64:
-    """Extend (3, 4) to (4, 4)."""
-    return np.concatenate([matrix, [[0.0, 0, 0, 1]]])

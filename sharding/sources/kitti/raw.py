@@ -188,7 +188,7 @@ class Kitti(FrameSource[KittiSettings]):
         numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
         if not numbers:
             raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
-        stated = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))
+        stated = self._read_times(f"{folder}/oxts/timestamps.txt", max(numbers))
         rows = [number for number in sorted(numbers) if stated[number] != _NO_TIME]
         if not rows:
             raise SourceError(f"'{self.files.shown}/{name}' has no row with a time")
@@ -209,7 +209,7 @@ class Kitti(FrameSource[KittiSettings]):
             )
         return numbers
 
-    def _times(self, name: str, last: int) -> NDArray[np.int64]:
+    def _read_times(self, name: str, last: int) -> NDArray[np.int64]:
         """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.
 
         Raises SourceError where one is invalid, or the file ends before ``last``.
@@ -233,7 +233,7 @@ class Kitti(FrameSource[KittiSettings]):
         first camera's.
         """
         folder = self._layout.drives[clip.name]
-        rig = self._rig(clip)
+        rig = self._read_rig(clip)
         files = {
             name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
             for name in self._cameras
@@ -245,13 +245,13 @@ class Kitti(FrameSource[KittiSettings]):
                 f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}"
             )
         times = {
-            name: self._times(f"{folder}/{name}/timestamps.txt", max(names))
+            name: self._read_times(f"{folder}/{name}/timestamps.txt", max(names))
             for name, names in files.items()
             if names
         }
         reference = next(iter(times.values()))
         if "velodyne_points" in self.files.listed(folder):
-            reference = self._times(
+            reference = self._read_times(
                 f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans)
             )
         elif numbers[-1] >= len(reference):
@@ -268,7 +268,7 @@ class Kitti(FrameSource[KittiSettings]):
             numbers = [number for number in numbers if reference[number] != _NO_TIME]
         if num_replaced := len(without_time) - len(lacking):
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
-        boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
+        boxes = self._read_tracklets(folder, invert_rigid(rig.lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
@@ -305,7 +305,7 @@ class Kitti(FrameSource[KittiSettings]):
         """Read points (P, 4), not compensated for ego's motion during the sweep."""
         return read_points(self.files, ref)
 
-    def _rig(self, clip: Clip) -> _Rig:
+    def _read_rig(self, clip: Clip) -> _Rig:
         folder = self._layout.calibrations.get(clip.name[:10])
         if folder is None:
             raise SourceError(
@@ -322,7 +322,7 @@ class Kitti(FrameSource[KittiSettings]):
         }
         return _Rig(cameras, invert_rigid(imu2velo))
 
-    def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
+    def _read_tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
         """Read boxes by frame number; None without tracklets.
 
         Their places are bottom centres in the lidar's frame.
@@ -346,10 +346,12 @@ class Kitti(FrameSource[KittiSettings]):
                 first = int(item.findtext("first_frame", ""))
                 kind = category(item.findtext("objectType", "unknown"))
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
-        return _boxes(tracks, invert_rigid(ego2lidar))
+        return _make_boxes(tracks, invert_rigid(ego2lidar))
 
 
-def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
+def _make_boxes(
+    tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64
+) -> dict[int, BoxRows]:
     """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size
     in each.
     """
@@ -361,17 +363,18 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     turned = lidar2ego[:3, :3] @ rotation_matrices(
         np.stack([np.cos(half), none, none, np.sin(half)], 1)
     )
-    names = [
-        (kind, f"{number}")
-        for number, (kind, frame_numbers, _) in enumerate(tracks)
-        for _ in frame_numbers
-    ]
+    category: list[str] = []
+    track: list[str] = []
+    for number, (kind, frame_numbers, _) in enumerate(tracks):
+        category += [kind] * len(frame_numbers)
+        track += [str(number)] * len(frame_numbers)
+    centre = np.stack([x, y, z + height / 2], 1)
     rows = BoxRows(
-        centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
+        centre=centre @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
         size_lwh=np.stack([length, width, height], 1),
         rotation_wxyz=quaternions(turned),
-        category=[kind for kind, _ in names],
-        track=[number for _, number in names],
+        category=category,
+        track=track,
     )
     return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
 
@@ -390,7 +393,8 @@ def oxts_poses(rows: F64) -> F64:
     for angle, (a, b) in ((yaw, (0, 1)), (pitch, (2, 0)), (roll, (1, 2))):
         turn = np.tile(np.eye(3), (len(rows), 1, 1))
         turn[:, a, a] = turn[:, b, b] = np.cos(angle)
-        turn[:, b, a], turn[:, a, b] = np.sin(angle), -np.sin(angle)
+        turn[:, b, a] = np.sin(angle)
+        turn[:, a, b] = -np.sin(angle)
         poses[:, :3, :3] = poses[:, :3, :3] @ turn
     place = np.stack([east, north, altitude], 1)
     poses[:, :3, 3] = place - place[0]

@@ -79,18 +79,20 @@ class FrameMaker:
                 index,
                 channel=channel,
                 topic=topic,
-                info_topic=self._info_topic(channel, topic),
+                info_topic=self._find_info_topic(channel, topic),
                 ego=self._given.ego_frame,
             )
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
-        marks = {channel: self._marks(channel) for channel in self._given.boxes2d}
-        fixes = self._fixes(times)
-        members = self._members(times.tolist(), rows)
+        marks = {channel: self._select_marks(channel) for channel in self._given.boxes2d}
+        fixes = self._match_fixes(times)
+        members = self._find_members(times.tolist(), rows)
         for number, time in enumerate(times.tolist()):
             images = {
-                channel: self._image(topic, rows[channel][number], stamps[topic], models[channel])
+                channel: self._make_image(
+                    topic, rows[channel][number], stamps[topic], models[channel]
+                )
                 for channel, topic in self._cameras.items()
                 if channel in models
             }
@@ -118,7 +120,7 @@ class FrameMaker:
                 members=members[number],
             )
 
-    def _members(
+    def _find_members(
         self, times: Sequence[int], rows: Mapping[str, Sequence[int]]
     ) -> list[list[Reference]]:
         """Return the members of each time's radars, by the rows of each channel, and signals."""
@@ -126,7 +128,7 @@ class FrameMaker:
         for channel in self._channels:
             parts: Iterable[list[Reference]]
             if channel.name in self._given.radars:
-                parts = self._radar(channel, rows[channel.name], times)
+                parts = self._iter_radar_members(channel, rows[channel.name], times)
             elif channel.source_name in self._index.signals and not self._given.series:
                 parts = signals(channel, *self._index.signals[channel.source_name], times)
             else:
@@ -135,7 +137,7 @@ class FrameMaker:
                 time_members += more
         return members
 
-    def _marks(self, channel: str) -> dict[int, Marks]:
+    def _select_marks(self, channel: str) -> dict[int, Marks]:
         """Return the boxes in a camera's pictures, by the picture's row."""
         settings = self._given
         offset_ns, tolerance_ns = (
@@ -149,7 +151,7 @@ class FrameMaker:
             self._cameras[channel], settings.boxes2d[channel], offset_ns, tolerance_ns
         )
 
-    def _radar(
+    def _iter_radar_members(
         self, channel: Channel, rows: Sequence[int], times: Sequence[int]
     ) -> Iterator[list[Reference]]:
         """Yield the member of a radar at each time, moved to ego there by the poses at both
@@ -186,7 +188,7 @@ class FrameMaker:
             num_bytes = 128 + item.num_points * 4 * len(channel.columns)
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
-    def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
+    def _match_fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """Return the position nearest to each time, at most ``max_gap_s`` away; None where there
         is none.
         """
@@ -231,7 +233,7 @@ class FrameMaker:
             self._apart[topic] = float(apart_ns[np.abs(apart_ns).argmin()]) * 1e-9
         return rows
 
-    def _info_topic(self, channel: str, topic: str) -> str:
+    def _find_info_topic(self, channel: str, topic: str) -> str:
         """Return the topic of a camera's calibration."""
         index = self._index
         stated = self._given.camera_infos.get(channel)
@@ -261,7 +263,7 @@ class FrameMaker:
             )
         return info_topic
 
-    def _image(
+    def _make_image(
         self, topic: str, row: int, stamps: list[int], models: list[CameraModel]
     ) -> Image | Absent:
         if row < 0:

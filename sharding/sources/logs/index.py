@@ -131,12 +131,12 @@ class LogIndex:
         self._codecs: dict[str, str] = {}
         for file in files:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
-                self._read(file, set(cameras), set(lidars), options.poses)
+                self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
-        self.series = {topic: self._sorted(topic) for topic in sensors}
+        self.series = {topic: self._sort_series(topic) for topic in sensors}
         self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
 
-    def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
+    def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
         chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
@@ -157,7 +157,7 @@ class LogIndex:
                     num_lost = sum(file.lost.values())
                     # a part of a video is lost: the rest of the group cannot be decoded
                     self._keys.clear()
-                stamp_ns, shot = self._shot(file, topics[name], readers[name], message)
+                stamp_ns, shot = self._make_shot(file, topics[name], readers[name], message)
                 self._found[name].append((stamp_ns, message.log_ns, shot))
             elif name in lidars:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
@@ -192,21 +192,24 @@ class LogIndex:
     ) -> None:
         """Read the messages of each topic together, and forget them."""
         for name, entries in self._found.items():
-            stamps, log_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2).T
-            mask = self._ascending_mask(name, stamps, log_ns, [entry[2].place for entry in entries])
+            times_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2)
+            stamps, log_ns = times_ns.T
+            items = [entry[2] for entry in entries]
+            mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
             self._stamped[name].append(stamps[mask])
-            self._items[name] += [entry[2] for entry in itertools.compress(entries, mask.tolist())]
+            self._items[name] += itertools.compress(items, mask.tolist())
             entries.clear()
         for name, messages in pending.items():
             reader = readers[name]
             if not messages:
                 continue
             if name in self._signals:
-                self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
+                stamps, values = reader.signals(messages)
+                self.columns[name] = reader.columns
                 stamps, mask = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
-                self._mark(name, messages, [reader.marks(message) for message in messages])
+                self._add_marks(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
@@ -218,7 +221,7 @@ class LogIndex:
                     self.tree.add(part, is_static=is_static)
             messages.clear()
 
-    def _mark(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
+    def _add_marks(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
         """Keep boxes in pictures; of annotations, those without boxes may have no stamp."""
         if self._clock == "header":
             stamped = [number for number, mark in enumerate(marks) if mark.stamp_ns or mark.box]
@@ -255,7 +258,7 @@ class LogIndex:
             self._marked[pictures, topic] = marked
         return marked
 
-    def _shot(
+    def _make_shot(
         self, file: LogFile, topic: Topic, reader: Reader, message: Message
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
@@ -267,21 +270,21 @@ class LogIndex:
         stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
         start = picture.offset
         length = picture.length
-        known = self._heads.get(topic.name)
+        cached_head = self._heads.get(topic.name)
         offset = message.offset + start if message.offset >= 0 else -1
         is_whole = 0 < length <= message.length - start
         if (
-            known
+            cached_head
             and is_whole
-            and bytes(message.data[start : start + len(known.text)]) == known.text
+            and bytes(message.data[start : start + len(cached_head.text)]) == cached_head.text
         ):
             return stamp_ns, Shot(
                 place=message.place,
                 offset=offset,
                 length=length,
-                width=known.width,
-                height=known.height,
-                extension=known.extension,
+                width=cached_head.width,
+                height=cached_head.height,
+                extension=cached_head.extension,
             )
         where = f"topic '{topic.name}', message {message.place}"
         if not is_whole:
@@ -291,7 +294,7 @@ class LogIndex:
                 place=message.place, offset=-1, length=length, width=0, height=0, fault=fault
             )
         if topic.type in VIDEOS:
-            return stamp_ns, self._frame(
+            return stamp_ns, self._make_frame(
                 file, topic=topic, message=message, picture=picture, where=where
             )
         if topic.type in RAWS:
@@ -335,13 +338,15 @@ class LogIndex:
             extension=head.extension,
         )
 
-    def _frame(
+    def _make_frame(
         self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str
     ) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
         self.videos[topic.name] = number + 1, num_bytes + picture.length
-        codec = self._codec(file, topic, message)
+        codec = self._codecs.get(topic.name)
+        if codec is None:  # the first message states it behind the picture
+            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
@@ -352,13 +357,6 @@ class LogIndex:
         key = self._keys.get(topic.name)
         size = self._sizes.get(topic.name, (0, 0))
         return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
-
-    def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
-        """Read the codec of a topic from its first message, which states it behind the picture."""
-        codec = self._codecs.get(topic.name)
-        if codec is None:
-            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
-        return codec
 
     def _ascending_mask(
         self,
@@ -416,7 +414,7 @@ class LogIndex:
         )
         return mask
 
-    def _sorted(self, topic: str) -> Series:
+    def _sort_series(self, topic: str) -> Series:
         items = self._items.pop(topic)
         stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:

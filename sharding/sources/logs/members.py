@@ -53,7 +53,13 @@ class Job(NamedTuple):
     def parse(cls, ref: str) -> Job:
         """Parse a reference."""
         kind, topic, place, key, log = (*ref.split("|", 4), "", "")[:5]
-        return cls(kind, topic, Locator.parse(place), Locator.parse(key) if key else None, log)
+        return cls(
+            kind=kind,
+            topic=topic,
+            place=Locator.parse(place),
+            key=Locator.parse(key) if key else None,
+            log=log,
+        )
 
 
 class _Group(NamedTuple):
@@ -106,7 +112,7 @@ class LogMembers:
         for job in jobs:
             if job.kind != "video":
                 todo.setdefault(job.place, []).append(job)
-        for group in self._groups([job for job in jobs if job.kind == "video"]):
+        for group in self._group_jobs([job for job in jobs if job.kind == "video"]):
             for number in range(group.first, group.last + 1):
                 todo.setdefault(group.places[number], []).append((group, number))
         decoders: dict[int, StreamDecoder] = {}
@@ -116,14 +122,16 @@ class LogMembers:
                 name for _, files in self._recordings.logs for name in files
             )
         }
-        for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
+        for place in sorted(
+            todo, key=lambda place: (rank[place.file], place.chunk, place.position)
+        ):
             for task in todo[place]:
                 if isinstance(task, Job):
-                    yield task, self._member(task)
+                    yield task, self._make_member(task)
                 else:
-                    yield from self._decoded(*task, decoders)
+                    yield from self._iter_decoded(*task, decoders)
 
-    def _member(self, job: Job) -> Buffer:
+    def _make_member(self, job: Job) -> Buffer:
         if job.kind in ("points", "radar"):
             return encode_points(self.points(job))
         message = self._file(job.place.file).read(job.place)
@@ -133,7 +141,7 @@ class LogMembers:
             return raw_jpeg(message.data, picture, where, self._topics.levels.get(job.topic, FULL))
         return memoryview(message.data)[picture.offset : picture.offset + picture.length]
 
-    def _decoded(
+    def _iter_decoded(
         self, group: _Group, number: int, decoders: dict[int, StreamDecoder]
     ) -> Iterator[tuple[Job, Buffer]]:
         where = f"topic '{group.topic}'"
@@ -157,7 +165,7 @@ class LogMembers:
         if number == group.last and group.jobs:
             raise SourceError(f"{where}: message {group.places[min(group.jobs)]} cannot be decoded")
 
-    def _groups(self, jobs: Sequence[Job]) -> list[_Group]:
+    def _group_jobs(self, jobs: Sequence[Job]) -> list[_Group]:
         """Return the runs of messages from a keyframe to the last one wanted; runs that touch
         are one.
         """

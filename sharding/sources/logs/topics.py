@@ -96,9 +96,9 @@ class LogTopics:
                     f"can_{name}", units, topic, has_unknown=True, series=self.given.series
                 )
             )
-        return (*channels_found, *self._radars())
+        return (*channels_found, *self._find_radars())
 
-    def _radars(self) -> list[Channel]:
+    def _find_radars(self) -> list[Channel]:
         """Return the channels of radars by the first message of each topic; raise SourceError
         where there is none.
         """

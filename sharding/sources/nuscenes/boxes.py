@@ -92,15 +92,8 @@ class Annotations:
         self._visibility_code = np.array(
             [*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8
         )
-        self._sort_by_sample(len(joined["sample"]))
-
-    def __len__(self) -> int:
-        return len(self._joined["sample_annotation"])
-
-    def _sort_by_sample(self, num_samples: int) -> None:
-        """Sort annotations by sample into ``_order``: rows of the table plus a sample's number
-        times ``_radix``.
-        """
+        # Sort annotations by sample: rows of the table plus a sample's number times ``_radix``.
+        num_samples = len(joined["sample"])
         self._radix = max(len(self), 1)
         order = self._disk.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
@@ -115,7 +108,10 @@ class Annotations:
         self._starts: NDArray[np.int64] = starts.values
         self._disk.release()
 
-    def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def __len__(self) -> int:
+        return len(self._joined["sample_annotation"])
+
+    def _find_rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows of the annotations of samples (S,), sample by sample, and their numbers
         (S,).
         """
@@ -130,13 +126,7 @@ class Annotations:
         self._disk.used(4 * len(rows))
         return rows, ends - starts
 
-    def _categories_of(self, rows: NDArray[np.int64]) -> list[str]:
-        category = self._joined["instance"].links["category_token"][
-            self.links["instance_token"][rows]
-        ]
-        return [self.categories[row] for row in category.tolist()]
-
-    def _velocity(
+    def _compute_velocity(
         self, rows: NDArray[np.int64], timestamp_us: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations
@@ -161,17 +151,20 @@ class Annotations:
         Velocities are those that T4 states; the adapter follows tracks where a sample has none.
         nuScenes' are by the links between annotations.
         """
-        rows, counts = self._rows(scene.samples)
+        rows, counts = self._find_rows(scene.samples)
         number = np.array([*map(list(attributes).index, self.attribute_names), -1], np.int64)
         visibility = self.links["visibility_token"][rows]
         stated = self.columns.get("velocity")
+        category = self._joined["instance"].links["category_token"][
+            self.links["instance_token"][rows]
+        ]
         columns: dict[str, Any] = {
             "centre": self.columns["translation"][rows],
             "size_lwh": self.columns["size"][rows][:, [1, 0, 2]],
             "rotation_wxyz": self.columns["rotation"][rows],
-            "category": self._categories_of(rows),
+            "category": [self.categories[row] for row in category.tolist()],
             "track": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
-            "velocity": self._velocity(rows, scene.keyframes.timestamp_us)
+            "velocity": self._compute_velocity(rows, scene.keyframes.timestamp_us)
             if stated is None
             else stated[rows],
             "num_lidar_pts": self.columns["num_lidar_pts"][rows],
@@ -192,7 +185,7 @@ class Annotations:
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:
         """Return rows of one sample's annotations, in the order of its boxes."""
-        return self._rows(np.array([sample]))[0]
+        return self._find_rows(np.array([sample]))[0]
 
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
         """Return tokens of one sample's annotations, of their instances and of their

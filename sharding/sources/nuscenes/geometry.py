@@ -245,7 +245,7 @@ class Keyframes:
                 )
             self.disk.used(len(sample))
 
-    def _pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at
         all.
         """
@@ -266,7 +266,7 @@ class Keyframes:
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""
-        poses = self._pose_rows(samples)
+        poses = self._find_pose_rows(samples)
         matrices = np.full((len(samples), 4, 4), np.nan)
         matrices[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
         return matrices

@@ -31,7 +31,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     check_finite,
     vectors,
 )
-from fuelrail.sharding.sources.shared.joins import Cut, Tokens, Wanted
+from fuelrail.sharding.sources.shared.joins import Cut, TextFilter, Tokens
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.storage.columns import Disk
@@ -95,9 +95,11 @@ def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
 def _lenses(values: list[Sequence[float] | None]) -> Any:
     """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
     lenses = [value if value and any(value) else () for value in values]
-    return vectors(
-        [(len(lens), *(*lens, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for lens in lenses], 1 + NUM_DIST
-    )
+    rows = []
+    for lens in lenses:
+        padded = (*lens, *(np.nan,) * NUM_DIST)
+        rows.append((len(lens), *padded[:NUM_DIST]))
+    return vectors(rows, 1 + NUM_DIST)
 
 
 _Vector3 = tuple[float, float, float]
@@ -177,11 +179,9 @@ def _record_type(table: str, stored: Stored) -> Any:
 def _tokens(records: list[Any], field: str) -> list[str]:
     """Return the tokens of a link, "" for none; of several attributes the first counts."""
     field_tokens = list(map(attrgetter(field), records))
-    return (
-        [tokens[0] if tokens else "" for tokens in field_tokens]
-        if field == _ATTRIBUTES
-        else field_tokens
-    )
+    if field == _ATTRIBUTES:
+        return [tokens[0] if tokens else "" for tokens in field_tokens]
+    return field_tokens
 
 
 _POSE: Final = ("translation", "rotation")
@@ -324,7 +324,7 @@ class Joined:
         self._cut = cut or Cut(is_on=False)
         self._wanted = select_sensors
         self._tables: dict[str, JoinedTable] = {}
-        poses = Wanted()
+        poses = TextFilter()
         for name, stored in plan.items():
             table = self._tables[name] = JoinedTable(name, stored, disk)
             for piece in tables.read(name, _record_type(name, stored)):
@@ -332,7 +332,7 @@ class Joined:
                 if (
                     name == "ego_pose"
                 ):  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
-                    records = poses.kept(records, list(map(_TOKEN, records)))
+                    records = poses.select(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
                 added = self._add(table, records)
@@ -344,7 +344,7 @@ class Joined:
             elif name == "sample" and not len(table):
                 raise SourceError(f"table '{tables.path(name)}' has no rows: nothing to shard")
         for name in _LARGE:
-            self._join(name)
+            self._join_links(name)
 
     def __getitem__(self, name: str) -> JoinedTable:
         return self._tables[name]
@@ -354,7 +354,7 @@ class Joined:
         required = {
             field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
         }
-        records = self._cut.kept(records, table.name, **required)
+        records = self._cut.select(records, table.name, **required)
         tokens_added = list(map(_TOKEN, records))
         rows = dict[str, NDArray[np.int64]]()
         for field in table.links:
@@ -385,14 +385,11 @@ class Joined:
             self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]]
         )
 
-    def _join(self, name: str) -> None:
+    def _join_links(self, name: str) -> None:
         """Make row numbers of all links to a large table."""
-        into = [
-            (table, field)
-            for table in self._tables.values()
-            for field in table.to
-            if table.to[field].to == name
-        ]
+        into = []
+        for table in self._tables.values():
+            into += [(table, field) for field, link in table.to.items() if link.to == name]
         if not into:
             return
         target = self[name].tokens

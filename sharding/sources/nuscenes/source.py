@@ -297,7 +297,13 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             self._groups = [own_channels, *groups.values()]
             if settings.sweeps:
                 self._groups.append(
-                    LidarSweeps(tables, out.disk, "lidar", keyframes, settings.sweeps)
+                    LidarSweeps(
+                        tables,
+                        disk=out.disk,
+                        modality="lidar",
+                        keyframes=keyframes,
+                        num_sweeps=settings.sweeps,
+                    )
                 )
             names_made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own_channels.channels:
@@ -307,23 +313,19 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                         f"channel '{channel.name}', which the option channels makes too: "
                         "rename or leave out one"
                     )
-            self.channels = [
-                channel
-                for group in self._groups
-                if not isinstance(group, Maps)
-                for channel in group.channels
-            ]
+            self.channels = []
+            for group in self._groups:
+                if not isinstance(group, Maps):
+                    self.channels += group.channels
             info = self._scan(out)
             report = info.report
             splits = source_splits(tables, [clip.clip_name for clip in info.clips])
         assert report is not None, "the adapter counts"
         report.cut_links = cut.counts
-        if_found = {
-            channel.name
-            for name in ("can", "map")
-            if name in groups
-            for channel in groups[name].channels
-        }
+        if_found = set()
+        for name in ("can", "map"):
+            if name in groups:
+                if_found |= {channel.name for channel in groups[name].channels}
         channels = tuple(
             entry
             for entry in info.channels

@@ -69,10 +69,10 @@ class SensorSweeps:
         raises SourceError.
         """
 
-        def of_modality(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
+        def has_modality(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
 
-        joined = Joined(tables, disk, SWEEPS, of_modality)
+        joined = Joined(tables, disk, SWEEPS, has_modality)
         self._data = joined["sample_data"]
         self._modality = modality
         self._sensor_poses = SensorPoses(joined)

@@ -217,7 +217,11 @@ class T4(TableSource[T4Settings]):
                 )
             log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
             (scene,) = scenes
-            maps = _map_file(self.files, dataset) if self.given.map else ()
+            maps: list[str] = []
+            if self.given.map:
+                map_folder, _, map_name = lanelet2.FILE.partition("/")
+                if map_name in _inside(self.files, f"{dataset}{map_folder}"):
+                    maps = [f"{dataset}{lanelet2.FILE}"]
             series = {}
             if self.given.vehicle_state and self.given.series:
                 series[self._state_channel.name] = signal_series(*self._states(dataset))
@@ -347,12 +351,6 @@ def _inside(files: SourceFiles, folder: str) -> list[str]:
         return files.listed(folder)
     except SourceError:
         return []  # a file
-
-
-def _map_file(files: SourceFiles, dataset: str) -> list[str]:
-    """Return the map of a dataset, if it exists."""
-    folder, _, name = lanelet2.FILE.partition("/")
-    return [f"{dataset}{lanelet2.FILE}"] if name in _inside(files, f"{dataset}{folder}") else []
 
 
 def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMap:

@@ -140,7 +140,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 trajectory = ego_trajectory(
                     invert_rigid(poses[number]), poses[steps[number][exists]], later_s, exists
                 )
-                yield self._frame(
+                yield self._make_frame(
                     row,
                     blobs=blobs,
                     ego2global=poses[number],
@@ -149,7 +149,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                     where=f"{where}, frame {number}",
                 )
 
-    def _frame(
+    def _make_frame(
         self,
         row: Mapping[str, Any],
         blobs: str,
@@ -222,7 +222,8 @@ def _steps(times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
     after = np.searchsorted(times_ns, step_times).clip(1, max(len(times_ns) - 1, 1))
     near = np.stack([after - 1, after.clip(max=len(times_ns) - 1)])
     distance = abs(times_ns[near] - step_times)
-    return np.where(distance.min(0) <= _NEAR_NS, np.where(distance[0] <= distance[1], *near), -1)
+    nearest = np.where(distance[0] <= distance[1], *near)
+    return np.where(distance.min(0) <= _NEAR_NS, nearest, -1)
 
 
 def _boxes(anns: Mapping[str, Any], lidar2ego: F64) -> BoxRows:

@@ -68,7 +68,8 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     """
     _, offsets, content = data.buffers()
     dtype = np.int64 if pa.types.is_large_binary(data.type) else np.int32
-    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1].astype(np.int64)
+    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1]
+    ends = ends.astype(np.int64)
     begin = content.address - mapped.address if content is not None else 0
     if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
         raise ValueError(f"its record batches are compressed: {advice}")
@@ -185,18 +186,18 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         )
 
     def _check_group(self, group: int) -> None:
-        about = self.metadata.row_group(group)
+        row_group = self.metadata.row_group(group)
         for number in range(self.metadata.num_columns):
-            chunk = about.column(number)
+            chunk = row_group.column(number)
             column = chunk.path_in_schema
-            what = f"{self._where}: column '{column}'"
+            label = f"{self._where}: column '{column}'"
             num_bytes = chunk.total_uncompressed_size
-            check_most(num_bytes, what, _MOST_COLUMN)
+            check_most(num_bytes, label, _MOST_COLUMN)
             if chunk.physical_type != "BYTE_ARRAY":
                 width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
-                check_most(chunk.num_values * width, f"{what}, decoded,", _MOST_COLUMN)
+                check_most(chunk.num_values * width, f"{label}, decoded,", _MOST_COLUMN)
                 continue
-            check_most(chunk.num_values * _OFFSET_BYTES, f"{what}, decoded,", _MOST_COLUMN)
+            check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
             if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
                 continue
             if self.schema.column(number).max_repetition_level or (
@@ -224,10 +225,10 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             return
         kinds = self.schema_arrow
         for batch in self._packed.iter_batches(size, **options):
-            num_bytes = sum(map(_decoded_bytes, batch.columns))
+            num_bytes = sum(map(_count_decoded_bytes, batch.columns))
             check_most(num_bytes, f"{self._where}: {len(batch)} rows, decoded,", _MOST_COLUMN)
             arrays = [
-                array if array.type == kinds.field(name).type else _decoded(array)
+                array if array.type == kinds.field(name).type else _decode_dictionaries(array)
                 for name, array in zip(batch.schema.names, batch.columns, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(
@@ -262,28 +263,33 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         return pa.Table.from_batches(batches)
 
 
-def _decoded_bytes(array: pa.Array) -> int:
+def _count_decoded_bytes(array: pa.Array) -> int:
     """Return the bytes of an array whose dictionaries, also those in structs, are decoded."""
     if pa.types.is_dictionary(array.type):
-        if not _is_bytes(array.type.value_type):
+        if array.type.value_type not in (
+            pa.string(),
+            pa.binary(),
+            pa.large_string(),
+            pa.large_binary(),
+        ):
             return int(array.nbytes)
         lengths = pc.binary_length(array.dictionary)
         return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
     if pa.types.is_struct(array.type):
-        return sum(_decoded_bytes(array.field(number)) for number in range(array.type.num_fields))
+        return sum(
+            _count_decoded_bytes(array.field(number)) for number in range(array.type.num_fields)
+        )
     return int(array.nbytes)
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    return kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
-
-
-def _decoded(array: pa.Array) -> pa.Array:
+def _decode_dictionaries(array: pa.Array) -> pa.Array:
     """Return an array whose dictionaries, also those in structs, are decoded."""
     if pa.types.is_dictionary(array.type):
         return array.dictionary_decode()
     if pa.types.is_struct(array.type):
-        parts = [_decoded(array.field(number)) for number in range(array.type.num_fields)]
+        parts = [
+            _decode_dictionaries(array.field(number)) for number in range(array.type.num_fields)
+        ]
         fields = [field.with_type(part.type) for field, part in zip(array.type, parts, strict=True)]
         return pa.StructArray.from_arrays(parts, fields=fields, mask=array.is_null())
     return array

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.files import open_descriptor
@@ -86,7 +86,7 @@ def is_hidden(name: str) -> bool:
     return is_dotted or name.lower() in _OF_SYSTEMS
 
 
-class _Shown:
+class _VisibleNames:
     """Leaves hidden names out of listings; ``hidden`` has the number of those of each folder."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def source_files(location: str, named: str = "") -> SourceFiles:
     )
 
 
-class FolderFiles(_Shown):
+class FolderFiles(_VisibleNames):
     """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
 
     Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is
@@ -157,7 +157,7 @@ class FolderFiles(_Shown):
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
-                status = os.stat(self._followed(path))  # noqa: PTH116
+                status = os.stat(self._follow_links(path))  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
@@ -226,7 +226,7 @@ class FolderFiles(_Shown):
             try:
                 return open_descriptor(path)
             except PermissionError:  # it may be a link to another folder of the source
-                return open_descriptor(self._followed(path))
+                return open_descriptor(self._follow_links(path))
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
 
@@ -241,13 +241,13 @@ class FolderFiles(_Shown):
         """Return the path of a name; refuse a folder outside the source."""
         folder = name.rpartition("/")[0]
         if folder not in self._inside:
-            self._followed(f"{self._root}/{folder}" if folder else self._root)
+            self._follow_links(f"{self._root}/{folder}" if folder else self._root)
             if len(self._inside) >= _KEPT_FOLDERS:
                 self._inside.clear()
             self._inside.add(folder)
         return f"{self._root}/{name}"
 
-    def _followed(self, path: str) -> str:
+    def _follow_links(self, path: str) -> str:
         """Follow the links of a path; raise SourceError where they lead outside of what the
         source may read.
         """
@@ -266,7 +266,7 @@ class FolderFiles(_Shown):
         return target
 
 
-class UrlFiles(_Shown):
+class UrlFiles(_VisibleNames):
     """Files under a prefix of an object store.
 
     Facts come from listings, one for each top folder, kept on disk.
@@ -313,7 +313,7 @@ class UrlFiles(_Shown):
         if top not in self._listings.folders:
             listed = functools.partial(self._listed, self._root)
             self._listings.add(
-                top, self._pages(top) if in_folder else [self._files_in(self._try("", listed))]
+                top, self._walk_pages(top) if in_folder else [self._files_in(self._try("", listed))]
             )
         return self._listings.facts(name)
 
@@ -367,7 +367,7 @@ class UrlFiles(_Shown):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
+    def _walk_pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
         """Yield all that is under a folder, a part at a time; the file system keeps no part.
 
         From S3 by pages of a thousand objects; from other stores folder by folder.
@@ -418,17 +418,14 @@ class UrlFiles(_Shown):
     def _try(self, name: str, work: Callable[[], T]) -> T:
         def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
-                self._fail(name, fault)
+                where = f"{self.shown}/{name}".rstrip("/")
+                reason = {
+                    "missing": "is not there",
+                    "refused": f"may not be read: {fault.advice}",
+                }.get(fault.kind, "cannot be read")
+                raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 
         return call_with_retries(work, RetryPolicy(), report)
-
-    def _fail(self, name: str, fault: Fault) -> NoReturn:
-        where = f"{self.shown}/{name}".rstrip("/")
-        reason = {
-            "missing": "is not there",
-            "refused": f"may not be read: {fault.advice}",
-        }.get(fault.kind, "cannot be read")
-        raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 
 
 SourceFiles: TypeAlias = FolderFiles | UrlFiles

@@ -188,7 +188,7 @@ class JsonFacts(NamedTuple):
     values: Any
     where: str
 
-    def at(self, path: str, camera: str = "") -> Any:
+    def read(self, path: str, camera: str = "") -> Any:
         """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where
         nothing is.
         """
@@ -203,7 +203,7 @@ class JsonFacts(NamedTuple):
 
     def integer(self, path: str) -> int:
         """Return a whole number of nanoseconds."""
-        value = self.at(path)
+        value = self.read(path)
         if not isinstance(value, int) or isinstance(value, bool):
             raise SourceError(
                 f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds"
@@ -212,7 +212,7 @@ class JsonFacts(NamedTuple):
 
     def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
         """Return a matrix (size, size)."""
-        value = self.at(path, camera)
+        value = self.read(path, camera)
         try:
             return np.array(value, np.float64).reshape(size, size)
         except (ValueError, TypeError, RecursionError, OverflowError) as error:

@@ -124,7 +124,7 @@ class Tokens(Texts):
         findings.check()
 
 
-class Wanted:
+class TextFilter:
     """Texts to look for, as bits of their hashes: memory does not grow, but a few others are
     taken for one of them.
     """
@@ -135,14 +135,14 @@ class Wanted:
 
     def add(self, texts: Sequence[str]) -> None:
         """Look for these too."""
-        self._is_wanted[_hashes(texts)] = True
+        self._is_wanted[_hash_texts(texts)] = True
 
-    def kept(self, records: list[R], texts: Sequence[str]) -> list[R]:
+    def select(self, records: list[R], texts: Sequence[str]) -> list[R]:
         """Return the records whose text is looked for, and a few others."""
-        return list(itertools.compress(records, self._is_wanted[_hashes(texts)].tolist()))
+        return list(itertools.compress(records, self._is_wanted[_hash_texts(texts)].tolist()))
 
 
-def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
+def _hash_texts(texts: Sequence[str]) -> NDArray[np.int64]:
     return np.fromiter(map(hash, texts), np.int64, len(texts)) & (_HASHES - 1)
 
 
@@ -163,7 +163,7 @@ class Cut:
             name = f"{table}.{column}"
             self.counts[name] = self.counts.get(name, 0) + number
 
-    def kept(self, records: list[R], table: str, **links: Tokens) -> list[R]:
+    def select(self, records: list[R], table: str, **links: Tokens) -> list[R]:
         """Return the records all of whose ``links``, by column, are there; without ``is_on`` all
         of them.
         """

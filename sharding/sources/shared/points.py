@@ -30,35 +30,27 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.
     """
     check_no_pointer(data, where)
     if data.startswith(_NPY):
-        return _npy(data, columns, where)
+        try:
+            array = read_npy(data, any_order=True)
+        except SchemaError as error:
+            raise SourceError(f"{where} is not a valid .npy: {error}") from error
+        if array.ndim != 2 or array.shape[1] != len(columns) or array.dtype.kind not in "fiu":
+            raise SourceError(
+                f"{where} is {array.dtype}{list(array.shape)}, wanted are numbers [P, "
+                f"{len(columns)}]: {', '.join(columns)}"
+            )
+        return np.asarray(array, np.float32)
     if data.startswith(_PCD):
-        return _pcd(data, columns, where)
+        fields = read_pcd(data, where)
+        if missing := [name for name in columns if name not in fields]:
+            raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(fields)}")
+        return np.stack([fields[name].astype(np.float32) for name in columns], 1)
     if len(data) % (4 * len(columns)):
         raise SourceError(
             f"{where} of {len(data)} bytes does not hold rows of {len(columns)} float32 "
             f"({', '.join(columns)})"
         )
     return np.frombuffer(data, "<f4").reshape(-1, len(columns))
-
-
-def _npy(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    try:
-        array = read_npy(data, any_order=True)
-    except SchemaError as error:
-        raise SourceError(f"{where} is not a valid .npy: {error}") from error
-    if array.ndim != 2 or array.shape[1] != len(columns) or array.dtype.kind not in "fiu":
-        raise SourceError(
-            f"{where} is {array.dtype}{list(array.shape)}, wanted are numbers [P, "
-            f"{len(columns)}]: {', '.join(columns)}"
-        )
-    return np.asarray(array, np.float32)
-
-
-def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    fields = read_pcd(data, where)
-    if missing := [name for name in columns if name not in fields]:
-        raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(fields)}")
-    return np.stack([fields[name].astype(np.float32) for name in columns], 1)
 
 
 def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:

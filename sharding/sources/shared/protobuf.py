@@ -121,7 +121,7 @@ def spans(
                 yield key >> 3, wire, start, position, length
                 continue
         else:
-            length = _fixed(wire)
+            length = _find_fixed_length(wire)
         if position + length > end and is_complete:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - position} are left")
         yield key >> 3, wire, position, position + length, 0
@@ -148,20 +148,22 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
     """
     position = start
     while position < end:
-        head = window.at(position, MAX_HEAD)
+        head = window.read(position, MAX_HEAD)
         if not head:
             raise ValueError("the file ends")
         key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)
         wire = key & 7
         value = length = 0
         if wire == BYTES:
-            length, used = (
-                (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
-            )
+            if used == 1 < len(head) and head[1] < 0x80:
+                length = head[1]
+                used = 2
+            else:
+                length, used = varint(head, used)
         elif wire == VARINT:
             value, used = varint(head, used)
         else:
-            length = _fixed(wire)
+            length = _find_fixed_length(wire)
         begin = position + used
         position = begin + length
         if position > end:
@@ -169,7 +171,7 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=position)
 
 
-def _fixed(wire: int) -> int:
+def _find_fixed_length(wire: int) -> int:
     if wire == FIXED64:
         return 8
     if wire == FIXED32:
@@ -198,11 +200,11 @@ def descriptor(schema: bytes) -> Names:
     for file in _parts(schema, 1):
         package = b"".join(_parts(file, 2)).decode()
         for message in _parts(file, 4):
-            _add(names, package, message)
+            _add_message_type(names, package, message)
     return names
 
 
-def _named(
+def _read_named_fields(
     data: Buffer, names: dict[int, tuple[str, str]], start: int = 0, end: int | None = None
 ) -> dict[str, list[Any]]:
     """Return the fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
@@ -233,7 +235,7 @@ class Proto:
         self._data = data
         self._names = names
         self._types = names.get(kind, {})
-        self._fields = _named(data, self._types, start, end)
+        self._fields = _read_named_fields(data, self._types, start, end)
 
     def span(self, name: str) -> tuple[int, int]:
         """Return offset and length of bytes."""
@@ -262,7 +264,10 @@ class Proto:
         """Return repeated doubles, packed or not."""
         values: list[float] = []
         for value in self._fields.get(name, []):
-            data = value if isinstance(value, bytes) else self._bytes(value)
+            data = value
+            if not isinstance(data, bytes):
+                begin, length = data
+                data = bytes(memoryview(self._data)[begin : begin + length])
             values += struct.unpack(f"<{len(data) // 8}d", data)
         return values
 
@@ -286,24 +291,21 @@ class Proto:
         time = self.message("timestamp")
         return time.number("seconds") * 1_000_000_000 + time.number("nanos")
 
-    def _bytes(self, span: tuple[int, int]) -> bytes:
-        return bytes(memoryview(self._data)[span[0] : span[0] + span[1]])
-
 
 def _parts(data: bytes, number: int) -> list[bytes]:
-    spans = _named(data, _FILE_FIELDS).get(f"f{number}", [])
+    spans = _read_named_fields(data, _FILE_FIELDS).get(f"f{number}", [])
     return [data[start : start + length] for start, length in spans]
 
 
-def _add(names: Names, scope: str, message: bytes) -> None:
+def _add_message_type(names: Names, scope: str, message: bytes) -> None:
     """Note the fields of a DescriptorProto: name 1, field 2 (name 1, number 3, type_name 6),
     nested_type 3.
     """
     name = f"{scope}.{_parts(message, 1)[0].decode()}".lstrip(".")
     type_fields = names.setdefault(name, {})
     for field in _parts(message, 2):
-        (number,) = _named(field, _FILE_FIELDS)["f3"]
+        (number,) = _read_named_fields(field, _FILE_FIELDS)["f3"]
         kind = b"".join(_parts(field, 6)).decode().lstrip(".")
         type_fields[number] = (_parts(field, 1)[0].decode(), kind)
     for nested in _parts(message, 3):
-        _add(names, name, nested)
+        _add_message_type(names, name, nested)

@@ -134,7 +134,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         by_channel = {
             f"{name}, {why}": n for name, counts in self.masked.items() for why, n in counts.items()
         }
-        said += _lines(
+        said += _format_lines(
             {
                 "dropped samples": self.dropped_samples,
                 "absent sensor members": by_channel,
@@ -146,13 +146,13 @@ class ScanReport(msgspec.Struct, kw_only=True):
             }
         )
         noted = [
-            f"  noted: {_plain(name, limit=200)}: {number:,}"
+            f"  noted: {_escape_name(name, limit=200)}: {number:,}"
             for name, number in sorted(self.noted.items())
         ]
         said += noted[:_MOST_NAMES]
         if more := len(noted[_MOST_NAMES:]):
             said.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
-        said += _lines(
+        said += _format_lines(
             {
                 "images with lens distortion (undistort=True rectifies them)": self.distorted,
                 "unmapped categories, boxes have label -1": self.unmapped,
@@ -172,20 +172,20 @@ class ScanReport(msgspec.Struct, kw_only=True):
         return said
 
 
-def _lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [f"  {title}: {_listed(group)}" for title, group in counts.items() if group]
+def _format_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [f"  {title}: {_list_counts(group)}" for title, group in counts.items() if group]
 
 
-def _listed(counts: Mapping[str, float]) -> str:
+def _list_counts(counts: Mapping[str, float]) -> str:
     """Return names with their counts, most frequent first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    texts = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
+    texts = [f"{_escape_name(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
     more = len(ranked) - len(texts)
     separator = "; " if any("," in name for name in counts) else ", "
     return separator.join([*texts, *([f"and {more:,} more names"] if more else [])])
 
 
-def _plain(name: str, limit: int = _MOST_CHARACTERS) -> str:
+def _escape_name(name: str, limit: int = _MOST_CHARACTERS) -> str:
     """Return a name of the source that is safe to print."""
     short = name if len(name) <= limit else name[:limit] + "..."
     return short if short and short.isprintable() else ascii(short)

@@ -151,11 +151,12 @@ class ScanWriter:
         *,
         is_check: bool = False,
     ) -> None:
-        most = MAX_COLUMNS - NUM_OF_SAMPLES
-        if len(attributes) > most:
+        max_attributes = MAX_COLUMNS - NUM_OF_SAMPLES
+        if len(attributes) > max_attributes:
             raise SourceError(
                 f"the source has {len(attributes):,} attributes, and the table of a dataset "
-                f"takes {most:,}: leave columns out, or make arrays of columns that belong together"
+                f"takes {max_attributes:,}: leave columns out, or make arrays of columns that "
+                "belong together"
             )
         self._is_check = is_check
         self._attributes = tuple(attributes)
@@ -248,7 +249,7 @@ class ScanWriter:
             num_bytes = member.bytes
             kind = self._kinds.get(name)
             if kind is None:
-                kind = self._kinds[name] = member_cap(name), _shrinks(name)
+                kind = self._kinds[name] = member_cap(name), _is_compressible(name)
             if num_bytes > kind[0]:
                 _check_cap(name, member.ref, num_bytes, key)
             size += tar_bytes(num_bytes // 2 if kind[1] else num_bytes)
@@ -285,8 +286,13 @@ class ScanWriter:
         order, others by name.
         """
         rank = {channel: position for position, channel in enumerate(channels)}
-        rest = sorted(self._kinds, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
-        return [META, GEOMETRY, *([BOXES] if self._has_boxes else []), *rest]
+
+        def place(name: str) -> tuple[int, str]:
+            channel = name.split(".")[0]
+            return rank.get(channel, len(rank)), name
+
+        boxes = [BOXES] if self._has_boxes else []
+        return [META, GEOMETRY, *boxes, *sorted(self._kinds, key=place)]
 
     @property
     def stamps(self) -> NDArray[np.uint64]:
@@ -353,10 +359,10 @@ def stored_estimate(member: Reference) -> int:
     """Estimate the stored size of a sensor member for planning: arrays shrink to about half,
     encoded images do not.
     """
-    return member.bytes // 2 if _shrinks(member.name) else member.bytes
+    return member.bytes // 2 if _is_compressible(member.name) else member.bytes
 
 
-def _shrinks(name: str) -> bool:
+def _is_compressible(name: str) -> bool:
     return name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD))
 
 

@@ -107,7 +107,7 @@ def tar_members(
     """
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file:
-        for _, info in _regular(file, where, ignore_zeros=ignore_zeros, noted=noted):
+        for _, info in _iter_regular_files(file, where, ignore_zeros=ignore_zeros, noted=noted):
             yield Member(info.name, info.offset_data, info.size)
 
 
@@ -138,7 +138,9 @@ def compressed_members(
             )
             stack.enter_context(stream)
         plain = cast("BinaryIO", _Unpacked(stream))
-        for opened, info in _regular(plain, where, ignore_zeros=ignore_zeros, noted=noted):
+        for opened, info in _iter_regular_files(
+            plain, where, ignore_zeros=ignore_zeros, noted=noted
+        ):
             data = None
             if names is None or info.name in names:
                 with parsing(where, _BAD):
@@ -151,7 +153,7 @@ def compressed_members(
             yield Member(info.name, 0, info.size), data
 
 
-def _regular(
+def _iter_regular_files(
     file: BinaryIO, where: str, *, ignore_zeros: bool, noted: Counter[str] | None
 ) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the regular files of all tars of a file, which is one where nothing else is said."""
@@ -210,7 +212,7 @@ def _look_at_end(
             break
         is_long = not ignore_zeros and num_zeros > _MOST_ZEROS
     else:
-        return None, _fault_of_zeros(end, num_bytes, num_zeros)
+        return None, _find_fault_of_zeros(end, num_bytes, num_zeros)
     if num_zeros < _BLOCK:
         raise SourceError(f"{where} is cut off, or has a damaged header, at byte {end}")
     first = end + num_zeros // _BLOCK * _BLOCK
@@ -230,7 +232,7 @@ def _look_at_end(
     )
 
 
-def _fault_of_zeros(end: int, num_bytes: int, num_zeros: int) -> str:
+def _find_fault_of_zeros(end: int, num_bytes: int, num_zeros: int) -> str:
     """Return what is wrong with the zeros behind a tar's members; empty where nothing is."""
     if num_zeros < _END_BYTES:
         return (

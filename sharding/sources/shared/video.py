@@ -72,7 +72,7 @@ class _Packet(NamedTuple):
     is_keyframe: bool
 
 
-class _Shown(NamedTuple):
+class _ShownPackets(NamedTuple):
     """Packets of the frames that are shown; in the order of presentation where they have times,
     else of the file.
     """
@@ -157,9 +157,9 @@ class VideoFile:
         does.
         """
         with self._opened() as container:
-            stream = _best(container)
+            stream = _select_stream(container)
             context = stream.codec_context
-            head = context.width, context.height, _codec(context.name, self._where)
+            head = context.width, context.height, _name_codec(context.name, self._where)
             entries = list(getattr(stream, "index_entries", ()))  # PyAV has it from 17 on
             if entries and len(entries) == stream.frames and entries[0].is_keyframe:
                 end = max(entry.pos + entry.size for entry in entries)
@@ -168,7 +168,7 @@ class VideoFile:
                         f"{self._where} is cut off: it has {container.size} bytes, its index {end}"
                     )
                 return VideoFacts(*head, sum(not entry.is_discard for entry in entries), 0)
-            packets = self._shown(container).packets
+            packets = self._read_packets(container).packets
             first = next(
                 (number for number, packet in enumerate(packets) if packet.is_keyframe),
                 len(packets),
@@ -188,7 +188,7 @@ class VideoFile:
                 f"{self._where} has {len(order)} frames, and no frame {frame_numbers[-1]}"
             )
         if not has_times:
-            yield from self._from_the_start(frame_numbers, form)
+            yield from self._decode_from_start(frame_numbers, form)
             return
         keys = [position for position, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
@@ -208,10 +208,10 @@ class VideoFile:
             yield from self._run(order, key, run, form)
 
     @cached_property
-    def order(self) -> _Shown:
+    def order(self) -> _ShownPackets:
         """The packets of the frames that are shown."""
         with self._opened() as container:
-            return self._shown(container)
+            return self._read_packets(container)
 
     def _run(
         self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
@@ -220,7 +220,7 @@ class VideoFile:
         number_of = {packet.pts: position for position, packet in enumerate(order)}
         remaining = set(run)
         with self._opened() as container:
-            stream = _best(container)
+            stream = _select_stream(container)
             if key:
                 container.seek(order[key].pts, stream=stream)
             if all(order[number].is_keyframe for number in run):
@@ -237,7 +237,7 @@ class VideoFile:
             f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, or damaged?"
         )
 
-    def _from_the_start(
+    def _decode_from_start(
         self, frame_numbers: list[int], form: JpegForm
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
@@ -254,28 +254,28 @@ class VideoFile:
             f"{self._where} has {number + 1} frames, and no frame {frame_numbers[-1]}"
         )
 
-    def _shown(self, container: Any) -> _Shown:
+    def _read_packets(self, container: Any) -> _ShownPackets:
         packets = [
             _Packet(packet.pts, packet.is_keyframe)
-            for packet in container.demux(_best(container))
+            for packet in container.demux(_select_stream(container))
             if packet.size and not packet.is_discard
         ]
         times = {packet.pts for packet in packets}
         if None not in times and len(times) == len(packets):
-            return _Shown(sorted(packets), has_times=True)
+            return _ShownPackets(sorted(packets), has_times=True)
         if packets and not packets[0].is_keyframe:
             raise SourceError(
                 f"{self._where} has no times and does not begin with a keyframe, so its "
                 "frames have no numbers: cut it at a keyframe"
             )
-        return _Shown(packets, has_times=False)
+        return _ShownPackets(packets, has_times=False)
 
     def _decoded(self, container: Any) -> Iterator[Any]:
         import av
 
         before = self.num_decoded
         try:
-            for frame in container.decode(_best(container)):
+            for frame in container.decode(_select_stream(container)):
                 self.num_decoded += 1
                 yield frame
         except av.error.FFmpegError as error:
@@ -295,17 +295,17 @@ class VideoFile:
             text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
             raise SourceError(text) from error
         with container:
-            if not _video_streams(container):
+            if not _list_video_streams(container):
                 raise SourceError(f"{self._where} has no video stream of a codec that FFmpeg knows")
-            _codec(_best(container).codec_context.name, self._where)
+            _name_codec(_select_stream(container).codec_context.name, self._where)
             yield container
 
 
-def _video_streams(container: Any) -> list[Any]:
+def _list_video_streams(container: Any) -> list[Any]:
     return [stream for stream in container.streams.video if stream.codec_context is not None]
 
 
-def _best(container: Any) -> Any:
+def _select_stream(container: Any) -> Any:
     """Return the stream that the program ffmpeg takes of several, such as a preview and the video:
     the largest picture.
 
@@ -319,7 +319,7 @@ def _best(container: Any) -> Any:
         size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
         return not marks & Disposition.attached_pic, size
 
-    return max(_video_streams(container), key=rank)
+    return max(_list_video_streams(container), key=rank)
 
 
 def _check_end(path: str, where: str) -> None:
@@ -343,7 +343,7 @@ class StreamDecoder:
     def __init__(self, codec: str, form: JpegForm, where: str) -> None:
         import av
 
-        name = _codec(codec, where)
+        name = _name_codec(codec, where)
         # FFmpeg's own decoder of AV1 needs hardware for it.
         self._context: Any = av.CodecContext.create("libdav1d" if name == "av1" else name, "r")
         self._where = where
@@ -387,7 +387,9 @@ def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
     import av
 
     try:
-        with av.open(io.BytesIO(bytes(data)), format=_BOXES[_codec(codec, where)]) as container:
+        with av.open(
+            io.BytesIO(bytes(data)), format=_BOXES[_name_codec(codec, where)]
+        ) as container:
             context = container.streams.video[0].codec_context
             size = context.width, context.height
     except (av.error.FFmpegError, IndexError) as error:
@@ -406,9 +408,9 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     6.2.2).
     """
     head = bytes(memoryview(data)[:512])
-    name = _codec(codec, where)
+    name = _name_codec(codec, where)
     if name == "av1":
-        return any(kind == 1 for kind in _obu_types(head))
+        return any(kind == 1 for kind in _iter_obu_types(head))
     position = head.find(b"\0\0\1")
     has_parameters = False
     while position >= 0 and position + 3 < len(head):
@@ -421,7 +423,7 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     return has_parameters
 
 
-def _obu_types(head: bytes) -> Iterator[int]:
+def _iter_obu_types(head: bytes) -> Iterator[int]:
     position = 0
     while position < len(head):
         kind = head[position] >> 3 & 15
@@ -438,7 +440,7 @@ def _obu_types(head: bytes) -> Iterator[int]:
         position += length
 
 
-def _codec(name: str, where: str) -> str:
+def _name_codec(name: str, where: str) -> str:
     """Return FFmpeg's name of the codec."""
     plain = name.lower().strip()
     plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
@@ -520,11 +522,11 @@ class _Encoder:
         return (
             planes
             if is_full and _MATRICES[matrix] == _MATRICES[_BT601]
-            else _converted(planes, matrix, is_full)
+            else _convert_planes(planes, matrix, is_full)
         )
 
 
-def _converted(
+def _convert_planes(
     planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool
 ) -> list[NDArray[np.uint8]]:
     """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
@@ -533,7 +535,7 @@ def _converted(
     chromas alone, at their own size. So no plane goes through RGB.
     """
     luma, blue, red = planes
-    change = np.linalg.inv(_ycc2rgb(_BT601)) @ _ycc2rgb(matrix)
+    change = np.linalg.inv(_make_ycc2rgb(_BT601)) @ _make_ycc2rgb(matrix)
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
     black = 0 if is_full else 16
 
@@ -557,7 +559,7 @@ def _converted(
     ]
 
 
-def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
+def _make_ycc2rgb(matrix: int) -> NDArray[np.float64]:
     """Return the matrix (3, 3) from full-range Y, Cb, Cr to R, G, B."""
     kr, kb = _MATRICES[matrix]
     kg = 1 - kr - kb

@@ -30,7 +30,7 @@ class FileWindow:
         self._start = 0
         self._data = b""
 
-    def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
+    def read(self, offset: int, length: int, ahead: int = 0) -> bytes:
         """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead``
         bytes beyond them.
         """

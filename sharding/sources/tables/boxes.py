@@ -44,9 +44,9 @@ def box_type(name: str) -> pa.DataType | None:
         return pa.float64()
     if name in _LISTS:
         return pa.list_(pa.float64())
-    return (
-        pa.string() if name in ("category", "track") else pa.int64() if name in _INTEGERS else None
-    )
+    if name in ("category", "track"):
+        return pa.string()
+    return pa.int64() if name in _INTEGERS else None
 
 
 def check_box_columns(table: str, names: Sequence[str]) -> None:
@@ -80,10 +80,12 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     names = [field.name for field in flat.type]
     check_box_columns(rows.table, names)
     inner = Rows(f"{rows.table}, boxes", 0, pa.RecordBatch.from_arrays(flat.flatten(), names=names))
-    values = _values(inner)
+    values = _collect_columns(inner)
     boxes: list[BoxRows | None] = []
     for start, end, is_labelled in zip([0, *ends[:-1]], ends, labelled, strict=True):
-        boxes.append(_rows(values, slice(start, end), in_global=in_global) if is_labelled else None)
+        boxes.append(
+            _make_box_rows(values, slice(start, end), in_global=in_global) if is_labelled else None
+        )
     return boxes
 
 
@@ -120,14 +122,14 @@ def boxes_of_frames(
     if astray.any():
         row = int(np.argmax(astray))
         box_table.fail(row, "timestamp", f"{own_times[row]} ns is the time of no frame of the clip")
-    values = _values(box_table)
+    values = _collect_columns(box_table)
     is_box = np.array([bool(name) for name in values["category"]])
     for frame, part in rows_by_key(index).items():
-        boxes[frame] = _rows(values, part[is_box[part]], in_global=in_global)
+        boxes[frame] = _make_box_rows(values, part[is_box[part]], in_global=in_global)
     return boxes
 
 
-def _values(rows: Rows) -> dict[str, Any]:
+def _collect_columns(rows: Rows) -> dict[str, Any]:
     """Return all columns of boxes as arrays, missing ones as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
@@ -161,7 +163,9 @@ def _values(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: bool) -> BoxRows:
+def _make_box_rows(
+    values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: bool
+) -> BoxRows:
     chosen: dict[str, Any] = {}
     for name, column in values.items():
         if isinstance(column, list):

@@ -81,17 +81,16 @@ def read_calibration(
         ]
     lenses = [model or "none" for model in models] or ["none"] * count
     poses = shared(sensor2ego, count)
-    return [
-        *map(
-            RowCalibration,
-            shared(intrinsics, count),
-            poses,
-            integers("width"),
-            integers("height"),
-            lenses,
-            dist,
-        )
-    ]
+    columns = zip(
+        shared(intrinsics, count),
+        poses,
+        integers("width"),
+        integers("height"),
+        lenses,
+        dist,
+        strict=True,
+    )
+    return [RowCalibration(*row) for row in columns]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
@@ -132,7 +131,7 @@ class CalibrationTable:
     @cached_property
     def sensors(self) -> dict[str, bool]:
         """All sensors in order, and whether each is a camera: it has intrinsics."""
-        found: dict[str, bool] = {}
+        is_camera_by_name: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")
             is_camera = [
@@ -140,8 +139,8 @@ class CalibrationTable:
             ]
             for name, has_intrinsics in zip(rows.texts("sensor"), is_camera, strict=True):
                 if name:
-                    found[name] = found.get(name, False) or has_intrinsics
-        return found
+                    is_camera_by_name[name] = is_camera_by_name.get(name, False) or has_intrinsics
+        return is_camera_by_name
 
     def _read(self, rows: Rows) -> dict[str, RowCalibration]:
         calibrations: dict[str, RowCalibration] = {}

@@ -67,14 +67,11 @@ from fuelrail.sharding.sources.tables.tables import (
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
     from fuelrail.sharding.sources.tables.calibration import RowCalibration
-    from fuelrail.sharding.sources.tables.tables import TypeOf
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -257,14 +254,16 @@ class Manifest(FrameSource[ManifestSettings]):
             check_decoder(f"'{self.files.shown}'")
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
-                batches = self._batches(name, box_type if stem == "boxes" else type_of)
+                batches = read_batches(
+                    self._table_files, name, box_type if stem == "boxes" else type_of, self.noted
+                )
                 self._tables[stem] = Table(
                     f"{self._table_files.shown}/{name}",
                     batches,
                     Path(scratch),
                     has_clips=stem != "calibration",
                 )
-            matches = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+            matches = (SENSOR.match(column) for column in _list_columns(self._tables.get("frames")))
             self._prefixes = list(
                 dict.fromkeys(f"{match[1]}.{match[2]}." for match in matches if match is not None)
             )
@@ -283,17 +282,18 @@ class Manifest(FrameSource[ManifestSettings]):
                 )
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global"
-                for name in _columns(self._tables.get("frames"))
+                for name in _list_columns(self._tables.get("frames"))
             )
             if not self.has_poses and any(
-                name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
+                name.startswith("ego2global")
+                for name in _list_columns(self._tables.get("sensor_data"))
             ):
                 raise SourceError(
                     f"table '{self._tables['sensor_data'].name}' has poses of files, but "
                     "none of frames: give the table ego_pose"
                 )
             try:
-                forms = _value_forms(self._tables.get("frames"))
+                forms = _learn_value_forms(self._tables.get("frames"))
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -301,14 +301,14 @@ class Manifest(FrameSource[ManifestSettings]):
                     self.noted[f"column {name} left out, {why}"] += 1
                 values = forms.channels()
                 self._values = [channel.name for channel in values]
-                self._masks = self._mask_channels()
+                self._masks = self._find_mask_channels()
                 self.channels = (*values, *self._masks.values())
                 return super().scan(out)
             finally:
                 self._tables = {}
                 self._calibrations = None
 
-    def _mask_channels(self) -> dict[str, Channel]:
+    def _find_mask_channels(self) -> dict[str, Channel]:
         """Return the channels of the columns of masks; the first mask of a column says its
         dtype.
         """
@@ -317,7 +317,7 @@ class Manifest(FrameSource[ManifestSettings]):
         cameras = [
             camera.source_name for camera in (self.sensors().cameras if table is not None else ())
         ]
-        for column in _columns(table):
+        for column in _list_columns(table):
             match = MASK_COLUMN.fullmatch(column)
             if match is None or table is None:
                 continue
@@ -326,14 +326,14 @@ class Manifest(FrameSource[ManifestSettings]):
                     f"table '{table.name}': the column {column} is of the camera "
                     f"'{match[1]}', which no other column names{did_you_mean(match[1], cameras)}"
                 )
-            dtype = self._mask_dtype(table, column) or "uint8"
+            dtype = self._find_mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
         names = [channel.name for channel in channels.values()]
-        if twice := {*self._values} & {*names} or {one for one in names if names.count(one) > 1}:
+        if twice := {*self._values} & {*names} or {name for name in names if names.count(name) > 1}:
             raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
         return channels
 
-    def _mask_dtype(self, table: Table, column: str) -> str | None:
+    def _find_mask_dtype(self, table: Table, column: str) -> str | None:
         """Return the dtype of the first mask of a column that is there."""
         for rows in table.parts():
             for row, path in enumerate(rows.texts(column)):
@@ -347,7 +347,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     return mask_dtype(self.files.read(part.name, part.offset, 32), where)
         return None
 
-    def _mask_members(self, rows: Rows) -> list[list[FileMember]]:
+    def _make_mask_members(self, rows: Rows) -> list[list[FileMember]]:
         """Return the masks of each row."""
         members: list[list[FileMember]] = [[] for _ in range(len(rows))]
         for column, channel in self._masks.items():
@@ -357,10 +357,6 @@ class Manifest(FrameSource[ManifestSettings]):
                     hint = f"leave the column {column} empty where there is no mask"
                     members[row].append(mask_member(channel, ref, hint))
         return members
-
-    def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a table by 1024."""
-        return read_batches(self._table_files, name, types, self.noted)
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -382,7 +378,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     )
             for name, is_camera in sensors_known.items():
                 (cameras if is_camera else lidars)[name] = None
-        for column in _columns(self._tables.get("frames")):
+        for column in _list_columns(self._tables.get("frames")):
             match = SENSOR.match(column)
             if match is not None:
                 check_column(self._tables["frames"].name, match)
@@ -414,7 +410,7 @@ class Manifest(FrameSource[ManifestSettings]):
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {
-                name: _single_text(rows, name) or ""
+                name: _read_single_text(rows, name) or ""
                 for name in OF_CLIP
                 if "frames" in self._tables and name in rows
             }
@@ -437,7 +433,7 @@ class Manifest(FrameSource[ManifestSettings]):
         matrices = None if rows is None else rows.poses("ego2global")
         if rows is None or matrices is None:
             return None
-        times = _times(rows, is_unix=self._is_unix)
+        times = _read_times(rows, is_unix=self._is_unix)
         is_known = ~np.isnan(matrices[:, 0, 0])
         order = ascending(rows, times, np.flatnonzero(is_known))
         return Trajectory(times[order], matrices[order], rows.table, max_gap_s=self.given.max_gap_s)
@@ -452,7 +448,7 @@ class Manifest(FrameSource[ManifestSettings]):
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
                 clip.name,
-                RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)),
+                RowFiles(self._paths, data, "", _read_times(data, is_unix=self._is_unix)),
                 self._calibrations,
             )
         if rows is None:
@@ -460,13 +456,13 @@ class Manifest(FrameSource[ManifestSettings]):
             times = sensors.reference_times(self.given.reference)
             order = np.arange(len(times))
         else:
-            times = _times(rows, is_unix=self._is_unix)
+            times = _read_times(rows, is_unix=self._is_unix)
             order = ascending(rows, times, np.arange(len(times)))
         images: list[dict[str, Image | Absent]] = [{} for _ in times]
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
         if rows is not None:
             for prefix in self._prefixes:
-                calibrations = self._calibration(clip, rows, prefix)
+                calibrations = self._complete_calibration(clip, rows, prefix)
                 sensor_times = rows.times(prefix, is_unix=self._is_unix)
                 times_ns = (
                     times
@@ -499,7 +495,7 @@ class Manifest(FrameSource[ManifestSettings]):
             if rows is None
             else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
-        masks = [[] for _ in times] if rows is None else self._mask_members(rows)
+        masks = [[] for _ in times] if rows is None else self._make_mask_members(rows)
         for number, row in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[row]),
@@ -514,7 +510,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
+    def _complete_calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from
         ``calibration``.
         """
@@ -545,12 +541,12 @@ class Manifest(FrameSource[ManifestSettings]):
         )
 
 
-def _columns(table: Table | None) -> list[str]:
+def _list_columns(table: Table | None) -> list[str]:
     """Return the names of a table's columns; none where the table does not exist."""
     return [] if table is None else list(table.schema.names)
 
 
-def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
+def _read_times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:
@@ -562,23 +558,23 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     return times
 
 
-def _single_text(rows: Rows, name: str) -> str | None:
+def _read_single_text(rows: Rows, name: str) -> str | None:
     """Return the one text that all rows have."""
     texts = rows.texts(name)
     if len(set(texts)) > 1:
-        other = next(row for row, text in enumerate(texts) if text != texts[0])
+        other_row = next(row for row, text in enumerate(texts) if text != texts[0])
         rows.fail(
-            other,
+            other_row,
             name,
-            f"'{texts[other]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
+            f"'{texts[other_row]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
         )
     return texts[0]
 
 
-def _value_forms(table: Table | None) -> ValueForms:
+def _learn_value_forms(table: Table | None) -> ValueForms:
     """Return what the values of the columns of values are."""
     forms = ValueForms()
-    names = [name for name in _columns(table) if name.startswith(VALUE)]
+    names = [name for name in _list_columns(table) if name.startswith(VALUE)]
     for rows in table.parts() if table is not None and names else ():
         for name in names:
             for value in rows.column(name).to_pylist():

@@ -30,13 +30,13 @@ def nearest(
     """
     if not len(sensor_ns) or not len(frame_ns):
         return np.full(len(frame_ns), -1)
-    nearest_numbers = _nearest(frame_ns, sensor_ns)
-    is_mutual = _nearest(sensor_ns, frame_ns)[nearest_numbers] == np.arange(len(frame_ns))
+    nearest_numbers = _find_nearest(frame_ns, sensor_ns)
+    is_mutual = _find_nearest(sensor_ns, frame_ns)[nearest_numbers] == np.arange(len(frame_ns))
     is_near = np.abs(sensor_ns[nearest_numbers] - frame_ns) <= tolerance_ns
     return np.where(is_mutual & is_near, nearest_numbers, -1)
 
 
-def _nearest(targets: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
+def _find_nearest(targets: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
     after = np.minimum(np.searchsorted(times, targets), len(times) - 1)
     before = np.maximum(after - 1, 0)
     return np.where(targets - times[before] <= times[after] - targets, before, after)

@@ -61,32 +61,37 @@ def find_table(files: SourceFiles, stem: str) -> str | None:
 
 def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
     """Return names and types of the columns, from the first rows."""
-    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
+    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
         if name.endswith(".parquet"):
-            return _plain(parquet.read_schema(file))
-        return next(_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
+            return _simplify_schema(parquet.read_schema(file))
+        return next(_iter_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
 def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
     other forms.
     """
-    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
+    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
         if name.endswith(".parquet"):
-            opened = _parquet(file, name)
+            opened = _open_parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if of_column(column)]
             batches = (
                 opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
                 if columns
                 else ()
             )
-            return any(
-                pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
-                for batch in batches
-                for column in batch.columns
-                if pa.types.is_dictionary(column.type)
-                or column.type in (pa.string(), pa.large_string())
-            )
+            for batch in batches:
+                for column in batch.columns:
+                    is_text = pa.types.is_dictionary(column.type) or column.type in (
+                        pa.string(),
+                        pa.large_string(),
+                    )
+                    if (
+                        is_text
+                        and pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py()
+                    ):
+                        return True
+            return False
         needle = text.encode()
         rest = b""
         while block := file.read(_BLOCK_BYTES):
@@ -182,7 +187,10 @@ class Table:
             return None
         end = first + count
         starts = [max(first, start) for start in range(first // _ROWS * _ROWS, end, _ROWS)]
-        batches = [self._batch(at // _ROWS).slice(at % _ROWS, end - at) for at in starts]
+        batches = [
+            self._batch(position // _ROWS).slice(position % _ROWS, end - position)
+            for position in starts
+        ]
         joined = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         return Rows(self.name, first, joined)
 
@@ -192,7 +200,7 @@ class Table:
             yield Rows(self.name, first, self._batch(first // _ROWS))
 
 
-def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
+def _open_table(files: SourceFiles, name: str) -> pa.NativeFile:
     """Open the table's file; read one at a URL whole."""
     path = files.path(name)
     file = (
@@ -217,19 +225,19 @@ def read_batches(
 
     ``noted`` counts values of JSON that are read as null.
     """
-    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
-        yield from _batches(file, f"{files.shown}/{name}", type_of, noted)
+    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
+        yield from _iter_batches(file, f"{files.shown}/{name}", type_of, noted)
 
 
-def _batches(
+def _iter_batches(
     file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
 ) -> Iterator[pa.RecordBatch]:
     if name.endswith(".parquet"):
-        tables = _parquet_tables(file, name)
+        tables = _read_parquet_tables(file, name)
     elif name.endswith(".jsonl"):
-        tables = _json_tables(file, name, type_of, noted)
+        tables = _read_json_tables(file, name, type_of, noted)
     else:
-        tables = _csv_tables(file, name, type_of)
+        tables = _read_csv_tables(file, name, type_of)
     return regrouped(tables, name)
 
 
@@ -254,18 +262,18 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         yield pending.combine_chunks().to_batches()[0]
 
 
-def _parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
-    opened = _parquet(file, name)
-    schema = _plain(opened.schema_arrow)
+def _read_parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
+    opened = _open_parquet(file, name)
+    schema = _simplify_schema(opened.schema_arrow)
     for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
         yield pa.Table.from_batches([batch]).cast(schema)
 
 
-def _parquet(file: pa.NativeFile, name: str) -> BoundedParquet:
+def _open_parquet(file: pa.NativeFile, name: str) -> BoundedParquet:
     return BoundedParquet(file, f"table '{name}'", buffer_size=1 << 16, pre_buffer=False)
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def _simplify_schema(schema: pa.Schema) -> pa.Schema:
     """Return the schema without dictionaries and without metadata."""
     return pa.schema(
         [
@@ -275,7 +283,7 @@ def _plain(schema: pa.Schema) -> pa.Schema:
     )
 
 
-def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
+def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
     header = csv.open_csv(
         file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
     ).schema.names
@@ -307,7 +315,7 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
         table = pa.Table.from_batches([batch])
         if kinds is None:
             free = (column for column in header if column not in types)
-            kinds = {column: _type_of_texts(table.column(column)) for column in free}
+            kinds = {column: _find_type_of_texts(table.column(column)) for column in free}
         for column, kind in kinds.items():
             if kind == pa.string():
                 continue
@@ -323,7 +331,7 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
         yield table
 
 
-def _type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
+def _find_type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
     """Return the type of a column of texts: of numbers or truth where no text changes by it,
     else texts.
     """
@@ -349,7 +357,7 @@ def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
     return values
 
 
-def _json_tables(
+def _read_json_tables(
     file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
 ) -> Iterator[pa.Table]:
     """Yield tables of whole lines; the first one settles names and types of all columns.
@@ -367,7 +375,9 @@ def _json_tables(
         if count:
             noted[NAN_AS_NULL] += count
         if newline:
-            table = _json_table(block + newline, name=name, row=row, schema=schema, type_of=type_of)
+            table = _read_json_table(
+                block + newline, name=name, row=row, schema=schema, type_of=type_of
+            )
             schema = table.schema
             row = row + len(table)
             yield table
@@ -375,10 +385,10 @@ def _json_tables(
     if count:
         noted[NAN_AS_NULL] += count
     if rest.strip():
-        yield _json_table(rest, name=name, row=row, schema=schema, type_of=type_of)
+        yield _read_json_table(rest, name=name, row=row, schema=schema, type_of=type_of)
 
 
-def _json_table(
+def _read_json_table(
     block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf
 ) -> pa.Table:
     try:
@@ -390,7 +400,7 @@ def _json_table(
         ) from error
     explicit = schema
     if schema is None:
-        names = dict.fromkeys(key for _, line in _lines(block, name, row) for key in line)
+        names = dict.fromkeys(key for _, line in _iter_lines(block, name, row) for key in line)
         scalars = {
             key: kind
             for key in names
@@ -407,7 +417,7 @@ def _json_table(
         )
         table.validate()
     except pa.ArrowInvalid as error:
-        for row_number, line in _lines(block, name, row):
+        for row_number, line in _iter_lines(block, name, row):
             _check_types(line, explicit, f"table '{name}', row {row_number}")
             for column, value in line.items():
                 if b"[null" in bytes(value).replace(
@@ -423,7 +433,11 @@ def _json_table(
             "columns and types of the first ones, null where there is nothing"
         ) from error
     if schema is None:
-        dates = [field.name for field in table.schema if _is_guessed_date(field, type_of)]
+        dates = [
+            field.name
+            for field in table.schema
+            if pa.types.is_temporal(field.type) and type_of(field.name) is None
+        ]
         if dates:  # Arrow takes texts such as 2020-01-31 for times
             texts = [pa.field(date, pa.string()) for date in dates]
             assert explicit is not None, "of the known columns"
@@ -436,7 +450,7 @@ def _json_table(
         table = table.cast(
             pa.schema(
                 [
-                    field.with_type(_settled(field.name, field.type, type_of))
+                    field.with_type(_settle_type(field.name, field.type, type_of))
                     for field in table.schema
                 ]
             )
@@ -444,11 +458,7 @@ def _json_table(
     return table
 
 
-def _is_guessed_date(field: pa.Field, type_of: TypeOf) -> bool:
-    return pa.types.is_temporal(field.type) and type_of(field.name) is None
-
-
-def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _iter_lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers; raise SourceError for one that is not a JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
     for number, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
@@ -471,16 +481,16 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
                 ) from error
 
 
-def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
+def _settle_type(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
     """Return type for all rows of a column from that of its first rows: numbers in lists are
     float64, nulls texts.
     """
     if pa.types.is_list(kind):
-        return pa.list_(_settled("", kind.value_type, type_of))
+        return pa.list_(_settle_type("", kind.value_type, type_of))
     if pa.types.is_struct(kind):
         return pa.struct(
             [
-                field.with_type(_settled(field.name, field.type, type_of))
+                field.with_type(_settle_type(field.name, field.type, type_of))
                 for field in map(kind.field, range(kind.num_fields))
             ]
         )

@@ -67,18 +67,18 @@ class Rows:
             raise SourceError(
                 f"table '{self.table}', column {name} is {column.type}, wanted are texts"
             )
-        found: list[str | None] = column.to_pylist()
-        if len(found) == len(self) and any(text and "\0" in text for text in found):
-            bad_row = next(row for row, text in enumerate(found) if text and "\0" in text)
+        texts: list[str | None] = column.to_pylist()
+        if len(texts) == len(self) and any(text and "\0" in text for text in texts):
+            bad_row = next(row for row, text in enumerate(texts) if text and "\0" in text)
             self.fail(
                 bad_row,
                 name,
                 (
-                    f"{found[bad_row]!r} has a NUL character, which no file or clip has in its "
+                    f"{texts[bad_row]!r} has a NUL character, which no file or clip has in its "
                     "name; remove it"
                 ),
             )
-        return found
+        return texts
 
     def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
         """Return whole numbers (R,), ``unknown`` for null; without it null is an error."""
@@ -223,7 +223,7 @@ class Rows:
                 f"{prefix}.q_wxyz or {prefix}.q_xyzw"
             )
         if prefix in self:
-            return self._matrices(prefix)
+            return self._read_matrices(prefix)
         if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
             return None
         q = self.rotation(f"{prefix}.")
@@ -261,7 +261,7 @@ class Rows:
             f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")]
         )
 
-    def _matrices(self, name: str) -> F64:
+    def _read_matrices(self, name: str) -> F64:
         flat = self.vectors(name, 16).reshape(-1, 4, 4)
         known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
         fitted, sound = nearest_rigid(flat[known_rows])
@@ -281,19 +281,11 @@ class Rows:
         elif f"{prefix}fx" in self:
             fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
             matrices = np.zeros((len(self), 3, 3))
-            (
-                matrices[:, 0, 0],
-                matrices[:, 1, 1],
-                matrices[:, 0, 2],
-                matrices[:, 1, 2],
-                matrices[:, 2, 2],
-            ) = (
-                fx,
-                fy,
-                cx,
-                cy,
-                1,
-            )
+            matrices[:, 0, 0] = fx
+            matrices[:, 1, 1] = fy
+            matrices[:, 0, 2] = cx
+            matrices[:, 1, 2] = cy
+            matrices[:, 2, 2] = 1
             matrices[np.isnan(fx) & np.isnan(fy)] = np.nan
         else:
             return None
@@ -304,7 +296,8 @@ class Rows:
                 & (matrices[:, 0, 0] > 0)
                 & (matrices[:, 1, 1] > 0)
             )
-            bad |= is_known & ((matrices[:, 2] != (0, 0, 1)).any(1) | (matrices[:, 1, 0] != 0))
+            has_other_row = (matrices[:, 2] != (0, 0, 1)).any(1)
+            bad |= is_known & (has_other_row | (matrices[:, 1, 0] != 0))
         if bad.any():
             bad_row = int(np.argmax(bad))
             self.fail(

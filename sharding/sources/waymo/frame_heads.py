@@ -80,7 +80,7 @@ _POSE_HEAD: Final = bytes([_IMAGE_POSE << 3 | BYTES, 0x80 | _POSE.size & 0x7F, _
 _VELOCITY_KEY: Final = _IMAGE_POSE + 1 << 3 | BYTES
 _TIMES: Final = struct.Struct("<" + "xd" * 4)
 _TIMES_KEYS: Final = bytes(
-    at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE)
+    number << 3 | FIXED64 for number in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE)
 )
 _TAIL_POSE: Final = 3 + _POSE.size
 _LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
@@ -141,7 +141,7 @@ def read_frame(
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read(window, record, context, boxes2d=boxes2d, has_map=has_map)
+        head = _read_frame_head(window, record, context, boxes2d=boxes2d, has_map=has_map)
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the "
@@ -153,7 +153,7 @@ def read_frame(
     return head
 
 
-def _read(
+def _read_frame_head(
     window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool
 ) -> FrameHead:
     time = -1
@@ -172,34 +172,37 @@ def _read(
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
-            begin = window.at(
+            begin = window.read(
                 field.start, min(_CONTEXT_BEGIN, length)
             )  # the name of the segment is in it
             if context is None or length != len(context) or not context.startswith(begin):
-                context = window.at(field.start, length, 256)
+                context = window.read(field.start, length, 256)
         elif field.number == _FRAME_TIME:
             time = field.value
         elif field.number == _FRAME_POSE:
-            pose = transform(window.at(field.start, field.end - field.start))
+            pose = transform(window.read(field.start, field.end - field.start))
         elif field.number == _FRAME_IMAGES:
-            image = _image(window, field)
+            image = _read_image(window, field)
             images += [] if image is None else [image]
         elif field.number == _FRAME_LASERS:
             laser_bytes += field.end - field.start
         elif field.number == _FRAME_LABELS:
-            labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
+            labels.append(window.read(field.start, field.end - field.start, _LABELS_AHEAD))
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
-            camera_labels.append(window.at(field.start, field.end - field.start))
+            camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
             key = (
                 field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
             )  # and the length
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
-            map_offset = place(window.at(field.start, field.end - field.start))
-    if context is None or time <= 0 or pose is None:
-        missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
-        raise ValueError(f"it has no {missing}")
+            map_offset = place(window.read(field.start, field.end - field.start))
+    if context is None:
+        raise ValueError("it has no context")
+    if time <= 0:
+        raise ValueError("it has no timestamp_micros")
+    if pose is None:
+        raise ValueError("it has no pose")
     return FrameHead(
         timestamp_us=time,
         pose=pose,
@@ -213,7 +216,7 @@ def _read(
     )
 
 
-def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+def _read_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or
     one without all.
     """
@@ -221,10 +224,10 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     offset = place.start
     num_bytes = 0
     pose = None
-    if (usual := _usual_image(window, place)) is not None:
+    if (usual := _read_usual_image(window, place)) is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
-    for number, wire, value in _image_fields(window, place):
+    for number, wire, value in _iter_image_fields(window, place):
         if number == _IMAGE_NAME and isinstance(value, int):
             name = value
         elif number == _IMAGE_JPEG and isinstance(value, tuple):
@@ -239,19 +242,28 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose")
     if not times[_IMAGE_TIME] > 0:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
-    return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+    return ImageHead(
+        name=CAMERAS[name],
+        offset=offset,
+        num_bytes=num_bytes,
+        pose=pose,
+        pose_timestamp=times[_IMAGE_TIME],
+        shutter=times[_IMAGE_SHUTTER],
+        trigger=times[_IMAGE_TRIGGER],
+        done=times[_IMAGE_DONE],
+    )
 
 
-def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+def _read_usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return an image whose fields are those of the dataset's own files, in their order; None
     for another.
     """
-    head = window.at(place.start, MAX_HEAD)
+    head = window.read(place.start, MAX_HEAD)
     if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
         return None
     length, used = varint(head, 3)
     offset = place.start + used
-    tail = window.at(
+    tail = window.read(
         offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD
     )
     if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
@@ -267,15 +279,22 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         or times_keys != _TIMES_KEYS
     ):
         return None
-    times = _TIMES.unpack_from(tail, position)
-    return (
-        ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times)
-        if times[0] > 0
-        else None
+    pose_timestamp, shutter, trigger, done = _TIMES.unpack_from(tail, position)
+    if not pose_timestamp > 0:
+        return None
+    return ImageHead(
+        name=CAMERAS[head[1]],
+        offset=offset,
+        num_bytes=length,
+        pose=_POSE.unpack_from(tail, 3),
+        pose_timestamp=pose_timestamp,
+        shutter=shutter,
+        trigger=trigger,
+        done=done,
     )
 
 
-def _image_fields(
+def _iter_image_fields(
     window: FileWindow, place: FieldPlace
 ) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
     """Yield number, wire type and value of each field of an image; for the JPEG its place and
@@ -287,12 +306,12 @@ def _image_fields(
             yield field.number, field.wire, (field.start, length)
             rest = place.end - field.end
             if rest <= _AFTER_JPEG:
-                yield from fields(window.at(field.end, rest))
+                yield from fields(window.read(field.end, rest))
                 return
         elif field.wire == VARINT:
             yield field.number, field.wire, field.value
         elif field.number <= _IMAGE_DONE:  # what comes behind may be large, as labels of pixels are
-            yield field.number, field.wire, window.at(field.start, length)
+            yield field.number, field.wire, window.read(field.start, length)
 
 
 def transform(data: bytes) -> tuple[float, ...]:
@@ -320,7 +339,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
         if number == 1:
             name = value.decode()
         elif number == 2:
-            camera, camera_image = _calibration(value)
+            camera, camera_image = _read_calibration(value)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
             cameras[camera] = camera_image
@@ -334,7 +353,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
     return name, cameras, stats
 
 
-def _calibration(data: bytes) -> tuple[str, Image]:
+def _read_calibration(data: bytes) -> tuple[str, Image]:
     plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
     lens = doubles(data, 2)
     name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
@@ -456,7 +475,7 @@ def read_labels(
                 fail(int(rows[0]), "a label without a box")
             continue
         has_label[rows] = True
-        boxes[rows] = _boxes(table[:, place], rows, fail)
+        boxes[rows] = _read_boxes(table[:, place], rows, fail)
         if 3 in places:
             kinds[rows] = numbers(table[:, places[3]])
         if 7 in places:
@@ -502,10 +521,11 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
     return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
+def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
-        return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
+        numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys
+        return np.ascontiguousarray(numbers).view("<f8")[..., 0]
     table = np.empty((len(data), len(_BOX_KEYS)))
     for index, row in enumerate(data):
         try:

@@ -22,7 +22,7 @@ _POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8")
 """A point with its key and length, as the dataset's own files have it."""
 _KEYS: Final = np.array([0, 1, 2, 11, 20])
 """The places of a point's keys: of the point, of x, y and z, and its length."""
-_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
+_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(number << 3 | FIXED64 for number in (1, 2, 3)))
 
 
 class _Kind(NamedTuple):
@@ -53,11 +53,11 @@ def parse_map(data: bytes, where: str) -> VectorMap:
     lines = []
     layers = []
     try:
-        for feature in (_message(*field) for field in fields(data) if field[0] == FRAME_MAP):
+        for feature in (_read_message(*field) for field in fields(data) if field[0] == FRAME_MAP):
             for number, wire, value in fields(feature):
                 kind = _KINDS.get(number)
                 if kind is not None:
-                    line = _points(_message(number, wire, value), kind.points)
+                    line = _read_points(_read_message(number, wire, value), kind.points)
                     if len(line) > 1 or (len(line) and kind.name == "stop_sign"):
                         lines.append(np.concatenate([line, line[:1]]) if kind.closed else line)
                         layers.append(MAP_LAYERS.index(kind.name))
@@ -66,13 +66,13 @@ def parse_map(data: bytes, where: str) -> VectorMap:
     return VectorMap.from_lines(lines, layers, where)
 
 
-def _message(number: int, wire: int, value: int | bytes) -> bytes:
+def _read_message(number: int, wire: int, value: int | bytes) -> bytes:
     if wire != BYTES or isinstance(value, int):
         raise ValueError(f"field {number} is not a message")
     return value
 
 
-def _points(data: bytes, field_number: int) -> NDArray[np.float64]:
+def _read_points(data: bytes, field_number: int) -> NDArray[np.float64]:
     """Return the points (N, 2) of a feature in the global frame of its map; successive ones are
     read together.
     """
@@ -95,7 +95,11 @@ def _points(data: bytes, field_number: int) -> NDArray[np.float64]:
         if number == field_number:
             parts.append(
                 np.array(
-                    [place(_message(number, wire, data[position + start : position + end]))[:2]]
+                    [
+                        place(_read_message(number, wire, data[position + start : position + end]))[
+                            :2
+                        ]
+                    ]
                 )
             )
         position += end

@@ -103,8 +103,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
-        found = super().sensors()
-        return found if has_lidar else found._replace(lidars=())
+        sensors = super().sensors()
+        return sensors if has_lidar else sensors._replace(lidars=())
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each segment with a file of poses, in the folders of splits, or in
@@ -132,10 +132,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             self.files, files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM}
         )
         order = np.argsort(poses[_TIME], kind="stable")
-        images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
-        boxes = self._boxes(files)
+        images = self._read_images(
+            files["camera_image"], self._read_cameras(files["camera_calibration"])
+        )
+        boxes = self._read_boxes(files)
         boxes2d = (
-            self._boxes2d(files["camera_box"])
+            self._read_boxes2d(files["camera_box"])
             if self.given.boxes2d and "camera_box" in files
             else None
         )
@@ -203,7 +205,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             for frame_time, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{frame_time}", encode_points(points)
 
-    def _cameras(self, name: str) -> dict[int, Image]:
+    def _read_cameras(self, name: str) -> dict[int, Image]:
         """Return the calibrations by number of the camera."""
         integer_types = dict.fromkeys(
             (f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64()
@@ -225,7 +227,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             for row, number in enumerate(rows[_NAME].tolist())
         }
 
-    def _images(self, name: str, cameras: Mapping[int, Image]) -> dict[int, dict[str, Image]]:
+    def _read_images(self, name: str, cameras: Mapping[int, Image]) -> dict[int, dict[str, Image]]:
         """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
         rows = read_parquet(
@@ -238,7 +240,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
         stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
         shutters = stacked(rows, _SHUTTER).tolist()
-        num_bytes = self._image_bytes(name)
+        num_bytes = self._estimate_image_bytes(name)
         images: dict[int, dict[str, Image]] = {}
         for row, (time, camera) in enumerate(pairs):
             if camera not in CAMERAS:
@@ -266,19 +268,19 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             )
         return images
 
-    def _image_bytes(self, name: str) -> int:
+    def _estimate_image_bytes(self, name: str) -> int:
         """Return the mean size of a picture by the file's metadata, without reading one."""
         with open_parquet(self.files, name) as file:
             metadata = file.metadata
-            sizes = [
-                metadata.row_group(group).column(column).total_uncompressed_size
-                for group in range(metadata.num_row_groups)
-                for column in range(metadata.num_columns)
-                if metadata.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
-            ]
-            return int(max(sum(sizes) // max(metadata.num_rows, 1), 1))
+            num_bytes = 0
+            for group in range(metadata.num_row_groups):
+                for column in range(metadata.num_columns):
+                    chunk = metadata.row_group(group).column(column)
+                    if chunk.path_in_schema == f"{_IMAGE}image":
+                        num_bytes += chunk.total_uncompressed_size
+            return int(max(num_bytes // max(metadata.num_rows, 1), 1))
 
-    def _boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
+    def _read_boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
         """Return boxes by time of the frame [us]; None where the segment is not labelled."""
         if "lidar_box" not in files:
             return None
@@ -293,9 +295,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
-        facts = dict(
-            zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True)
-        )
+        kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
+        facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)
         if self.given.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
@@ -325,7 +326,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME]
         )
 
-    def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
+    def _read_boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
         """Return boxes in images by time of the frame [us] and channel."""
         kind = f"{_CAMERA_BOX}type"
         track = "key.camera_object_id"

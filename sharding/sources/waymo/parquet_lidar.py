@@ -64,13 +64,13 @@ def sweeps(
         lasers.setdefault(time, set()).add(laser)
     if absent := remaining - lasers.keys():
         raise SourceError(f"{where} has no range image at {min(absent)} us")
-    mounts = _calibrations(files, _beside(name, "lidar_calibration"))
+    mounts = _read_calibrations(files, _name_beside(name, "lidar_calibration"))
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
-    poses = read_parquet(files, _beside(name, "vehicle_pose"), types, read_whole=True)
+    poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
-    of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), remaining)
+    of_pixels = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, NDArray[np.float32]]] = {}
-    for time, laser, image in _range_images(
+    for time, laser, image in _read_range_images(
         files, name=name, column=_IMAGE, depth=4, selected=remaining
     ):
         if laser not in mounts:
@@ -82,7 +82,7 @@ def sweeps(
                 inclination=inclination,
                 mount=mount,
                 pose=pose_of[time],
-                poses=of_pixels.of(time, laser),
+                poses=of_pixels.read_image(time, laser),
             )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
@@ -102,11 +102,11 @@ class _PixelPoses:
         self._poses: dict[tuple[int, int], NDArray[np.float32]] = {}
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
-        self._rows = _range_images(
+        self._rows = _read_range_images(
             files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
         )
 
-    def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
+    def read_image(self, time: int, laser: int) -> NDArray[np.float32] | None:
         """Return the pixel poses of one range image; None where it has none."""
         if (time, laser) not in self._keys:
             return None
@@ -116,7 +116,7 @@ class _PixelPoses:
         return self._poses.pop((time, laser))
 
 
-def _range_images(
+def _read_range_images(
     files: SourceFiles, name: str, column: str, depth: int, selected: Collection[int]
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
@@ -170,7 +170,7 @@ def _image(
     return np.asarray(flat.reshape(sides))
 
 
-def _calibrations(
+def _read_calibrations(
     files: SourceFiles, name: str
 ) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
     """Return lidar to vehicle, and inclinations, by lidar."""
@@ -189,13 +189,14 @@ def _calibrations(
         if f"{tilt}values" in file.schema_arrow.names:
             stated = file.read([f"{tilt}values"]).column(0).to_pylist()
     low, high = (rows[end].tolist() for end in ends)
-    return {
-        laser: (rows[mount][row].reshape(4, 4), Inclination(stated[row] or (), low[row], high[row]))
-        for row, laser in enumerate(rows[_LASER].tolist())
-    }
+    calibrations = {}
+    for row, laser in enumerate(rows[_LASER].tolist()):
+        inclination = Inclination(stated[row] or (), low[row], high[row])
+        calibrations[laser] = (rows[mount][row].reshape(4, 4), inclination)
+    return calibrations
 
 
-def _beside(name: str, component: str) -> str:
+def _name_beside(name: str, component: str) -> str:
     """Return the file of another component of the same segment."""
     folder, _, file = name.rpartition("/")
     split, slash, _ = folder.rpartition("/")

@@ -34,12 +34,12 @@ def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
     row. Raises SourceError, naming ``where``.
     """
     try:
-        return _frame_points(frame)
+        return _read_frame_points(frame)
     except (ValueError, KeyError, struct.error, zlib.error) as error:
         raise SourceError(f"{where}: the range images cannot be read: {error}") from error
 
 
-def _frame_points(frame: bytes) -> NDArray[np.float32]:
+def _read_frame_points(frame: bytes) -> NDArray[np.float32]:
     calibrations: dict[int, bytes] = {}
     lasers: list[dict[int, Any]] = []
     pose = np.eye(4)
@@ -50,36 +50,37 @@ def _frame_points(frame: bytes) -> NDArray[np.float32]:
             messages = [
                 part for field, _, part in fields(value) if field == 3 and not isinstance(part, int)
             ]
-            calibrations = {_message(part).get(1, 0): part for part in messages}
+            calibrations = {_read_message(part).get(1, 0): part for part in messages}
         elif number == 3:
             pose = np.array(transform(value)).reshape(4, 4)
         elif number == 5:
-            lasers.append(_message(value))
+            lasers.append(_read_message(value))
     parts = [np.empty((0, 5), np.float32)]
     for laser in lasers:
-        images = _message(laser.get(2, b""))
+        images = _read_message(laser.get(2, b""))
         if 2 in images:
             if laser.get(1, 0) not in calibrations:
                 raise ValueError(f"lidar {laser.get(1, 0)} has no calibration")
-            parts.append(_points(images, calibrations[laser[1]], pose))
+            calibration = calibrations[laser[1]]
+            plain = _read_message(calibration)
+            mount = np.array(transform(plain[5])).reshape(4, 4)
+            low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
+            inclination = Inclination(doubles(calibration, 2), low, high)
+            poses = _decode_matrix(images[4], 6) if 4 in images else None
+            parts.append(
+                first_returns(
+                    _decode_matrix(images[2], 4),
+                    inclination=inclination,
+                    mount=mount,
+                    pose=pose,
+                    poses=poses,
+                )
+            )
     return np.concatenate(parts)
 
 
-def _message(data: bytes) -> dict[int, Any]:
+def _read_message(data: bytes) -> dict[int, Any]:
     return {number: value for number, _, value in fields(data)}
-
-
-def _points(
-    images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]
-) -> NDArray[np.float32]:
-    plain = _message(calibration)
-    mount = np.array(transform(plain[5])).reshape(4, 4)
-    low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
-    inclination = Inclination(doubles(calibration, 2), low, high)
-    poses = _matrix(images[4], 6) if 4 in images else None
-    return first_returns(
-        _matrix(images[2], 4), inclination=inclination, mount=mount, pose=pose, poses=poses
-    )
 
 
 class Inclination(NamedTuple):
@@ -91,7 +92,7 @@ class Inclination(NamedTuple):
     low: float
     high: float
 
-    def of_rows(self, number: int) -> NDArray[np.float64]:
+    def interpolate_rows(self, number: int) -> NDArray[np.float64]:
         """Return an inclination for each row."""
         if len(self.stated):
             return np.array(self.stated, np.float64)
@@ -112,14 +113,13 @@ def first_returns(
     poses than of rows.
     """
     rows, columns = image.shape[:2]
-    steep = inclination.of_rows(rows)
+    steep = inclination.interpolate_rows(rows)
     if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
         raise ValueError(
             f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels"
         )
-    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(
-        mount[1, 0], mount[0, 0]
-    )
+    mount_yaw = np.arctan2(mount[1, 0], mount[0, 0])
+    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - mount_yaw
     row, column = np.nonzero(image[..., 0] > 0)
     returns = image[row, column].astype(np.float64)
     up = steep[::-1][row]
@@ -130,14 +130,16 @@ def first_returns(
     if poses is not None:
         pixel_poses = poses[row, column].astype(np.float64)
         to_frame = invert_rigid(pose)
-        place = np.einsum("pij,pj->pi", _rotations(pixel_poses[:, :3]), place) + pixel_poses[:, 3:]
+        place = np.einsum("pij,pj->pi", _make_rotations(pixel_poses[:, :3]), place)
+        place = place + pixel_poses[:, 3:]
         place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
     return np.concatenate([place, returns[:, 1:3]], 1).astype(np.float32)
 
 
-def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
+def _make_rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
     """Make rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
-    (cr, cp, cy), (sr, sp, sy) = np.cos(angles).T, np.sin(angles).T
+    cr, cp, cy = np.cos(angles).T
+    sr, sp, sy = np.sin(angles).T
     rows = [
         cy * cp,
         cy * sp * sr - sy * cr,
@@ -152,7 +154,7 @@ def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack(rows, 1).reshape(-1, 3, 3)
 
 
-def _matrix(data: bytes, depth: int) -> NDArray[np.float32]:
+def _decode_matrix(data: bytes, depth: int) -> NDArray[np.float32]:
     """Decode a compressed ``MatrixFloat`` (H, W, ``depth``)."""
     unpacked = zlib.decompressobj()
     message = unpacked.decompress(data, _MAX_BYTES)

@@ -44,7 +44,7 @@ def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator
     if not window.num_bytes:
         raise SourceError(f"{window.where} is empty")
     while position < window.num_bytes:
-        head = window.at(position, _HEAD.size)
+        head = window.read(position, _HEAD.size)
         place = f"{window.where}: record {number} at byte {position}"
         if not number and LFS_MAGIC.startswith(head):
             raise SourceError(
@@ -72,13 +72,13 @@ def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator
         if payloads:
             crc = 0
             for offset in range(start, end, _CRC_CHUNK):
-                crc = google_crc32c.extend(crc, window.at(offset, min(_CRC_CHUNK, end - offset)))
-            if masked(crc) != _U32.unpack(window.at(end, _U32.size))[0]:
+                crc = google_crc32c.extend(crc, window.read(offset, min(_CRC_CHUNK, end - offset)))
+            if masked(crc) != _U32.unpack(window.read(end, _U32.size))[0]:
                 raise SourceError(
                     f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged"
                 )
         if read_whole:
-            window.at(start, length)
+            window.read(start, length)
         yield FileRecord(number, start, end)
         position = end + _U32.size
         number = number + 1

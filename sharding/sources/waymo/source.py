@@ -132,7 +132,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
         if self.file is not None:
-            yield _clip(self.file, "")
+            yield _make_clip(self.file, "")
             return
         names = self.files.listed()
         if "camera_image" in names or any(
@@ -147,10 +147,10 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             if folder in names:
                 for name in self.files.listed(folder):
                     if name.endswith(_SUFFIX):
-                        yield _clip(f"{folder}/{name}", split)
+                        yield _make_clip(f"{folder}/{name}", split)
         for name in names:
             if name.endswith(_SUFFIX):
-                yield _clip(name, "")
+                yield _make_clip(name, "")
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each record of the file."""
@@ -264,7 +264,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             ego2global=ego2global,
             images=images,
             sweeps={LIDAR: sweep} if head.laser_bytes else {},
-            boxes2d=_image_boxes(head) if self.given.boxes2d else {},
+            boxes2d=_make_image_boxes(head) if self.given.boxes2d else {},
             attributes=weather_columns(stats),
         )
 
@@ -287,7 +287,7 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
     }
 
 
-def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
+def _make_image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
     """Return the boxes of all images of a frame that has such labels; an image without any has
     no box.
     """
@@ -302,7 +302,7 @@ def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
     return boxes_by_camera
 
 
-def _clip(name: str, split: str) -> Clip:
+def _make_clip(name: str, split: str) -> Clip:
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
     match = _SEGMENT.match(stem)
     return Clip(name=match[1] if match else stem, token=stem, split=split, files=(name,))

@@ -95,12 +95,18 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     manifest = manifest_in(out, LAYERS)
     if manifest is None:
         segments = Segments(out, len(base))
-        _check_whole(segments, base, out, partial=partial)
+        lacking = np.flatnonzero(~segments.are_there())
+        if len(lacking) == len(base) or (lacking.size and not partial):
+            keys = ", ".join(base.index.row(int(sample)).key for sample in lacking[:_SHOWN_KEYS])
+            raise DatasetError(
+                f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as "
+                f"{keys}: write them, or finish with partial=True (at least one row is needed)"
+            )
         (out.work / "tmp").mkdir(parents=True, exist_ok=True)
         # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
-            manifest = _write(out, temporary=temporary, base=base, run=run, segments=segments)
+            manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
         except (
             FileNotFoundError
         ):  # at a URL another machine may have finished the layer, and removed the segments
@@ -112,17 +118,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     return manifest
 
 
-def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: bool) -> None:
-    lacking = np.flatnonzero(~segments.are_there())
-    if len(lacking) == len(base) or (lacking.size and not partial):
-        keys = ", ".join(base.index.row(int(sample)).key for sample in lacking[:_SHOWN_KEYS])
-        raise DatasetError(
-            f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as "
-            f"{keys}: write them, or finish with partial=True (at least one row is needed)"
-        )
-
-
-def _write(
+def _write_layer(
     out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments
 ) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)

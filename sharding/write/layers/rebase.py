@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import (
     NO_ROW,
     ROWS_FILE,
@@ -107,7 +107,9 @@ def rebase_layer(
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
     entry = BaseEntry.from_dataset(new_base)
     _check_sensors(manifest, entry, new_base.location)
-    rows = _rows_by_key(old, new_base)
+    keys: pa.ChunkedArray = old.index.texts("key")
+    indices = pc.index_in(new_base.index.texts("key"), value_set=keys.combine_chunks())
+    rows = np.asarray(pc.fill_null(indices, NO_ROW).to_numpy(), np.int64)
     lacking = np.flatnonzero(rows == NO_ROW)
     if len(lacking) == len(rows):
         raise DatasetError(
@@ -163,12 +165,3 @@ def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> Non
                 f"{sorted(old[camera])} pixels, and '{where}' stores them in "
                 f"{sorted(new[camera])}: make the layer again for it"
             )
-
-
-def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the row of the layer for each position of the base, int64 (num_samples,), `NO_ROW`
-    where it has none.
-    """
-    keys: pa.ChunkedArray = layer.index.texts("key")
-    indices = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
-    return np.asarray(pc.fill_null(indices, NO_ROW).to_numpy(), np.int64)

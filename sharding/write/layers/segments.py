@@ -149,15 +149,15 @@ class Segments:
             last = position, row, segment
             yield position, row
 
-    def _row(self, segment: int, at: int) -> SegmentRow:
+    def _row(self, segment: int, number: int) -> SegmentRow:
         count = len(self._positions[segment])
         mapped = self._opened(segment)
         head = 8 * (1 + 2 * count)
         if len(mapped) < head:
             raise self._damaged(self._names[segment])
         ends = mapped[8 * (1 + count) : head].view(_WORD)
-        start = int(ends[at - 1]) if at else 0
-        end = int(ends[at])
+        start = int(ends[number - 1]) if number else 0
+        end = int(ends[number])
         if not 0 <= start <= end <= len(mapped) - head:
             raise self._damaged(self._names[segment])
         try:

@@ -173,11 +173,16 @@ class LayerWriter:
         packer = ShardPacker(
             file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
         )
-        length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
-        index_row = packer.close().rows[0]
-        attributes = tuple(
-            None if (value := values.get(name)) is None else _plain(value) for name in self._scalars
+        length = packer.add(
+            row.key,
+            clip_id=row.clip_id,
+            frame=row.frame,
+            timestamp_ns=row.timestamp_ns,
+            members=encoded,
         )
+        index_row = packer.close().rows[0]
+        scalars = (values.get(name) for name in self._scalars)
+        attributes = tuple(None if value is None else np.asarray(value).item() for value in scalars)
         data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, file.getvalue()[:length]))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
@@ -350,8 +355,3 @@ class LayerWriter:
             finally:
                 if self.is_finished:  # the folder may have been made again for this lock
                     self._out.remove_work()
-
-
-def _plain(value: Any) -> bool | int | float:
-    plain: bool | int | float = np.asarray(value).item()
-    return plain

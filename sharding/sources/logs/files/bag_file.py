@@ -57,7 +57,7 @@ class BagFile(LogFile):
             "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
         ):
             bag.open()
-            num_after = _num_bytes_after(bag)
+            num_after = _count_bytes_after(bag)
         weakref.finalize(self, bag.close)
         if num_after:
             raise SourceError(
@@ -108,9 +108,9 @@ class BagFile(LogFile):
     def _read(self, place: Locator, limit: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
-        with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.at}"):
+        with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.position}"):
             record = io.BytesIO(self._read_chunk(place.chunk))
-            record.seek(place.at)
+            record.seek(place.position)
             while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
                 record.seek(read_uint32(record), io.SEEK_CUR)
             topic = self._topics[head.get_uint32("conn")]
@@ -137,7 +137,7 @@ class BagFile(LogFile):
         return self._chunk[1]
 
 
-def _num_bytes_after(bag: Reader) -> int:
+def _count_bytes_after(bag: Reader) -> int:
     """Return how many bytes come after the index of a bag, with which it ends."""
     from rosbags.rosbag1.reader import Header, RecordType, read_uint32
 

@@ -51,10 +51,10 @@ class Locator(msgspec.Struct, frozen=True, order=True, gc=False):
 
     file: str
     chunk: int
-    at: int
+    position: int
 
     def __str__(self) -> str:
-        return f"{self.file}@{self.chunk}:{self.at}"
+        return f"{self.file}@{self.chunk}:{self.position}"
 
     @classmethod
     def parse(cls, text: str) -> Locator:

@@ -159,11 +159,11 @@ class McapFile(LogFile):
         return [place for _, place in sorted(entries, key=itemgetter(0))]
 
     def _read(self, place: Locator, limit: int | None = None) -> Message:
-        with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
+        with parsing(f"{self._where}: the message at {place.chunk}:{place.position}"):
             if place.chunk < 0:
-                head = self._files.read(self._name, place.at, MESSAGE.size)
+                head = self._files.read(self._name, place.position, MESSAGE.size)
                 length = RECORD.unpack_from(head)[1] - _HEAD
-                start = place.at + MESSAGE.size
+                start = place.position + MESSAGE.size
                 data = self._files.read(
                     self._name, start, length if limit is None else min(limit, length)
                 )
@@ -174,8 +174,8 @@ class McapFile(LogFile):
                 head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
                 self._chunk_records(self._chunk_at(place.chunk, head))
             chunk = self._chunk[1]
-            length = RECORD.unpack_from(chunk, place.at)[1] - _HEAD
-            start = place.at + MESSAGE.size
+            length = RECORD.unpack_from(chunk, place.position)[1] - _HEAD
+            start = place.position + MESSAGE.size
             return Message(
                 topic="",
                 log_ns=0,
@@ -185,18 +185,18 @@ class McapFile(LogFile):
             )
 
     def _chunk_name(self, chunk: Chunk) -> str:
-        return f"{self._where}: the chunk at byte {chunk.at}"
+        return f"{self._where}: the chunk at byte {chunk.position}"
 
     def _place(self, chunk: Chunk, offset: int) -> Locator:
         if chunk.is_plain:
             return Locator(self._name, -1, chunk.data_at + offset)
-        return Locator(self._name, chunk.at, offset)
+        return Locator(self._name, chunk.position, offset)
 
     def _walk_index(
         self, window: FileWindow, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
     ) -> Iterator[Message]:
         """Yield the messages of an uncompressed chunk by its message index."""
-        end = chunk.at + chunk.length
+        end = chunk.position + chunk.length
         data_at = chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(
@@ -204,7 +204,7 @@ class McapFile(LogFile):
         ):
             position = data_at + offset
             name = topic.name
-            head = window.at(position, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
+            head = window.read(position, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(
                     f"{self._where}: the index names a message at byte {position}, where "
@@ -221,7 +221,7 @@ class McapFile(LogFile):
             num_bytes = length if length <= HEAD_BYTES or name in whole_topics else HEAD_BYTES
             data = head[MESSAGE.size : MESSAGE.size + num_bytes]
             if len(data) < num_bytes:
-                data = window.at(start, num_bytes)
+                data = window.read(start, num_bytes)
                 self._lengths[name] = min(
                     num_bytes, HEAD_BYTES
                 )  # those of a topic are about as long: one look for the next
@@ -253,7 +253,7 @@ class McapFile(LogFile):
             if end > len(data):
                 break
             if op == MESSAGE_OP:
-                self._check_message(chunk.at, size)
+                self._check_message(chunk.position, size)
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(data, position)
                 topic = self._channels.topics.get(channel)
                 if topic is None:
@@ -383,7 +383,7 @@ class McapFile(LogFile):
         name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
         return Chunk(
             first_ns=0,
-            at=position,
+            position=position,
             length=RECORD.size + RECORD.unpack_from(head)[1],
             compression=name,
             index_at=0,
@@ -394,10 +394,10 @@ class McapFile(LogFile):
         """Return the records of a chunk, decompressed, with the right checksum; keep the last
         chunk.
         """
-        if self._chunk[0] != chunk.at:
+        if self._chunk[0] != chunk.position:
             record = self._files.read(
-                self._name, chunk.at + RECORD.size, chunk.length - RECORD.size
+                self._name, chunk.position + RECORD.size, chunk.length - RECORD.size
             )
-            self._chunk = (chunk.at, chunk_data(record, self._chunk_name(chunk)))
+            self._chunk = (chunk.position, chunk_data(record, self._chunk_name(chunk)))
             self.num_decompressed += 1
         return self._chunk[1]

@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
     """
 
     first_ns: int
-    at: int
+    position: int
     length: int
     compression: str
     index_at: int
@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
     @property
     def data_at(self) -> int:
         """The place in the file where its records begin, if it is not compressed."""
-        return self.at + RECORD.size + CHUNK.size + len(self.compression) + 8
+        return self.position + RECORD.size + CHUNK.size + len(self.compression) + 8
 
 
 class Summary(NamedTuple):
@@ -150,7 +150,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
                 chunks.append(
                     Chunk(
                         first_ns=first_ns,
-                        at=position,
+                        position=position,
                         length=length,
                         compression=record.compression,
                         index_at=position + length,

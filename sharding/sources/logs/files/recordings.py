@@ -166,7 +166,11 @@ class Recordings:
             name for name, candidate in self.topics.items() if candidate.type in types
         ):
             if not topic.endswith(("compressedDepth", "/theora")):
-                channel = _channel(topic)
+                # The last part that says which sensor it is.
+                parts = [part for part in topic.lower().split("/") if part]
+                telling = [part for part in parts if not _GENERIC.match(part)]
+                name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")
+                channel = name or "camera"
                 if channel in names:
                     raise SourceError(
                         f"the topics '{names[channel]}' and '{topic}' would both be "
@@ -196,7 +200,7 @@ class Recordings:
                 f"{facts.compression_format}; messages by zstd are read, and an MCAP file "
                 "with compressed chunks, which `ros2 bag convert` makes of it"
             )
-        found = []
+        paths = []
         for name in facts.relative_file_paths:
             inside = f"{folder}{name}"
             if (
@@ -205,26 +209,18 @@ class Recordings:
                 inside = f"{folder}{name.rpartition('/')[2]}"
             if self._files.facts(inside) is None:
                 raise SourceError(f"{where} names the file '{name}', which is not there")
-            found.append(inside)
-        self._packed.update(found if mode == "message" else ())
+            paths.append(inside)
+        self._packed.update(paths if mode == "message" else ())
         self.num_stated[log] = {
             count.topic_metadata.name: count.message_count
             for count in facts.topics_with_message_count
         }
         names = self._files.listed(folder.rstrip("/"))
-        num_other = sum(self._is_log(name) and f"{folder}{name}" not in found for name in names)
+        num_other = sum(self._is_log(name) and f"{folder}{name}" not in paths for name in names)
         if num_other:
             self.noted[f"files of logs that the {METADATA} beside them does not name"] += num_other
-        return found
+        return paths
 
 
 def _stem(name: str) -> str:
     return name.rpartition(".")[0] or name
-
-
-def _channel(topic: str) -> str:
-    """Return a channel's name by its topic: the last part that says which sensor it is."""
-    parts = [part for part in topic.lower().split("/") if part]
-    telling = [part for part in parts if not _GENERIC.match(part)]
-    name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")
-    return name or "camera"

@@ -184,14 +184,16 @@ class SqliteFile(LogFile):
 
     def _read(self, place: Locator, limit: int | None = None) -> Message:
         rows = self._rows(
-            tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE rowid = ?", (place.at,)
+            tuple[int, int],
+            "SELECT timestamp, topic_id FROM messages WHERE rowid = ?",
+            (place.position,),
         )
         if not rows:
             raise SourceError(
-                f"{self._where} has no message {place.at}: has it changed since the scan?"
+                f"{self._where} has no message {place.position}: has it changed since the scan?"
             )
         ((log_ns, topic),) = rows
-        data, length = self._bytes(place.at, limit)
+        data, length = self._bytes(place.position, limit)
         return Message(
             topic=self._ids[topic].name, log_ns=log_ns, place=place, data=data, length=length
         )

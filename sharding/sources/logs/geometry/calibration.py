@@ -110,5 +110,13 @@ def _model(
     intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
     intrinsics[0, :2] /= binning[0]
     intrinsics[1, 1] /= binning[1]
-    size = (width or info.width) // info.binning[0], (height or info.height) // info.binning[1]
-    return CameraModel(where, info.stamp_ns, intrinsics, cam2ego, dist, model, *size)
+    return CameraModel(
+        where=where,
+        stamp_ns=info.stamp_ns,
+        intrinsics=intrinsics,
+        cam2ego=cam2ego,
+        dist=dist,
+        dist_model=model,
+        width=(width or info.width) // info.binning[0],
+        height=(height or info.height) // info.binning[1],
+    )

@@ -103,11 +103,13 @@ class Foxglove:
                 kind=shape.number("type"),
                 x=[point.double("x") for point in shape.messages("points")],
                 y=[point.double("y") for point in shape.messages("points")],
-                about={pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
+                metadata={
+                    pair.text("key"): pair.text("value") for pair in shape.messages("metadata")
+                },
             )
             for shape in message.messages("points")
         ]
-        return Marks.of_shapes(
+        return Marks.from_shapes(
             message.stamp_ns, shapes, [text.text("text") for text in message.messages("texts")]
         )
 

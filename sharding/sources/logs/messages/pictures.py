@@ -145,7 +145,8 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
             .view(">u2" if picture.big_endian else "<u2")
             .astype(np.float32)
         )
-        rows = np.clip(np.rint((values - black) * (255 / (white - black))), 0, 255).astype(np.uint8)
+        grey = np.rint((values - black) * (255 / (white - black)))
+        rows = np.clip(grey, 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         image = np.asarray(cv2.cvtColor(image, code), np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
@@ -101,20 +101,14 @@ class Reader:
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:
         if self._is_first:
-            _check_plain(data, self._topic.name)
+            # A message that is compressed by itself: no topic of MCAP states it.
+            first = data[0] if isinstance(data, list) and data else data
+            if isinstance(first, bytes | bytearray | memoryview) and bytes(first[:4]) == _ZSTD:
+                raise SourceError(
+                    f"topic '{self._topic.name}': messages are compressed one by one, as rosbag2 "
+                    "does by compression_mode MESSAGE: `ros2 bag convert` makes a file with "
+                    "compressed chunks of them, which is read"
+                )
             self._is_first = False
         with parsing(f"topic '{self._topic.name}': a message", f"is not a {self._topic.type}"):
             return read(data)
-
-
-def _check_plain(data: Any, topic: str) -> None:
-    """Raise SourceError where the first message is compressed by itself, which no topic of MCAP
-    states.
-    """
-    first = data[0] if isinstance(data, list) and data else data
-    if isinstance(first, bytes | bytearray | memoryview) and bytes(first[:4]) == _ZSTD:
-        raise SourceError(
-            f"topic '{topic}': messages are compressed one by one, as rosbag2 does by "
-            "compression_mode MESSAGE: `ros2 bag convert` makes a file with compressed "
-            "chunks of them, which is read"
-        )

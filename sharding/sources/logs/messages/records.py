@@ -123,13 +123,14 @@ class Edges(NamedTuple):
             by_frames.setdefault(edge[:2], []).append((row, edge))
         return [
             cls(
-                *frames,
-                np.array([row for row, _ in pairs], np.int64),
-                np.array([edge.stamp_ns for _, edge in pairs], np.int64),
-                np.array([edge.wxyz for _, edge in pairs], np.float64),
-                np.array([edge.xyz for _, edge in pairs], np.float64),
+                parent=parent,
+                child=child,
+                row=np.array([row for row, _ in pairs], np.int64),
+                stamp_ns=np.array([edge.stamp_ns for _, edge in pairs], np.int64),
+                wxyz=np.array([edge.wxyz for _, edge in pairs], np.float64),
+                xyz=np.array([edge.xyz for _, edge in pairs], np.float64),
             )
-            for frames, pairs in by_frames.items()
+            for (parent, child), pairs in by_frames.items()
         ]
 
     @classmethod
@@ -161,7 +162,7 @@ class Marks(NamedTuple):
     track: list[str]
 
     @classmethod
-    def of_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
+    def from_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
         """Return the bounds of closed lines; where there are as many texts, these name lines
         without a category.
         """
@@ -170,7 +171,7 @@ class Marks(NamedTuple):
         box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
 
         def said(loop: Shape, keys: tuple[str, ...]) -> str:
-            return next((loop.about[key] for key in keys if loop.about.get(key)), "")
+            return next((loop.metadata[key] for key in keys if loop.metadata.get(key)), "")
 
         category = [
             said(loop, ("category", "class", "label")) or name
@@ -192,7 +193,7 @@ class Shape(NamedTuple):
     kind: int
     x: list[float]
     y: list[float]
-    about: dict[str, str]
+    metadata: dict[str, str]
 
 
 class PointField(NamedTuple):

@@ -85,9 +85,9 @@ class Ros:
                 step=last.step,
                 big_endian=last.big_endian,
             )
-        found = self._picture(data)
-        self._pictured = data[: _STAMP.start], data[_STAMP.stop : found.offset - 4], found
-        return found
+        head = self._picture(data)
+        self._pictured = data[: _STAMP.start], data[_STAMP.stop : head.offset - 4], head
+        return head
 
     def _picture(self, data: Buffer) -> Picture:
         cdr = _Cdr(data)
@@ -97,14 +97,14 @@ class Ros:
             height = cdr.u32()
             width = cdr.u32()
             encoding = cdr.text()
-            big_endian = bool(data[cdr.at])
-            cdr.at += 1
+            big_endian = bool(data[cdr.position])
+            cdr.position += 1
             step = cdr.u32()
             length = cdr.u32()
             return Picture(
                 stamp_ns=stamp_ns,
                 frame_id=frame_id,
-                offset=cdr.at,
+                offset=cdr.position,
                 length=length,
                 encoding=encoding,
                 width=width,
@@ -119,7 +119,7 @@ class Ros:
         return Picture(
             stamp_ns=stamp_ns,
             frame_id=frame_id,
-            offset=cdr.at,
+            offset=cdr.position,
             length=length,
             encoding=str(form, "utf-8", "replace"),
         )
@@ -141,17 +141,26 @@ class Ros:
     def calibration(self, data: Buffer) -> CameraInfo:
         """Read a CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
-        size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
         names = "DKRP" if is_foxglove else "dkrp"
         d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
+        calibration = CameraInfo(
+            stamp_ns=_time_ns(info.timestamp if is_foxglove else info.header.stamp),
+            frame_id=info.frame_id if is_foxglove else info.header.frame_id,
+            width=info.width,
+            height=info.height,
+            model=info.distortion_model,
+            d=d,
+            k=k,
+            r=r,
+            p=p,
+        )
         if is_foxglove:
-            return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
-        binning = (max(info.binning_x, 1), max(info.binning_y, 1))
+            return calibration
         roi = info.roi
-        part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
-        return CameraInfo(
-            _time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part
+        return calibration._replace(
+            binning=(max(info.binning_x, 1), max(info.binning_y, 1)),
+            roi=(roi.x_offset, roi.y_offset, roi.width, roi.height),
         )
 
     def transforms(self, data: Buffer) -> list[Edge]:
@@ -159,9 +168,9 @@ class Ros:
         if self._topic.type == "tf2_msgs/TFMessage":
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
-            if len(data) - cdr.at > _PADDING:
+            if len(data) - cdr.position > _PADDING:
                 raise ValueError(
-                    f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms"
+                    f"{len(data) - cdr.position} bytes are left after {len(edges)} transforms"
                 )
             return edges
         message = self._read(data)
@@ -281,15 +290,15 @@ class Ros:
                     kind=shape.type,
                     x=[point.x for point in shape.points],
                     y=[point.y for point in shape.points],
-                    about={pair.key: pair.value for pair in getattr(shape, "metadata", ())},
+                    metadata={pair.key: pair.value for pair in getattr(shape, "metadata", ())},
                 )
                 for shape in message.points
             ]
             stamp_ns = _time_ns(message.timestamp) if hasattr(message, "timestamp") else 0
-            return Marks.of_shapes(
+            return Marks.from_shapes(
                 stamp_ns, shapes, [text.text for text in getattr(message, "texts", ())]
             )
-        found = Marks(_time_ns(message.header.stamp), [], [], [])
+        marks = Marks(_time_ns(message.header.stamp), [], [], [])
         for detection in message.detections:
             centre = detection.bbox.center
             size = (detection.bbox.size_x / 2, detection.bbox.size_y / 2)
@@ -297,17 +306,17 @@ class Ros:
             c = abs(math.cos(centre.theta))
             s = abs(math.sin(centre.theta))
             half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
-            found.box.append(
+            marks.box.append(
                 (place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1])
             )
             results = [getattr(result, "hypothesis", result) for result in detection.results]
             best = max(results, key=lambda result: result.score, default=None)
             name = "" if best is None else str(getattr(best, "class_id", getattr(best, "id", "")))
-            found.category.append(name or UNKNOWN)
-            found.track.append(
+            marks.category.append(name or UNKNOWN)
+            marks.track.append(
                 getattr(detection, "id", "") or getattr(detection, "tracking_id", "")
             )
-        return found
+        return marks
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
         """Read stamp, frame and number of points."""
@@ -402,12 +411,12 @@ class _Cdr:
 
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data)
-        self.at = 4
+        self.position = 4
         self._u32 = _readers(data)[0]
 
     def u32(self) -> int:
-        position = self.at + -self.at % 4
-        self.at = position + 4
+        position = self.position + -self.position % 4
+        self.position = position + 4
         (value,) = self._u32(self._data, position)
         return int(value)
 
@@ -416,24 +425,24 @@ class _Cdr:
 
     def chars(self) -> memoryview:
         """Read a text with its end mark."""
-        start = self.at + -self.at % 4 + 4
+        start = self.position + -self.position % 4 + 4
         (length,) = self._u32(self._data, start - 4)
-        self.at = start + length
+        self.position = start + length
         return self._data[start : start + length]
 
     def stamp(self) -> int:
-        position = self.at + -self.at % 4
-        self.at = position + 8
+        position = self.position + -self.position % 4
+        self.position = position + 8
         return _stamp_ns(self._data, position)
 
     def edge(self) -> Edge:
         """Read a TransformStamped."""
-        stamp_at = self.at + -self.at % 4
-        self.at = stamp_at + 8
+        stamp_at = self.position + -self.position % 4
+        self.position = stamp_at + 8
         parent = self.text()
         child = self.text()
-        position = self.at + (4 - self.at) % 8
-        self.at = position + _POSE_BYTES
+        position = self.position + (4 - self.position) % 8
+        self.position = position + _POSE_BYTES
         x, y, z, qx, qy, qz, w = _readers(self._data)[2](self._data, position)
         return Edge(
             parent=parent,

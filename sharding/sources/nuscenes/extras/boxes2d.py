@@ -94,7 +94,11 @@ def image_bounds(
     """
     width, height = size_wh
     u, v, z = intrinsics
-    planes = np.stack((z, u + 0.5 * z, (width - 0.5) * z - u, v + 0.5 * z, (height - 0.5) * z - v))
+    left_plane = u + 0.5 * z
+    right_plane = (width - 0.5) * z - u
+    top_plane = v + 0.5 * z
+    bottom_plane = (height - 0.5) * z - v
+    planes = np.stack((z, left_plane, right_plane, top_plane, bottom_plane))
     shifts = np.array((_NEAR_M, 0.0, 0.0, 0.0, 0.0))
     distance = corners @ planes.T - shifts
     is_outside = (distance < 0).all(1).any(1)

@@ -74,11 +74,11 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
                 raise SourceError(
                     f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way"
                 )
-            left, right = (
+            left_line, right_line = (
                 elements.line(roles[side], f"lanelet {name}") for side in ("left", "right")
             )
             bounds |= {roles["left"], roles["right"]}
-            add(outline(left, right), _LANELETS.get(tags.get("subtype", ""), "lane"))
+            add(outline(left_line, right_line), _LANELETS.get(tags.get("subtype", ""), "lane"))
     num_others = 0
     for name, tags in elements.tags["way"].items():
         layer = _WAYS.get(tags.get("type", ""))
@@ -89,12 +89,14 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     return VectorMap.from_lines(lines, layers, where), num_others
 
 
-def outline(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+def outline(left_line: NDArray[np.float64], right_line: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the closed outline (N, 2) of a lanelet, whose bounds may run either way."""
-    if min(map(len, (left, right))) < 1:
+    if min(map(len, (left_line, right_line))) < 1:
         return np.empty((0, 2))
-    ends = np.linalg.norm(right[[0, -1]] - left[-1], axis=1)
-    return np.concatenate([left, right if ends[0] < ends[1] else right[::-1], left[:1]])
+    ends = np.linalg.norm(right_line[[0, -1]] - left_line[-1], axis=1)
+    return np.concatenate(
+        [left_line, right_line if ends[0] < ends[1] else right_line[::-1], left_line[:1]]
+    )
 
 
 class _Elements:

@@ -59,32 +59,34 @@ class Trajectories:
     def members(self, rows: SceneRows, number: int) -> list[Reference]:
         """Return references of one sample's members."""
         global2ego = invert_rigid(rows.ego2global[number])
-        references = [self._ego(rows, number, global2ego)]
+        references = [self._follow_ego(rows, number, global2ego)]
         if AGENTS in self.channels:
             references.append(
                 computed(
                     AGENTS,
-                    KINDS[AGENTS.kind].encode(self._agents(rows, number, global2ego), AGENTS),
+                    KINDS[AGENTS.kind].encode(
+                        self._follow_agents(rows, number, global2ego), AGENTS
+                    ),
                 )
             )
         return references
 
-    def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> Reference:
+    def _follow_ego(self, rows: SceneRows, row: int, global2ego: NDArray[np.float64]) -> Reference:
         keyframes = rows.keyframes
-        sample = rows.samples[at : at + 1]
+        sample = rows.samples[row : row + 1]
         past, future = (
             _followed(sample, self._links[link], number)
             for link, number in (("prev", PAST), ("next", FUTURE))
         )
         samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
         exists = samples >= 0
-        times_s = (keyframes.timestamp_us[samples[exists]] - rows.timestamp_us[at]) * 1e-6
+        times_s = (keyframes.timestamp_us[samples[exists]] - rows.timestamp_us[row]) * 1e-6
         return ego_trajectory(global2ego, keyframes.ego2global(samples[exists]), times_s, exists)
 
-    def _agents(
-        self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]
+    def _follow_agents(
+        self, rows: SceneRows, row: int, global2ego: NDArray[np.float64]
     ) -> dict[str, NDArray[np.generic]]:
-        sample = int(rows.samples[at])
+        sample = int(rows.samples[row])
         annotations = self._annotations
         agent_rows = annotations.rows_of(sample)
         steps = np.full((len(agent_rows), STEPS), -1, np.int64)

@@ -77,11 +77,12 @@ def test_a_damaged_chunk_is_named_or_left_out(tmp_path, world):
     files = source_files(str(tmp_path))
     chunk = McapFile(files, "log.mcap")._summary.chunks[2]
     data = bytearray((tmp_path / "log.mcap").read_bytes())
-    data[chunk.at + chunk.length // 2] ^= 4
+    data[chunk.position + chunk.length // 2] ^= 4
     (tmp_path / "log.mcap").write_bytes(data)
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
     with pytest.raises(
-        SourceError, match=rf"log.mcap': the chunk at byte {chunk.at} is damaged.*damaged=skip"
+        SourceError,
+        match=rf"log.mcap': the chunk at byte {chunk.position} is damaged.*damaged=skip",
     ):
         scan_source(spec)
     info = scan_source(spec._replace(options={"damaged": "skip"}))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.sources.shared import joins as module
-from fuelrail.sharding.sources.shared.joins import Tokens, Wanted
+from fuelrail.sharding.sources.shared.joins import TextFilter, Tokens
 
 LINK = {"table": "scene", "column": "log_token", "owners": ["x", "y", "z"]}
 
@@ -66,17 +66,17 @@ def test_several_columns_are_joined_at_once(disk):
 @given(tokens=st.lists(st.text(max_size=4)), texts=st.lists(st.text(max_size=4)))
 @settings(max_examples=30, deadline=None)
 def test_no_text_that_is_looked_for_is_lost(tokens, texts):
-    looked_for = Wanted()
+    looked_for = TextFilter()
     looked_for.add(tokens)
-    positions = looked_for.kept(list(range(len(texts))), texts)
+    positions = looked_for.select(list(range(len(texts))), texts)
     assert {position for position, text in enumerate(texts) if text in tokens} <= set(positions)
     assert positions == sorted(positions)
 
 
 def test_what_is_not_looked_for_is_mostly_left_out():
-    looked_for = Wanted()
+    looked_for = TextFilter()
     looked_for.add(["a", "b"])
-    assert len(looked_for.kept(list(range(1000)), list(map(str, range(1000))))) < 10
+    assert len(looked_for.select(list(range(1000)), list(map(str, range(1000))))) < 10
 
 
 def test_an_empty_table_has_no_token(disk):
