@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, flag, load_yaml, preset_files, presets
+from fuelrail.pipeline.settings import Settings, find_fault, flag, load_yaml, preset_files, presets
 from fuelrail.pipeline.text import json_text
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -94,14 +94,16 @@ def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
             except ConfigError as error:
                 raise ConfigError(f"{flags[field.name]} {texts[field.name]!r}: {error}") from error
     try:
-        return convert(values, kind, "options")
-    except ConfigError as error:
-        match = re.fullmatch(r"options: at '([\w ]+)[^']*': (.*)", str(error), re.DOTALL)
-        if match is not None and match[1] == "top level":
-            raise ConfigError(match[2]) from error
-        if match is None or match[1] not in flags:
-            raise
-        raise ConfigError(f"{flags[match[1]]} {texts[match[1]]}: {match[2]}") from error
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        fault = find_fault(error, values, kind, names_none=False)
+        name = fault.path.partition(".")[0].partition("[")[0]
+        if name not in flags:
+            raise ConfigError(str(fault)) from error
+        flag = f"{flags[name]} {texts[name]}"
+        if name == fault.path:  # the flag says the value already
+            raise ConfigError(f"{flag}: {fault.rule}{fault.hint}") from error
+        raise ConfigError(f"{flag}: {fault}") from error
 
 
 class _Field(NamedTuple):

@@ -8,6 +8,7 @@ ignored.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import errno
 import itertools
@@ -24,7 +25,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.limits import UNTYPED, YAML_DEPTH, YAML_VALUES
-from fuelrail.pipeline.text import MAX_VALUE, shortened
+from fuelrail.pipeline.text import MAX_VALUE, requirement_in_words, shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -48,6 +49,11 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 _LARGE: Final = 1e9
 AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
 Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
+
+_ROOT: Final = "top level"
+"""The path of the data itself."""
+_UNKNOWN: Final = object()
+"""The value where it is not known which of several is wrong."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 N = TypeVar("N", int, float)
@@ -289,10 +295,19 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
         ):
             raise TypeError(f"got {type(value).__name__}")
     except (msgspec.ValidationError, AttributeError, TypeError, UnicodeError) as failure:
-        words = _allowed(annotation)
-        hint = _hint(str(failure), _split(str(failure))[1], annotation)
-        refusal = f"is not allowed: {failure}{hint}" if words is None else f"must be {words}"
-        raise error(f"{name}={_short(value)} {refusal}") from failure
+        place = f"{name}={_short(value)}"
+        rule = _allowed(annotation)
+        if rule is not None:
+            message = f"{place} must be {rule}"
+        elif not isinstance(failure, msgspec.ValidationError):
+            message = f"{place} is not allowed: {failure}"
+        else:
+            fault = find_fault(failure, value, annotation)
+            if fault.path == _ROOT and fault.rule.startswith("must be "):
+                message = f"{place} {fault.rule}{fault.hint}"
+            else:
+                message = f"{place} is not allowed: {fault}"
+        raise error(message) from failure
     return converted
 
 
@@ -357,8 +372,7 @@ def convert(value: object, to: type[S], where: str) -> S:
     try:
         return msgspec.convert(value, to)
     except msgspec.ValidationError as error:
-        text, path = _split(str(error))
-        raise ConfigError(f"{where}: at '{path}': {text}{_hint(text, path, to)}") from error
+        raise ConfigError(f"{where}: {find_fault(error, value, to)}") from error
 
 
 def read_pairs(
@@ -485,59 +499,250 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     except ValueError as error:
         raise ConfigError(f"config file '{file}' is not YAML: {error}") from error
     _refuse_duplicates(root, file, set())
+    if value is None:
+        value = {}
     try:
-        return msgspec.convert({} if value is None else value, to)
+        return msgspec.convert(value, to)
     except msgspec.ValidationError as error:
-        message, place = _split(str(error))
-        line = _line_of(root, place, message)
-        raise ConfigError(
-            f"{file}:{line}: at '{place}': {message}{_hint(message, place, to)}"
-        ) from error
+        fault = find_fault(error, value, to)
+        raise ConfigError(f"{file}:{_line_of(root, fault)}: {fault}") from error
 
 
-def _split(message: str) -> tuple[str, str]:
-    """Split msgspec's "text - at `$.a.b`" into text and path "a.b" ("top level" for the root)."""
-    match = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", message, re.DOTALL)
-    if match is None:
-        return message, "top level"
-    text = f"a key is wrong: {match[1]}" if match[2] else match[1]
-    return text, match[3].lstrip(".") or "top level"
+class Fault(msgspec.Struct, frozen=True):
+    """What is wrong with a value within plain data, and where it is.
+
+    ``path`` is "a.b[0]", or "top level" for the data itself; ``rule`` says what the value must be,
+    ``got`` what it is, "" where that is not known; ``hint`` begins with "; " or is empty.
+    ``unknown_field`` is the field that the rule is about, if it is about one that does not exist.
+    """
+
+    path: str
+    rule: str
+    got: str = ""
+    hint: str = ""
+    unknown_field: str | None = None
+
+    def __str__(self) -> str:
+        """Return a clause that begins with the place."""
+        place = f"at '{self.path}': "
+        entry = re.fullmatch(r"\[(\d+)\]\.?(.*)", self.path)
+        if self.path == _ROOT:
+            place = ""
+        elif entry is not None:
+            field = f"'{entry[2]}' of " if entry[2] else ""
+            place = f"at {field}entry {entry[1]}: "
+        return f"{place}{self.rule}{self.got}{self.hint}"
+
+
+def find_fault(
+    error: msgspec.ValidationError, value: object, to: object, *, names_none: bool = True
+) -> Fault:
+    """Say in words why ``value`` could not be converted to the type ``to``.
+
+    Without ``names_none`` the rule does not say that a value may be None: a flag cannot give it.
+    """
+    match = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", str(error), re.DOTALL)
+    text = str(error) if match is None else match[1]
+    path = _ROOT if match is None else match[3].lstrip(".") or _ROOT
+    if "[...]" in path:
+        path = _with_keys(path, str(error), value, to)
+    words = requirement_in_words(text)
+    if match is not None and match[2]:
+        return Fault(path, f"a key {words}")
+    kinds: list[inspect.Type] = [inspect.type_info(to)]
+    for step in _steps(path):
+        kinds = [inner for kind in _variants(kinds) for inner in _inner(kind, step)]
+    field = re.search(r"(missing required|contains unknown) field `([^`]+)`", text)
+    if field is not None:
+        is_unknown = field[1] == "contains unknown"
+        structs = [kind for kind in _variants(kinds) if isinstance(kind, inspect.StructType)]
+        hint = ""
+        # Of several structs msgspec does not say which one it took; the wrong keys would be worse
+        # than none.
+        if len(structs) == 1:
+            names = [struct_field.encode_name for struct_field in structs[0].fields]
+            hint = f"; allowed here: {', '.join(names)}"
+            if is_unknown:
+                hint += did_you_mean(field[2], names)
+        return Fault(path, words, hint=hint, unknown_field=field[2] if is_unknown else None)
+    enum_value = re.fullmatch(r"Invalid enum value (.+)", text, re.DOTALL)
+    if enum_value is None and not text.startswith("Expected "):
+        return Fault(path, words)
+    rule = _rule(kinds, names_none=names_none)
+    wrong = _value_at(value, path)
+    if rule is None or (wrong is _UNKNOWN and enum_value is None):
+        return Fault(path, words)
+    if enum_value is not None:
+        got = enum_value[1]
+    elif isinstance(wrong, str) and not any(
+        isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in _variants(kinds)
+    ):
+        got = f"the text {_short(wrong)}"
+    elif isinstance(wrong, datetime.date):
+        got = f"the date {wrong}"
+    else:
+        got = _short(wrong)
+    hint = ""
+    if enum_value is not None and isinstance(wrong, str):
+        hint = did_you_mean(wrong, map(str, _choices(_variants(kinds))))
+    return Fault(path, f"must be {rule}", f"; got {got}", hint)
 
 
 def _steps(path: str) -> list[str]:
     """Return the field names and list positions of a path; "..." is msgspec's word for some
     entry of a mapping.
     """
-    return [] if path == "top level" else re.findall(r"[^.\[\]]+|\.\.\.", path)
+    return [] if path == _ROOT else re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
-def _hint(text: str, path: str, root: type) -> str:
-    """Say what is allowed at this place: the keys for an unknown or missing one, the values for
-    one of a fixed set.
+def _with_keys(path: str, message: str, value: object, to: Any) -> str:
+    """Return the path with the keys of mappings, of which msgspec says "[...]" only; without a
+    key that it cannot find.
     """
-    kinds = list(_variants([inspect.type_info(root)]))
+    begin, _, end = path.partition("[...]")
+    mapping = _value_at(value, begin or _ROOT)
+    for key in mapping if isinstance(mapping, Mapping) else ():
+        if not isinstance(key, str) or re.search(r"[.\[\]]", key):
+            continue
+        try:
+            msgspec.convert(_with_entry(value, _steps(begin or _ROOT), key), to)
+        except (msgspec.ValidationError, TypeError) as error:
+            if str(error) == message:
+                named = f"{begin}.{key}{end}".lstrip(".")
+                return _with_keys(named, message, value, to) if "[...]" in end else named
+    return path
+
+
+def _with_entry(value: Any, steps: list[str], key: str) -> object:
+    """Return plain data whose mapping at ``steps`` has no other entry than ``key``."""
+    if not steps:
+        return {key: value[key]}
+    step = steps[0]
+    if isinstance(value, Mapping):
+        return {**value, step: _with_entry(value[step], steps[1:], key)}
+    if isinstance(value, list | tuple):
+        changed = list(value)
+        changed[int(step)] = _with_entry(value[int(step)], steps[1:], key)
+        return changed
+    return value
+
+
+def _value_at(value: Any, path: str) -> object:
+    """Return the value at a path; ``_UNKNOWN`` where the path does not say which it is."""
     for step in _steps(path):
-        kinds = list(_variants(inner for kind in kinds for inner in _inner(kind, step)))
-    allowed: list[str] = []
-    if "unknown field" in text or "missing required field" in text:
-        structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
-        # Of several structs msgspec does not say which one it took; the wrong keys would be worse
-        # than none.
-        allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
-    elif "Invalid enum value" in text:
-        for kind in kinds:
-            if isinstance(kind, inspect.LiteralType):
-                allowed += map(str, kind.values)
-        for kind in kinds:
-            if isinstance(kind, inspect.EnumType):
-                allowed += [str(item.value) for item in kind.cls]
-    if not allowed:
-        return ""
-    unknown = re.search(r"unknown field `([^`]+)`", text)
-    return (
-        "; allowed here: "
-        f"{', '.join(allowed)}{did_you_mean(unknown[1], allowed) if unknown else ''}"
-    )
+        try:
+            if isinstance(value, Mapping):
+                value = value[step]
+            elif isinstance(value, msgspec.Struct):
+                value = getattr(value, step)
+            else:
+                value = value[int(step)]
+        except (LookupError, AttributeError, TypeError, ValueError):
+            return _UNKNOWN
+    return value
+
+
+def _choices(kinds: Iterable[inspect.Type]) -> Iterator[object]:
+    """Yield the values of the types that have a fixed set of them."""
+    for kind in kinds:
+        if isinstance(kind, inspect.LiteralType):
+            yield from kind.values
+        elif isinstance(kind, inspect.EnumType):
+            yield from (item.value for item in kind.cls)
+
+
+def _rule(kinds: Sequence[inspect.Type], *, names_none: bool) -> str | None:
+    """Say what a value of one of these types must be; None where a type has no words."""
+    for kind in kinds:
+        extra = kind.extra or {} if isinstance(kind, inspect.Metadata) else {}
+        if "must be" in extra:
+            return str(extra["must be"])
+    plain = list(_variants(kinds))
+    choices = list(map(str, _choices(plain)))
+    rules = []
+    if choices:
+        rules.append(f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}")
+    for kind in plain:
+        if isinstance(kind, inspect.LiteralType | inspect.EnumType | inspect.NoneType):
+            continue
+        rule = _type_in_words(kind)
+        if rule is None:
+            return None
+        rules.append(rule)
+    if names_none and any(isinstance(kind, inspect.NoneType) for kind in plain):
+        rules.append("None")
+    rules = list(dict.fromkeys(rules))
+    if len(rules) < 2:
+        return rules[0] if rules else None
+    comma = "," if len(rules) > 2 or len(choices) > 1 else ""
+    return f"{', '.join(rules[:-1])}{comma} or {rules[-1]}"
+
+
+def _type_in_words(kind: inspect.Type) -> str | None:
+    match kind:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType() | inspect.FloatType():
+            noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+            return f"{noun}{_bounds_in_words(kind)}"
+        case inspect.StrType():
+            rule = f"text{_length_in_words(kind.min_length, kind.max_length, 'character')}"
+            if kind.pattern is not None:
+                rule += f" that matches the pattern {kind.pattern!r}"
+            return rule
+        case inspect.ListType() | inspect.VarTupleType() | inspect.SetType():
+            return f"a list{_length_in_words(kind.min_length, kind.max_length, 'entry')}"
+        case inspect.TupleType():
+            length = len(kind.item_types)
+            return f"a list{_length_in_words(length, length, 'entry')}"
+        case inspect.DictType():
+            return f"a mapping{_length_in_words(kind.min_length, kind.max_length, 'entry')}"
+        case inspect.StructType():
+            return "a mapping"
+    return None
+
+
+def _bounds_in_words(kind: inspect.IntType | inspect.FloatType) -> str:
+    """Return `` from 1 to 5``, `` >= 1``, `` > 0 and <= 1``; empty without bounds."""
+    least = kind.ge
+    above = kind.gt
+    most = kind.le
+    below = kind.lt
+    if isinstance(kind, inspect.IntType):  # "> 0" is ">= 1" for whole numbers
+        if above is not None:
+            least = above + 1
+            above = None
+        if below is not None:
+            most = below - 1
+            below = None
+    words = ""
+    if least is not None and most is not None:
+        words = f" from {_figure(least)} to {_figure(most)}"
+    else:
+        bounds = {">=": least, ">": above, "<=": most, "<": below}
+        parts = [f"{sign} {_figure(bound)}" for sign, bound in bounds.items() if bound is not None]
+        if parts:
+            words = f" {' and '.join(parts)}"
+    if kind.multiple_of is not None:
+        words += f", a multiple of {_figure(kind.multiple_of)}"
+    return words
+
+
+def _figure(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
+
+
+def _length_in_words(least: int | None, most: int | None, noun: str) -> str:
+    plural = noun[:-1] + "ies" if noun.endswith("y") else f"{noun}s"
+    if least is not None and least == most:
+        return f" of {least} {noun if least == 1 else plural}"
+    if least and most is not None:
+        return f" of {least} to {most} {plural}"
+    if least:
+        return f" of {least} or more {plural}"
+    if most is not None:
+        return f" of at most {most} {noun if most == 1 else plural}"
+    return ""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
@@ -571,16 +776,16 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield kind.item_types[int(step)]
 
 
-def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
-    """Return the line (from 1) of the entry that ``path`` and a field named in ``message`` lead
-    to.
-    """
+def _line_of(root: yaml.Node | None, fault: Fault) -> int:
+    """Return the line (from 1) of the entry that is at fault."""
     import yaml
 
-    named = re.search(r"unknown field `([^`]+)`", message)
+    steps = _steps(fault.path)
+    if fault.unknown_field is not None:
+        steps.append(fault.unknown_field)
     node = root
     line = 1
-    for step in [*_steps(path), *([named.group(1)] if named else [])]:
+    for step in steps:
         if isinstance(node, yaml.MappingNode):
             entry = next(((k, v) for k, v in node.value if k.value == step), None)
             if entry is None:

@@ -169,16 +169,25 @@ def fault_in_words(error: msgspec.ValidationError) -> str:
     """Return what msgspec says is wrong with a value in words: what it must be, what it is, and
     where it is.
     """
-    text = " ".join(str(error).split())
+    text = str(error)
+    words = requirement_in_words(_PLACE.sub("", text))
+    match = _PLACE.search(text)
+    if words.startswith("must be "):
+        words = f"it {words}"
+    return words if match is None else f"{words}{_place_in_words(match)}"
+
+
+def requirement_in_words(text: str) -> str:
+    """Return in words what msgspec says a value must be: its message without the place."""
+    text = " ".join(text.split())
     text = _EXPECTED.sub(_expected_in_words, text)
     text = _FIELD.sub(_field_in_words, text)
-    text = re.sub(r"Invalid enum value (.+?)(?= - at |\Z)", r"\1 is not allowed", text)
-    return _PLACE.sub(_place_in_words, text)
+    return re.sub(r"Invalid enum value (.+)", r"\1 is not allowed", text)
 
 
 def _expected_in_words(match: re.Match[str]) -> str:
     words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
-    return f"it must be {words}" if match[1] == "Expected" else f", not {words}"
+    return f"must be {words}" if match[1] == "Expected" else f", not {words}"
 
 
 def _field_in_words(match: re.Match[str]) -> str:

@@ -406,13 +406,13 @@ def dataset(tmp_path_factory) -> Path:
     [
         (
             ("order", "describe", "DS", "--global-batch=99999999999999999999"),
-            "Expected `int` <= 1000000000",
+            "1000000000",
         ),
         (
             ("order", "describe", "DS", "--buffer=99999999999999999999"),
-            "Expected `int` <= 1000000000",
+            "1000000000",
         ),
-        (("verify", "DS", "--workers", "0"), "--workers 0: Expected `int` >= 1"),
+        (("verify", "DS", "--workers", "0"), "--workers 0: must be a whole number from 1 to 1024"),
         (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),

@@ -116,7 +116,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there are enough repeats for an interval: three. Fewer show no spread."""
         return self.num_repeats >= MIN_REPEATS
 
-    def shown(self, spec: str) -> str:
+    def in_words(self, spec: str) -> str:
         """Return the interval as text, such as ``63.1 to 64.0 in 3 runs``, or that there is
         none.
         """

@@ -95,7 +95,7 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
         return value
 
     @classmethod
-    def of(
+    def from_device(
         cls,
         device: DeviceTimes,
         *,

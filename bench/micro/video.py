@@ -140,13 +140,16 @@ def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int])
         stream.width = width
         stream.height = height
         stream.pix_fmt = "yuv420p"
-        for at in range(num_frames + 1):
-            x, y, u, v = (number % _MARGIN for number in (2 * at, at, 97 * at, 61 * at))
+        for frame_number in range(num_frames + 1):
+            x = 2 * frame_number % _MARGIN
+            y = frame_number % _MARGIN
+            u = 97 * frame_number % _MARGIN
+            v = 61 * frame_number % _MARGIN
             view = texture[y : y + height, x : x + width] + noise[v : v + height, u : u + width]
             planes[:height] = np.clip(view, 0, 255)
             frame = av.VideoFrame.from_ndarray(planes, "yuv420p")
-            frame.pts = at
-            for packet in stream.encode(frame if at < num_frames else None):
+            frame.pts = frame_number
+            for packet in stream.encode(frame if frame_number < num_frames else None):
                 packets.append(bytes(packet))
                 file.mux(packet)
     write_log(folder / "log.mcap", packets, codec, size)

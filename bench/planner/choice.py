@@ -86,28 +86,33 @@ class Fit(NamedTuple):
     degrees: Degrees
     inputs: Inputs
     stages: list[Shape]
-    once: list[Shape]
+    single_pass: list[Shape]
     work: StepWork
     time: StepTime
 
     @property
     def useful_flop(self) -> float:
         """FLOP of a device in a step, without what is computed again."""
-        return sum(shape.flop for shape in self.once) / len(self.once) * self.inputs.micro_batches
+        return (
+            sum(shape.flop for shape in self.single_pass)
+            / len(self.single_pass)
+            * self.inputs.micro_batches
+        )
 
 
-def is_bound(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> bool:
+def is_bound(scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> bool:
     """Return whether a plan says no time but a bound: the least that a step takes.
 
     So it is for families of models of which no steps of this device were published or measured, and
     for an offload, whose copies between device and host are not modelled.
     """
-    if asked.accelerator is not None:
+    if scenario.accelerator is not None:
         return False
     device = cluster.device.name
-    software = asked.software
+    software = scenario.software
     return settings.offload or (
-        asked.efficiency is None and not has_range(device, asked.precision, asked.family, software)
+        scenario.efficiency is None
+        and not has_range(device, scenario.precision, scenario.family, software)
     )
 
 
@@ -248,7 +253,9 @@ def fit(
         )
     single_pass = shapes
     if settings.recompute != "none":
-        single_pass = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
+        single_pass = beside(
+            shaped(msgspec.structs.replace(settings, recompute="none"), single_batch=True)
+        )
     work = work_of(
         scenario,
         settings=settings,
@@ -264,7 +271,7 @@ def fit(
         degrees=degrees,
         inputs=inputs,
         stages=shapes,
-        once=single_pass,
+        single_pass=single_pass,
         work=work,
         time=time,
     )
@@ -531,19 +538,19 @@ def work_of(
     )
 
 
-def exchange_of(asked: Scenario, degrees: Degrees, inputs: Inputs, blocks: float) -> Traffic:
+def exchange_of(scenario: Scenario, degrees: Degrees, inputs: Inputs, blocks: float) -> Traffic:
     """Return what expert-parallel ranks send each other in a micro-batch, which hides behind
     nothing.
 
     Tokens go to their experts and back, in the forward and in the backward pass (arXiv 2006.16668).
     """
-    model = asked.settings
-    ranks = asked.expert_parallel or 1
+    model = scenario.settings
+    ranks = scenario.expert_parallel or 1
     assert isinstance(model, GptSettings), "only a mixture's experts are shared"
-    tokens = inputs.micro_batch * model.context / (asked.context_parallel or 1)
-    once = 2 * tokens * model.active_experts * model.width * (1 - 1 / ranks)  # in 16 bits
+    tokens = inputs.micro_batch * model.context / (scenario.context_parallel or 1)
+    bytes_one_way = 2 * tokens * model.active_experts * model.width * (1 - 1 / ranks)  # in 16 bits
     return Traffic(
-        bytes=4 * blocks * once,
+        bytes=4 * blocks * bytes_one_way,
         count=4 * blocks,
         times=inputs.micro_batches,
         reach=degrees.tp * ranks,

@@ -90,7 +90,7 @@ class RankRun(NamedTuple):
     ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of
     convolutions), ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the
     number of those that the host launches in a micro-batch. ``forward`` and ``backward`` are the
-    bytes in memory after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the
+    bytes in memory after each operator, [operator, kind, 2], by ``kinds``; ``forward_bytes`` is what the
     forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and of what the
     last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
@@ -104,7 +104,7 @@ class RankRun(NamedTuple):
     kinds: list[str]
     forward: NDArray[np.float64]
     backward: NDArray[np.float64]
-    kept: tuple[int, int]
+    forward_bytes: tuple[int, int]
     sent: list[list[Collective]]
 
 
@@ -127,7 +127,9 @@ class _Memory(LocalOperators):
 def launches(func: Any) -> bool:
     """Return whether an operator computes something, rather than make a view or an empty tensor."""
     returns = func._schema.returns  # noqa: SLF001 - its only place
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    is_view = any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in returns
+    )
     name = func._schema.name  # noqa: SLF001
     return not is_view and name.startswith("aten::") and not name.startswith("aten::empty")
 
@@ -329,9 +331,9 @@ def example_of(name: str) -> list[tuple[int, ...]]:
     Raises ConfigError for a model without one, and StageError for an error of its own.
     """
     with torch.device("meta"):
-        made = _make_own_model(name)
+        model = _make_own_model(name)
         try:
-            batch = made.example(1)
+            batch = model.example(1)
         except Exception as error:
             raise stage_error(f"model '{name}': example(1)", error) from error
     return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -448,7 +450,7 @@ class _Passes:
             kinds=kinds,
             forward=_as_array(forward.noted, kinds),
             backward=_as_array(backward.noted, kinds),
-            kept=activation_bytes,
+            forward_bytes=activation_bytes,
             sent=sent,
         )
 

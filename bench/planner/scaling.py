@@ -260,8 +260,8 @@ def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) ->
     is_lower = is_bound(scenario, cluster, chosen.settings)
     return [
         msgspec.structs.replace(curve, is_bound=is_lower)
-        for one in scalings
-        for curve in draw_curves(one, {"as planned": one}, counts, point)
+        for scaling_name in scalings
+        for curve in draw_curves(scaling_name, {"as planned": scaling_name}, counts, point)
     ]
 
 

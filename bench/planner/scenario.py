@@ -93,8 +93,8 @@ class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", ta
         if self.window is None or self.window >= context:
             return 1.0
         local = self.window * (2 * context - self.window) / context**2
-        whole = min(self.global_layers, self.layers) / self.layers
-        return whole + (1 - whole) * local
+        global_share = min(self.global_layers, self.layers) / self.layers
+        return global_share + (1 - global_share) * local
 
 
 class Facts(Settings, frozen=True, kw_only=True):
@@ -252,13 +252,11 @@ class Scenario(Facts, frozen=True, kw_only=True):
         """The type in which torch runs it: 8 bits are of some products alone, and tf32 is a way
         to compute fp32.
         """
-        return (
-            "bf16"
-            if self.precision == "fp8"
-            else "fp32"
-            if self.precision == "tf32"
-            else self.precision
-        )
+        if self.precision == "fp8":
+            return "bf16"
+        if self.precision == "tf32":
+            return "fp32"
+        return self.precision
 
     def sized(self, name: ModelName) -> ModelSettings:
         """Return the size of a model, with the scenario's number of tokens."""
@@ -510,19 +508,19 @@ def check(scenario: Scenario) -> None:
         )
 
 
-def _check_experts(asked: Scenario) -> None:
+def _check_experts(scenario: Scenario) -> None:
     """Raise ConfigError where ranks cannot share the experts of the model."""
-    ranks = asked.expert_parallel or 1
-    size = asked.settings
+    ranks = scenario.expert_parallel or 1
+    size = scenario.settings
     experts = size.experts if isinstance(size, GptSettings) else 1
     if ranks > 1 and experts % ranks:
         raise ConfigError(
             f"expert_parallel is {ranks}, which does not divide the {experts} experts of "
-            f"model '{asked.named}'; use a divisor"
+            f"model '{scenario.named}'; use a divisor"
         )
-    if isinstance(asked.model, TransformerShape) and asked.model.active_experts > experts:
+    if isinstance(scenario.model, TransformerShape) and scenario.model.active_experts > experts:
         raise ConfigError(
-            f"active_experts is {asked.model.active_experts}, and the model has {experts}; "
+            f"active_experts is {scenario.model.active_experts}, and the model has {experts}; "
             "use at most that"
         )
 

@@ -114,7 +114,9 @@ def shape_of(
         [1.0],
         degrees,
     )
-    return ranks.shape(settings, degrees, inputs, rank // (degrees.data * degrees.tp), rank)
+    return ranks.shape(
+        settings, degrees, inputs, stage=rank // (degrees.data * degrees.tp), rank=rank
+    )
 
 
 def stages(
@@ -124,12 +126,12 @@ def stages(
     inputs: Inputs,
     precision: Precision,
     *,
-    once: bool = False,
+    single_batch: bool = False,
     virtual: int = 1,
 ) -> list[Shape]:
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
-    ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies
+    ``single_batch`` runs a single micro-batch, which says what it computes and keeps, but not what lies
     beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
     _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
@@ -167,7 +169,7 @@ def stages(
                 inputs=inputs,
                 rank=rank,
                 precision=precision,
-                passes=1 if once else 2,
+                passes=1 if single_batch else 2,
             )
             for size in sizes
         ]
@@ -176,9 +178,9 @@ def stages(
             if inputs.low
             else 0
         )
-        again = 0
+        recomputed = 0
         if inputs.low and settings.recompute == "selective" and degrees.dp_shard > 1:
-            more, again = _second_products(model, degrees, blocks)
+            more, recomputed = _second_products(model, degrees, blocks)
             spared += more
         experts = 0.0
         if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
@@ -196,8 +198,8 @@ def stages(
             experts=experts,
         )
         rank = stage * degrees.data * degrees.tp
-        shape = ranks.shape(settings, degrees, inputs, stage, rank, virtual)
-        flop = shape.flop + inputs.micro_batch * again
+        shape = ranks.shape(settings, degrees, inputs, stage=stage, rank=rank, virtual=virtual)
+        flop = shape.flop + inputs.micro_batch * recomputed
         shapes.append(msgspec.structs.replace(shape, flop=flop))
     return shapes
 
@@ -208,9 +210,9 @@ def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
     """
     if len(numbers) == 1:
         return {numbers[0]: 1.0}
-    few, many = numbers
-    beyond = (count - few) / (many - few)
-    return {few: 1 - beyond, many: beyond}
+    fewer_blocks, more_blocks = numbers
+    beyond = (count - fewer_blocks) / (more_blocks - fewer_blocks)
+    return {fewer_blocks: 1 - beyond, more_blocks: beyond}
 
 
 def _with_fewer_experts(
@@ -233,8 +235,8 @@ def expert_parameters(model: GptSettings) -> int:
     """Return the number of parameters of all experts of a block."""
     inner = model.ffn or 4 * model.width
     matrices = 3 if model.gated else 2
-    one = matrices * model.width * inner + (matrices - 1) * inner + model.width
-    return model.experts * one
+    parameters_of_expert = matrices * model.width * inner + (matrices - 1) * inner + model.width
+    return model.experts * parameters_of_expert
 
 
 def _spared(
@@ -252,14 +254,14 @@ def _spared(
     """
     if not isinstance(model, GptSettings) or settings.recompute == "full":
         return 0
-    whole = 2 * 2 * model.width * (1 - 1 / degrees.tp)
+    undivided = 2 * 2 * model.width * (1 - 1 / degrees.tp)
     divided = 0.0
     if degrees.dp_shard == 1:
         inner = model.active_experts * (model.ffn or 4 * model.width)
         divided += 2 * inner if model.gated else 0
         if inputs.stores_8_bits:
             divided += 2 * model.width + model.heads * model.channels_of_head + inner
-    return round(model.context * blocks * (whole + divided / degrees.tp))
+    return round(model.context * blocks * (undivided + divided / degrees.tp))
 
 
 def _second_products(
@@ -403,7 +405,8 @@ class _Ranks:
         if settings.shards_optimiser or copied or degrees.dp_shard > 1:
             moments = round(moments * wider)
         kept_bytes = (
-            self._extrapolate(lambda run: run.kept[0] + rows * run.kept[1]) - rows * self._spared
+            self._extrapolate(lambda run: run.forward_bytes[0] + rows * run.forward_bytes[1])
+            - rows * self._spared
         )
         flying: float = in_flight(schedule, degrees.pp, stage, count)
         if schedule == "Interleaved1F1B" and degrees.pp > 1:
@@ -506,18 +509,18 @@ class _Ranks:
         """Return the collectives of all forward passes, all backward passes, or the end of a
         step.
         """
-        every = gathering = (
-            1 if way == 2 else inputs.micro_batches
-        )  # without stages each pass gathers
+        # Without stages each pass gathers.
+        every = gathering = 1 if way == 2 else inputs.micro_batches
         if order is not None and way < 2:
             every, gathering = passes_of(order, "FB"[way])
         collectives = []
         for item in self._runs[0].sent[way]:
             of_data = item.axis.startswith("dp_")
-            reductions = (
-                1 if order is not None else every
-            )  # without stages a pass reduces only where each one does
-            times = (gathering if is_gather_of_weights(item) else reductions) if of_data else every
+            times = every
+            if of_data and is_gather_of_weights(item):
+                times = gathering
+            elif of_data and order is not None:  # else a pass reduces only where each one does
+                times = 1
             like = (item.kind, item.axis)
             alike = [
                 next(
@@ -574,10 +577,10 @@ def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
     bytes.
     """
     return [
-        msgspec.structs.replace(one, bytes=one.bytes // 2)
-        if one.axis.startswith("dp_") and "reduce" in one.kind
-        else one
-        for one in collectives
+        msgspec.structs.replace(collective, bytes=collective.bytes // 2)
+        if collective.axis.startswith("dp_") and "reduce" in collective.kind
+        else collective
+        for collective in collectives
     ]
 
 

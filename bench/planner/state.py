@@ -31,7 +31,7 @@ class Counted(NamedTuple):
     and its blocks.
     """
 
-    whole: int
+    total: int
     trained: int
     block: int
     blocks: int
@@ -57,17 +57,17 @@ def make_own(name: str) -> Any:
     """
     make = maker(name)
     try:
-        made = make()
+        module = make()
     except FuelrailError:
         raise
     except Exception as error:
         raise stage_error(f"model '{name}' cannot be made", error) from error
-    if not isinstance(made, torch.nn.Module):
+    if not isinstance(module, torch.nn.Module):
         raise ConfigError(
-            f"model '{name}' returned {type(made).__name__}, and a torch.nn.Module is "
+            f"model '{name}' returned {type(module).__name__}, and a torch.nn.Module is "
             "needed; name a function without arguments that makes one"
         )
-    return made
+    return module
 
 
 def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def state_of(
     counted = num_parameters(model)
     learnt = counted.trained - tied_parameters
     grad = gradient_bytes if low else FP32
-    frozen = (counted.whole - counted.trained) * weights / (ranks if stage == 3 else 1)
+    frozen = (counted.total - counted.trained) * weights / (ranks if stage == 3 else 1)
     parts = (
         zero_state_bytes(
             learnt, ranks=ranks, stage=stage, param_bytes=weights, grad_bytes=0, optimiser_bytes=0
@@ -171,8 +171,8 @@ def check_memory(
     """
     model: ModelSettings | str = MODELS.get(name, name)
     settings = settings if alone else msgspec.structs.replace(settings, offload=False)
-    least = least_bytes(model, settings, degrees, precision)
-    if least <= available:
+    needed_bytes = least_bytes(model, settings, degrees, precision)
+    if needed_bytes <= available:
         return
 
     def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
@@ -188,7 +188,7 @@ def check_memory(
         if type(size) is type(model) and fits(size)
     ][-1:]
     raise ConfigError(
-        f"model '{name}' needs at least {least / GIB:.1f} GiB on each rank for weights, "
+        f"model '{name}' needs at least {needed_bytes / GIB:.1f} GiB on each rank for weights, "
         f"gradients and {settings.optimiser}, and {available / GIB:.1f} GiB are available "
         f"({degrees}); "
         + (

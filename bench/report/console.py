@@ -19,6 +19,9 @@ from fuelrail.bench.report.page import (
     plain,
 )
 
+_PRINTED = Hero | Tiles | Items | Note | Table
+
+
 _WIDE = 200
 
 
@@ -47,20 +50,16 @@ def print_table(
 def print_report(report: object, console: Console) -> None:
     """Print the figures of a report."""
     document = document_of(report)
-    console.print(plain(document.about))
+    console.print(plain(document.subtitle))
     for doubt in document.doubts:
         console.print(plain(doubt), style="bold")
     for part in document.parts:
         if not isinstance(part, Section):
             _print(part, console)
-        elif blocks := [block for block in part.blocks if _is_shown(block)]:
+        elif blocks := [block for block in part.blocks if isinstance(block, _PRINTED)]:
             console.print(f"\n{plain(part.title)}", style="bold")
             for block in blocks:
                 _print(block, console)
-
-
-def _is_shown(block: Block) -> bool:
-    return isinstance(block, Hero | Tiles | Items | Note | Table)
 
 
 def _print(block: Block, console: Console) -> None:

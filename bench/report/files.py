@@ -55,7 +55,9 @@ def exit_code(report: ReportHeader) -> int:
     """
     if report.cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
-    return 130 if report.interrupted else 0 if report.cut_off is None else 1
+    if report.interrupted:
+        return 130
+    return 0 if report.cut_off is None else 1
 
 
 def created_now() -> str:

@@ -159,8 +159,8 @@ class Document:
 
     brand: str
     title: str
-    about: Words
-    made: str
+    subtitle: Words
+    origin: str
     doubts: Sequence[str]
     parts: Sequence[Block | Section]
     facts: Mapping[str, str]
@@ -188,8 +188,8 @@ def document(
     return Document(
         brand=brand,
         title=title,
-        about=subtitle,
-        made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
+        subtitle=subtitle,
+        origin=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
         doubts=doubts(report.cut_off, report.disturbed),
         parts=[*before, *map(Note, report.warnings), *after],
         facts=_facts(report, machine.packages if packages is None else packages),

@@ -366,8 +366,10 @@ def _row(change: Change) -> list[str]:
     verdict = "unknown: fewer than 3 repeats"
     if change.ratio_low is not None and change.ratio_high is not None:
         interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
-        better = (change.ratio > 1) == change.higher_is_better
-        verdict = "within noise" if not change.is_real else "better" if better else "worse"
+        is_better = (change.ratio > 1) == change.higher_is_better
+        verdict = "better" if is_better else "worse"
+        if not change.is_real:
+            verdict = "within noise"
     return [
         change.name,
         f"{change.before:,.4g}",

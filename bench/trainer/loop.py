@@ -79,7 +79,7 @@ def train(
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
         rows = [real_rows(*presence) for presence in presences] if parallel.counts else []
         end_ns = clock.now_ns()
-        yield StepRecord.of(
+        yield StepRecord.from_device(
             device,
             start_ns=start_ns,
             end_ns=end_ns,

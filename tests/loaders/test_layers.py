@@ -137,7 +137,7 @@ def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
     [
         ({"t": 3}, "layers={'t': 3} must map names to folders, URLs or LayerOptions"),
         ("teacher", "layers='teacher' must map names"),
-        ({"t": {"path": "x", "fill": "mask"}}, "'top level': Object contains unknown field `fill`"),
+        ({"t": {"path": "x", "fill": "mask"}}, "the field 'fill' is unknown"),
         (
             {"t": {"path": "x", "missing": "skip"}},
             "layers['t'].missing='skip' must be one of error, mask, drop",

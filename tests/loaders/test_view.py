@@ -41,7 +41,7 @@ class TestCommand:
             (["nobody", "--output", "x.png"], "no sample 'nobody'"),
             ([""], "has no sample ''; the first of its"),
             (["--output", "x.jpg"], "must end with .png"),
-            (["--epoch", "-1"], "--epoch -1: Expected `int` >= 0"),
+            (["--epoch", "-1"], "--epoch -1: must be a whole number >= 0"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
             (["--image", "no.yaml"], "no.yaml"),
             (["--train"], "train=True needs image settings"),
@@ -76,7 +76,7 @@ class TestCommand:
             == 2
         )
         error = capsys.readouterr().err
-        assert "at 'height': Expected `int` <= 16384" in error
+        assert "at 'height': must be 1 to 16384 pixels" in error
         assert error.count("\n") == 1
 
     @pytest.mark.process

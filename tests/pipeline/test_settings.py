@@ -117,66 +117,71 @@ def test_anchors_and_merges_are_expanded(write) -> None:
 
 WRONG = [
     # text, line, path in the file, words that must stand in the message
-    ("name: a\nfront:\n  radius_m: '1'\n", 3, "front.radius_m", "Expected `float`, got `str`"),
+    (
+        "name: a\nfront:\n  radius_m: '1'\n",
+        3,
+        "front.radius_m",
+        "must be a number > 0; got the text '1'",
+    ),
     ("name: a\nfront:\n  radius_m: -1\n", 3, "front.radius_m", "> 0"),
     (
         "name: a\nfront:\n  radius_m: 1\n  radius: 2\n",
         4,
         "front",
-        "field `radius`; allowed here: radius_m, kind",
+        "the field 'radius' is unknown; allowed here: radius_m, kind",
     ),
     (
         "name: a\nfront:\n  kind: steel\n",
         2,
         "front",
-        "missing required field `radius_m`; allowed here: radius_m, kind",
+        "the field 'radius_m' is missing; allowed here: radius_m, kind",
     ),
     (
         "name: a\nfront:\n  radius_m: 1\n  kind: wood\n",
         4,
         "front.kind",
-        "'wood'; allowed here: alloy, steel",
+        "must be one of alloy, steel; got 'wood'",
     ),
     (
         "name: a\nfront: {radius_m: 1}\nspare:\n  {}\n",
         3,
         "spare",
-        "`radius_m`; allowed here: radius_m, kind",
+        "'radius_m' is missing; allowed here: radius_m, kind",
     ),
     (
         "name: a\nfront: {radius_m: 1}\nwheels:\n- radius_m: 1\n- radius_m: 1\n  x: 1\n",
         6,
         "wheels[1]",
-        "`x`; allowed here: radius_m, kind",
+        "'x' is unknown; allowed here: radius_m, kind",
     ),
     (
         "name: a\nfront: {radius_m: 1}\npair:\n- {radius_m: 1, kind: tin}\n- 3\n",
         4,
         "pair[0].kind",
-        "'tin'; allowed here: alloy, steel",
+        "must be one of alloy, steel; got 'tin'",
     ),
     (
         "name: a\nfront: {radius_m: 1}\nnamed:\n  left: {kind: tin, radius_m: 1}\n",
-        3,
-        "named[...].kind",
-        "'tin'; allowed here: alloy, steel",
+        4,
+        "named.left.kind",
+        "must be one of alloy, steel; got 'tin'",
     ),
     (
         "name: a\nfront: {radius_m: 1}\ncolour: green\n",
         3,
         "colour",
-        "'green'; allowed here: red, blue",
+        "must be one of red, blue; got 'green'",
     ),
     (
         "name: a\nfront: {radius_m: 1}\nlabel: 2020-01-01\n",
         3,
         "label",
-        "Expected `str`, got `date`",
+        "must be text; got the date 2020-01-01",
     ),
-    ("name: a\nfront: {radius_m: true}\n", 2, "front.radius_m", "Expected `float`, got `bool`"),
-    ("name: a\nfront: {radius_m: 1}\n1: 2\n", 1, "top level", "a key is wrong: Expected `str`"),
-    ("- name\n", 1, "top level", "Expected `object`, got `array`"),
-    ("", 1, "top level", "missing required field `name`; allowed here: name, front, "),
+    ("name: a\nfront: {radius_m: true}\n", 2, "front.radius_m", "must be a number > 0; got True"),
+    ("name: a\nfront: {radius_m: 1}\n1: 2\n", 1, "top level", "a key must be text"),
+    ("- name\n", 1, "top level", "must be a mapping; got ['name']"),
+    ("", 1, "top level", "the field 'name' is missing; allowed here: name, front, "),
     ("name: lemon\nfront: {radius_m: 1}\n", 1, "top level", "never built"),
 ]
 
@@ -187,7 +192,9 @@ def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(
 ) -> None:
     file = write(text)
     message = error_of(file)
-    assert message.startswith(f"{file}:{line}: at '{path}': ")
+    place = "" if path == "top level" else f"at '{path}': "
+    assert message.startswith(f"{file}:{line}: {place}")
+    assert "`" not in message
     assert words in message
 
 
@@ -195,12 +202,13 @@ def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(
 def test_convert_says_the_same_without_a_line(text, line, path, words) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         convert(yaml.safe_load(text), Car, "argument car")
-    assert str(caught.value).startswith(f"argument car: at '{path}': ")
+    place = "" if path == "top level" else f"at '{path}': "
+    assert str(caught.value).startswith(f"argument car: {place}")
 
 
 def test_names_in_the_file_are_those_allowed(write) -> None:
     assert error_of(write("long_name: 1"), Renamed).endswith(
-        "unknown field `long_name`; allowed here: long-name; did you mean 'long-name'?"
+        "the field 'long_name' is unknown; allowed here: long-name; did you mean 'long-name'?"
     )
 
 
@@ -265,7 +273,7 @@ def test_few_bytes_that_decode_to_much_end_at_once_in_a_sentence(write, text, sa
 
 
 def test_aliases_below_the_limit_are_walked_once(write) -> None:
-    assert "unknown field `a0`" in error_of(write("\n".join(NINE[:5])))
+    assert "the field 'a0' is unknown" in error_of(write("\n".join(NINE[:5])))
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:
@@ -314,14 +322,15 @@ def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
     try:
         car = convert(value, Car, "argument")
     except ConfigError as error:
-        assert str(error).startswith("argument: at '")
+        assert str(error).startswith("argument: ")
+        assert "`" not in str(error)
     else:
         assert convert(msgspec.to_builtins(car), Car, "again") == car
 
 
 def test_a_wrong_value_of_a_dict_names_those_allowed() -> None:
     with pytest.raises(
-        ConfigError, match=r"Invalid enum value 'zero'; allowed here: drop, mask, .*, repeat_edge"
+        ConfigError, match=r"window.pad='zero' must be one of drop, mask, .*, repeat_edge"
     ):
         fuelrail.DataLoader("dataset", 1, window={"frames": [-1, 0], "pad": "zero"})
 

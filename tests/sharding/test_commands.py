@@ -158,10 +158,10 @@ def test_unknown_options(run, source, tmp_path):
         assert says in err
     for words, says in (
         (["--order", "random"], "known: frame, clip, window:N"),
-        (["--zstd-level", "99"], "--zstd-level 99: Expected"),
+        (["--zstd-level", "99"], "--zstd-level 99: must be a whole number from 1 to 19"),
         (["--shard-size", "1"], "--shard-size '1': a size must be 1024"),
         (["--splits", ""], "--splits '': it is empty"),
-        (["--workers", "-1"], "--workers -1: Expected `int` >= 0"),
+        (["--workers", "-1"], "--workers -1: must be a whole number >= 0"),
     ):
         assert says in refused(shard(run, source.root, out, *words))
     assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(

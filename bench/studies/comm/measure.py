@@ -39,7 +39,9 @@ def measure(options: CommOptions) -> CommReport:
     Raises ConfigError for a mesh of another number of ranks.
     """
     cuda = torch.cuda.is_available()
-    backend = options.backend if options.backend != "auto" else "nccl" if cuda else "gloo"
+    backend = options.backend
+    if backend == "auto":
+        backend = "nccl" if cuda else "gloo"
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if backend == "nccl"

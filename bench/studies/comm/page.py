@@ -42,8 +42,8 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
     return Document(
         brand="Fuelrail bench comm",
         title=title,
-        about=subtitle,
-        made=when(report.created),
+        subtitle=subtitle,
+        origin=when(report.created),
         doubts=doubts(None, report.disturbed),
         parts=parts,
         facts={},

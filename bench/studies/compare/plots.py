@@ -71,5 +71,5 @@ def _bars(timed: Sequence[ContestantResult], names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":  # `make pictures`: REPORT.json PICTURE.svg
-    given, written = map(Path, sys.argv[1:])
-    written.write_text(picture(load_compare_report(given)), encoding="utf-8")
+    report_path, written = map(Path, sys.argv[1:])
+    written.write_text(picture(load_compare_report(report_path)), encoding="utf-8")

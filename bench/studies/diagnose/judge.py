@@ -136,7 +136,15 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
     noise = abs(repeat.gain)
     # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
     if _was_cold(first, repeat):
-        verdict = _cold(repeat)
+        verdict = _Verdict(
+            "cold cache",
+            f"The second run over the same samples was {repeat.gain:.0%} faster: what the first "
+            "one read from slow storage was in a cache then.",
+            "No change is needed if epochs fit into memory or the cache: only the first one is "
+            "slow. Else warm it up before the job (`cat DATASET/*.tar* > /dev/null`), or give "
+            "--cache-dir on a local disk.",
+            repeat.gain,
+        )
     else:
         counting = {name: entry for name, entry in gains.items() if entry.is_above(noise)}
         verdict = _judge(first, counting, is_remote=is_remote)
@@ -145,7 +153,14 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
         # noise.
         is_open = largest.gain > NOTABLE and largest.gain_high > _SLOWER
         if not counting and is_open and verdict.gain <= noise:
-            verdict = _undecided(largest, noise)
+            verdict = _Verdict(
+                "undecided",
+                f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, "
+                f"and the largest gain, without {largest.name}, is {largest.gain:+.1%} "
+                f"({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
+                "Run it on an idle machine, with more --steps, or with more --max-rounds.",
+                0.0,
+            )
     return Diagnosis(
         bound=verdict.bound,
         finding=verdict.finding,
@@ -184,17 +199,6 @@ def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfa
         gain=ratio.median - 1,
         gain_low=ratio.low - 1,
         gain_high=ratio.high - 1,
-    )
-
-
-def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
-    return _Verdict(
-        "undecided",
-        f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and "
-        f"the largest gain, without {largest.name}, is {largest.gain:+.1%} "
-        f"({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
-        "Run it on an idle machine, with more --steps, or with more --max-rounds.",
-        0.0,
     )
 
 
@@ -359,18 +363,6 @@ def _was_cold(runs: Round, repeat: Counterfactual) -> bool:
 def _fetch_busy(report: Report) -> float:
     """Return the share of time in which reading was under way."""
     return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
-
-
-def _cold(repeat: Counterfactual) -> _Verdict:
-    return _Verdict(
-        "cold cache",
-        f"The second run over the same samples was {repeat.gain:.0%} faster: what the first "
-        "one read from slow storage was in a cache then.",
-        "No change is needed if epochs fit into memory or the cache: only the first one is "
-        "slow. Else warm it up before the job (`cat DATASET/*.tar* > /dev/null`), or give "
-        "--cache-dir on a local disk.",
-        repeat.gain,
-    )
 
 
 def _storage(start: str, gain: float, *, is_remote: bool) -> _Verdict:

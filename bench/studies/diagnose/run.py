@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.report.files import created_now, prepare_folder
@@ -30,8 +28,8 @@ from fuelrail.bench.studies.diagnose.report import (
 from fuelrail.bench.studies.train.run import measure_all
 from fuelrail.bench.studies.train.settings import (
     RECORDS,
-    Asked,
     LeaveOut,
+    RunPlan,
     TrainOptions,
     TrainSettings,
     ask,
@@ -182,11 +180,12 @@ class _Examination:
         write_report(report, self._out, html=self._html)
         return report
 
-    def _run(self, name: str, **changes: object) -> Asked:
-        options = msgspec.structs.replace(_training(self._options), **changes)
+    def _run(self, name: str, **changes: object) -> RunPlan:
+        fields = {field: getattr(self._options, field) for field in TrainOptions.__struct_fields__}
+        options = TrainOptions(**fields | changes)
         return ask(self._dataset, options, self._out / name / RECORDS)
 
-    def _round(self, prefix: str) -> dict[str, Asked]:
+    def _round(self, prefix: str) -> dict[str, RunPlan]:
         plan: dict[str, tuple[LeaveOut, ...]] = {
             _AS_IT_IS: (),
             **{name: (part,) for name, part in self._left_out.items()},
@@ -207,7 +206,7 @@ class _Examination:
         ]
         return find_bound(rounds, is_remote=is_url(self._dataset))
 
-    def _measure(self, runs: dict[str, Asked]) -> None:
+    def _measure(self, runs: dict[str, RunPlan]) -> None:
         """Make the runs and add their reports to those made, each written into its folder;
         raises _CutOff.
         """
@@ -258,10 +257,6 @@ class _Examination:
             counterfactual(idea.options, base, self._made[f"trial-{number}"])
             for number, idea in enumerate(ideas)
         ]
-
-
-def _training(options: DiagnoseOptions) -> TrainOptions:
-    return TrainOptions(**{name: getattr(options, name) for name in TrainOptions.__struct_fields__})
 
 
 def _prefix(number: int) -> str:

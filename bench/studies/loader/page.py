@@ -95,7 +95,7 @@ def _figures(figures: LoaderFigures) -> list[Block | Section]:
     return [
         Hero(
             f"{images.median:.0f}",
-            f"images/s; {images.shown('.0f')}",
+            f"images/s; {images.in_words('.0f')}",
             f"{bound.finding} {bound.advice}{gain}",
         ),
         Tiles(

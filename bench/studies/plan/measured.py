@@ -170,7 +170,7 @@ def with_data(scenario: Scenario, dataset: str, split: str) -> Scenario:
     )
 
 
-def with_example(asked: Scenario) -> Scenario:
+def with_example(scenario: Scenario) -> Scenario:
     """Take from an own model's ``example`` how many images a sample has, and their size, where it
     has some.
 
@@ -179,7 +179,7 @@ def with_example(asked: Scenario) -> Scenario:
     from fuelrail.bench.planner.fake_rank import example_of  # needs torch
 
     sizes: list[tuple[int, int, int]] = []  # images of a sample, height, width
-    for shape in example_of(str(asked.model)):
+    for shape in example_of(str(scenario.model)):
         if len(shape) < 4:
             continue
         for height, width, channels in (shape[-2:] + shape[-3:-2], shape[-3:]):
@@ -187,33 +187,33 @@ def with_example(asked: Scenario) -> Scenario:
                 sizes.append((math.prod(shape[1:-3]), height, width))
                 break
     if not sizes:
-        return asked
+        return scenario
     _, height, width = max(sizes, key=lambda size: size[1] * size[2])
     return msgspec.structs.replace(
-        asked,
-        cameras=asked.cameras or sum(count for count, _, _ in sizes),
-        height=asked.height or height,
-        width=asked.width or width,
+        scenario,
+        cameras=scenario.cameras or sum(count for count, _, _ in sizes),
+        height=scenario.height or height,
+        width=scenario.width or width,
     )
 
 
-def images_said(read: Scenario, asked: Scenario, example: Scenario) -> str:
+def images_said(read: Scenario, scenario: Scenario, example: Scenario) -> str:
     """Say how many images of an own model's sample are decoded, and who says so.
 
     ``read`` is the scenario as it was given, ``example`` with what the model's example has.
     """
-    if asked.cameras is None:
+    if scenario.cameras is None:
         return (
-            f"decoding: none, for example() of '{asked.model}' has no images (tensors of 3 "
+            f"decoding: none, for example() of '{scenario.model}' has no images (tensors of 3 "
             "channels); give --cameras, --height and --width if a sample has some"
         )
-    source = f"as example() of '{asked.model}' has them"
+    source = f"as example() of '{scenario.model}' has them"
     if read.cameras is not None:
         source = "as was given"
     elif example.cameras is None:
         source = "as the dataset has them"
-    size = "" if asked.height is None else f" of {asked.height} x {asked.width}"
-    return f"decoding: {asked.cameras} images{size} in a sample, {source}"
+    size = "" if scenario.height is None else f" of {scenario.height} x {scenario.width}"
+    return f"decoding: {scenario.cameras} images{size} in a sample, {source}"
 
 
 def with_loader(

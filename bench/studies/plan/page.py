@@ -53,7 +53,7 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
     taught = report.teacher
     read = report.read_gb_per_s
     is_bound = report.basis == "bound"
-    most, least = ("at most ", "at least ") if is_bound else ("", "")
+    upper_prefix, lower_prefix = ("at most ", "at least ") if is_bound else ("", "")
     often = (
         ""
         if report.checkpoint_interval_s is None
@@ -61,7 +61,7 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
     )
     epoch = "not known: the samples of an epoch are not given"
     if report.device_hours_per_epoch is not None:
-        epoch = least + _cost(report.device_hours_per_epoch, report.usd_per_epoch)
+        epoch = lower_prefix + _cost(report.device_hours_per_epoch, report.usd_per_epoch)
     lines = {
         "strategy": report.strategy,
         "memory": f"{report.peak_gib:.1f} of {report.usable_gib:.1f} GiB usable on a device",
@@ -69,20 +69,20 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
         "bottleneck": report.bottleneck
         + (", where the devices reach their bound" if is_bound else ""),
         "rate": (
-            f"{most}{_rounded(report.samples_per_s)} samples/s; MFU {most}{report.mfu:.1%}, "
-            f"occupancy {least}{report.occupancy:.1%}, bubble {report.bubble:.1%}"
+            f"{upper_prefix}{_rounded(report.samples_per_s)} samples/s; MFU {upper_prefix}{report.mfu:.1%}, "
+            f"occupancy {lower_prefix}{report.occupancy:.1%}, bubble {report.bubble:.1%}"
         ),
-        "decoding": _decoding(report, most),
+        "decoding": _decoding(report, upper_prefix),
         "storage": "not known"
         if read is None
-        else f"{most}{_rounded(read, 2)} of {cluster.storage_gb_per_s.value:g} GB/s",
+        else f"{upper_prefix}{_rounded(read, 2)} of {cluster.storage_gb_per_s.value:g} GB/s",
     }
     if taught is not None:
         pays = "never, for reading it takes longer"
         if is_bound and taught.pays_after_epochs is None:
             pays = "after a number of epochs that a bound does not say"
         elif taught.pays_after_epochs is not None:
-            pays = f"after {most}{taught.pays_after_epochs:.3g} epochs of all students together"
+            pays = f"after {upper_prefix}{taught.pays_after_epochs:.3g} epochs of all students together"
         of_token = ""
         if taught.bytes_per_token != taught.layer_bytes:
             of_token = f" ({taught.bytes_per_token:,.0f} a token)"
@@ -90,10 +90,10 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
             f"{taught.model}, from its {report.scenario.teacher_from}: beside the student "
             f"{taught.flop_share:.0%} of all FLOP and {taught.memory_gib:.1f} GiB while it "
             f"predicts; as a layer {taught.layer_bytes:,} bytes a sample{of_token}, made "
-            f"once in {least}{_cost(taught.layer_device_hours_per_million)} a million "
+            f"once in {lower_prefix}{_cost(taught.layer_device_hours_per_million)} a million "
             f"samples, which pays {pays}"
         )
-    lines["cost of a million samples"] = least + _cost(
+    lines["cost of a million samples"] = lower_prefix + _cost(
         report.device_hours_per_million, report.usd_per_million
     )
     lines["cost of an epoch"] = epoch
@@ -116,19 +116,19 @@ def duration(seconds: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
-def step_in_words(found: PlanReport) -> str:
+def step_in_words(plan: PlanReport) -> str:
     """Return what a plan says of the time of a step: a range, a bound, or what a profile says."""
-    if found.basis == "profile":
-        by = f"by the profile '{found.scenario.accelerator}', whose error is not known"
-        return f"{duration(found.step_s)} {by}"
-    assert found.step_range_s is not None, "a range and a bound have a lower end"
-    low, high = found.step_range_s
+    if plan.basis == "profile":
+        by = f"by the profile '{plan.scenario.accelerator}', whose error is not known"
+        return f"{duration(plan.step_s)} {by}"
+    assert plan.step_range_s is not None, "a range and a bound have a lower end"
+    low, high = plan.step_range_s
     if high is None:
         return f"not faster than {duration(low)}; the time itself is not known, --measure says it"
     if low == high:
-        return f"{duration(low)}, which {found.bottleneck} takes, however fast the devices are"
+        return f"{duration(low)}, which {plan.bottleneck} takes, however fast the devices are"
     text = f"{duration(low)} to {duration(high)}"
-    return f"{duration(found.step_s)}, 4 of 5 such steps within {text}"
+    return f"{duration(plan.step_s)}, 4 of 5 such steps within {text}"
 
 
 def parts_in_words(step: StepTime) -> str:
@@ -152,11 +152,11 @@ def parts_in_words(step: StepTime) -> str:
     return ", ".join([*said, f"optimiser {duration(step.optimiser)}"])
 
 
-def _decoding(found: PlanReport, most: str) -> str:
-    images = found.images_per_node_s
+def _decoding(plan: PlanReport, prefix: str) -> str:
+    images = plan.images_per_node_s
     if images is not None:
-        return f"{most}{images:,.0f} of {found.cluster.images_per_node_s:,.0f} images/s on a node"
-    if found.scenario.is_own:
+        return f"{prefix}{images:,.0f} of {plan.cluster.images_per_node_s:,.0f} images/s on a node"
+    if plan.scenario.is_own:
         return "none: no images are known of a sample (--cameras, --height, --width)"
     return "none: a sample is tokens"
 
@@ -185,8 +185,8 @@ def planned_rows(plans: Sequence[Planned]) -> list[list[str]]:
     ]
 
 
-def _up_to(one: Planned | Curve) -> str:
-    return "\u2264 " if one.is_bound else ""
+def _up_to(entry: Planned | Curve) -> str:
+    return "\u2264 " if entry.is_bound else ""
 
 
 def _from(curve: Curve) -> str:
@@ -323,8 +323,8 @@ def describe(report: PlanReport, plots: Mapping[str, str]) -> Document:
     return Document(
         brand="Fuelrail plan",
         title=scenario.name,
-        about=subtitle,
-        made="",
+        subtitle=subtitle,
+        origin="",
         doubts=[],
         parts=parts,
         facts={},

@@ -160,22 +160,22 @@ def build_report(
 
 
 def step_range(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
+    scenario: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
 ) -> tuple[Basis, tuple[float, float | None] | None]:
     """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where
     that is known.
     """
     total = fit.time.total
-    seconds = data_seconds(asked, cluster).values()
-    if asked.accelerator is not None:
+    seconds = data_seconds(scenario, cluster).values()
+    if scenario.accelerator is not None:
         return "profile", None
-    if is_bound(asked, cluster, fit.settings):
+    if is_bound(scenario, cluster, fit.settings):
         return "bound", (max(total, *seconds), None)
     # By the errors of the steps that the efficiencies rest on.
-    used = efficiency(asked, cluster, fit.settings)
+    used = efficiency(scenario, cluster, fit.settings)
     deviation = used.spread
     if fitted is not None:
-        deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
+        deviation = fitted.deviation(slopes(fit.work, cluster, scenario.precision, used))
     factor = spread_factor(deviation)
     return "range", (max(total / factor, *seconds), max(total * factor, *seconds))
 
@@ -185,7 +185,7 @@ def teacher_cost(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> Teac
     teacher = taught(scenario, fit.inputs, cluster.num_devices)
     if scenario.teacher is None or teacher is None:
         return None
-    student_flop = sum(shape.flop for shape in fit.once) / len(fit.once) - (
+    student_flop = sum(shape.flop for shape in fit.single_pass) / len(fit.single_pass) - (
         teacher.flop if scenario.teacher_from == "model" else 0
     )
     used = efficiency(scenario, cluster, fit.settings)
@@ -279,13 +279,13 @@ def assumptions(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> list[
     ]
 
 
-def why_bound(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
+def why_bound(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
     """Say why a plan is a bound, and what would make a time of it."""
     if fit.settings.offload:
         return "copies between device and host are not modelled"
-    kind = "" if asked.precision in ("bf16", "fp16", "tf32") else f" in {asked.precision}"
+    kind = "" if scenario.precision in ("bf16", "fp16", "tf32") else f" in {scenario.precision}"
     return (
-        f"no step of {asked.family}{kind} on {cluster.device.name} was published by two "
+        f"no step of {scenario.family}{kind} on {cluster.device.name} was published by two "
         "sources, or measured; give --measure FILE of a step of it"
     )
 

@@ -123,35 +123,35 @@ def choose(scenario: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Plan
     )
 
 
-def _uneven_batch(asked: Scenario, cluster: ClusterSettings) -> str:
+def _uneven_batch(scenario: Scenario, cluster: ClusterSettings) -> str:
     """Say that the devices cannot share the global batch, and which batches they could."""
-    at_once = cluster.num_devices * asked.micro_batch
-    below = asked.global_batch // at_once * at_once
+    at_once = cluster.num_devices * scenario.micro_batch
+    below = scenario.global_batch // at_once * at_once
     near = f"{below} or {below + at_once}" if below else f"{at_once} or {2 * at_once}"
     return (
-        f"a global batch of {asked.global_batch} cannot be shared evenly by "
-        f"{cluster.num_devices} devices with micro-batches of {asked.micro_batch}; use a "
+        f"a global batch of {scenario.global_batch} cannot be shared evenly by "
+        f"{cluster.num_devices} devices with micro-batches of {scenario.micro_batch}; use a "
         f"multiple of {at_once}, such as {near}"
     )
 
 
 def _nearest_in_words(
-    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
 ) -> str:
     """Return the plan that fits and is nearest to the refused one, in words."""
-    for change, facts, how in _nearer(asked, cluster, settings):
+    for change, facts, how in _nearer(scenario, cluster, settings):
         try:
-            found = fit(msgspec.structs.replace(asked, **facts), cluster, how)
+            fitting = fit(msgspec.structs.replace(scenario, **facts), cluster, how)
         except ConfigError:
             continue
-        return f"; it would fit with {change}: {gib(peak(found.stages))}"
+        return f"; it would fit with {change}: {gib(peak(fitting.stages))}"
     nodes = cluster.nodes
     while nodes < _MOST_NODES and cluster.between is not None:
         nodes *= 2
         larger = msgspec.structs.replace(cluster, nodes=nodes)
         batch = larger.num_devices
         sized = msgspec.structs.replace(
-            asked, global_batch=max(batch, asked.global_batch // batch * batch), micro_batch=1
+            scenario, global_batch=max(batch, scenario.global_batch // batch * batch), micro_batch=1
         )
         try:
             fit(sized, larger, ParallelSettings(strategy="fsdp2", recompute="full"))
@@ -168,16 +168,16 @@ def _nearest_in_words(
 
 
 def _nearer(
-    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
 ) -> Iterator[tuple[str, dict[str, Any], ParallelSettings]]:
     """Yield changes of a plan, the smallest first: in words, of the scenario, and the strategy."""
-    small = {"micro_batch": 1} if asked.micro_batch > 1 else {}
+    small = {"micro_batch": 1} if scenario.micro_batch > 1 else {}
     if settings is not None:
         more = _RECOMPUTED[_RECOMPUTED.index(settings.recompute) + 1 :]
-        again = [msgspec.structs.replace(settings, recompute=kind) for kind in more]
-        for how in again:
+        recomputing = [msgspec.structs.replace(settings, recompute=kind) for kind in more]
+        for how in recomputing:
             yield f"recompute: {how.recompute}", {}, how
-        for how in (settings, *again) if small else ():
+        for how in (settings, *recomputing) if small else ():
             yield f"micro_batch: 1 ({named(how)})", small, how
     if cluster.num_devices == 1:
         for kind in _RECOMPUTED if small and settings is None else ():
@@ -188,7 +188,7 @@ def _nearer(
     for facts in ({}, small) if small else ({},):
         for how in sharded if settings is not None or facts else ():
             yield f"{named(how)}{' and micro_batch: 1' if facts else ''}", facts, how
-    if not isinstance(asked.settings, str) and settings is not None:
+    if not isinstance(scenario.settings, str) and settings is not None:
         for tp in (2, 4, 8):
             if cluster.devices_per_node % tp == 0 and cluster.num_devices > tp:
                 how = composed(cluster, 1, tp)

@@ -85,6 +85,7 @@ class RunReport(msgspec.Struct, frozen=True):
             f"{self.lost_segments} segments of which nothing was kept",
         ]
         for stretch in self.stretches:
+            ranks = "rank" if stretch.ranks == 1 else "ranks"
             gap = ", behind positions that were skipped or are not known" if stretch.skipped else ""
             lost_text = (
                 f"; {stretch.steps_again} steps behind it were thrown away"
@@ -95,7 +96,7 @@ class RunReport(msgspec.Struct, frozen=True):
                 f"  {stretch.num_steps} steps from step {stretch.first_step} on: epoch "
                 f"{stretch.start[0]} sample {stretch.start[1]} to epoch {stretch.end[0]} "
                 f"sample {stretch.end[1]}, global batch {stretch.global_batch}, "
-                f"{stretch.ranks} ranks, started {stretch.time}{gap}{lost_text}"
+                f"{stretch.ranks} {ranks}, started {stretch.time}{gap}{lost_text}"
             )
         return text_of(lines)
 
@@ -178,9 +179,9 @@ class RunHistory:
         place = bisect.bisect_right(self.parts, number, key=lambda part: part.first) - 1
         if place >= 0 and number < self.parts[place].first + self.parts[place].length:
             part = self.parts[place]
-            epoch, at = part.walk.place(number - part.first)
+            epoch, batch_number = part.walk.place(number - part.first)
             batches = part.walk.batches(epoch)
-            return part, Cursor(epoch, batches.start + at * batches.global_batch)
+            return part, Cursor(epoch, batches.start + batch_number * batches.global_batch)
         raise ConfigError(
             f"step {number} is not in ledger '{self.path}': it has the steps 0 to "
             f"{self.num_steps - 1}"
@@ -191,16 +192,18 @@ class RunHistory:
         position.
         """
         path = Path(self.path)
-        others = sorted(
+        rank_files = sorted(
             file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}.rank")
         )
         # A link that leads nowhere is refused when it is read.
-        sizes = [file.stat().st_size for file in others if file.exists()]
+        sizes = [file.stat().st_size for file in rank_files if file.exists()]
         num_bytes = self.ledger.size + sum(sizes)
         if (text := LEDGER.broken(num_bytes)) is not None:
-            raise ConfigError(f"ledger '{self.path}' with its {len(others)} files of ranks {text}")
+            raise ConfigError(
+                f"ledger '{self.path}' with its {len(rank_files)} files of ranks {text}"
+            )
         records = list(self.ledger.records)
-        for file in others:
+        for file in rank_files:
             records += read_ledger(file, open_end=True).records
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {

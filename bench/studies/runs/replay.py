@@ -152,11 +152,10 @@ def replay(
             f"{key} was deleted; another sample is in its place"
             for key in _deleted_in_step(loader, place, start.global_batch)
         ]
-    recorded = (
-        None
-        if without
-        else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
-    )
+    recorded = None
+    if not without:
+        num_ranks = 1 if rank is None else start.ranks
+        recorded = history.digests().get((step, rank or 0, num_ranks))
     matches = None if recorded is None else recorded == f"{batch_digest(batch) % 2**64:016x}"
     return Replay(
         batch=batch,
@@ -193,7 +192,7 @@ def _first_batch(loader: DataLoader, step: int) -> Any:
     try:
         return next(iter(loader))
     except (ShardError, BadSamplesError) as error:
-        if any(isinstance(one, EarlierDataset) for one in loader.datasets.values()):
+        if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
             raise ConfigError(
                 f"step {step} shows samples that were deleted since, or are damaged, and no "
                 "other sample can take "
@@ -292,7 +291,11 @@ def make_loader(
         name: place if is_url(place) else as_it_was(place, fingerprints.get(name, ""), receipts)
         for name, place in locations.items()
     }
-    earlier = [one for one in opened.values() if isinstance(one, EarlierDataset)]
+    earlier = [
+        opened_dataset
+        for opened_dataset in opened.values()
+        if isinstance(opened_dataset, EarlierDataset)
+    ]
     if earlier:  # the policy of the run does not know such samples
         has_packs = order.pack is not None or order.bucket is not None
         options["bad_samples"] = {
@@ -310,24 +313,24 @@ def _check_files(order: OrderSpec, folder: Path) -> None:
     """Raise ConfigError where an order names a file outside of a folder, or no regular file."""
     files = [order.subset, *order.without]
     for weightings in (order.weights, *(stage.weights for stage in order.stages)):
-        files += [one.file for one in weightings if isinstance(one, FileWeights)]
+        files += [weighting.file for weighting in weightings if isinstance(weighting, FileWeights)]
     for file in files:
         if not isinstance(file, str):
             continue
-        what = f"the ledger names the file {shortened(file)!r}"
+        subject = f"the ledger names the file {shortened(file)!r}"
         try:
             path = Path(file).resolve(strict=True)
             if not path.is_relative_to(folder.resolve()):
                 raise ConfigError(
-                    f"{what}, which is not below '{folder}'; to read it, name its folder: "
+                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
                     "--files FOLDER, or files=FOLDER in Python"
                 )
             if not path.is_file():
-                raise ConfigError(f"{what}, which is not a regular file")
+                raise ConfigError(f"{subject}, which is not a regular file")
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{what}, which cannot be read") from error
+            raise ConfigError(f"{subject}, which cannot be read") from error
 
 
 class Showing(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from fuelrail.bench.studies.scale.report import (
     make_curves,
 )
 from fuelrail.bench.studies.train.run import measure_all
-from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask
+from fuelrail.bench.studies.train.settings import RunPlan, TrainOptions, ask
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -76,7 +76,7 @@ def scale(
 
 def _runs(
     dataset: str | os.PathLike[str], options: ScaleOptions, records: Path
-) -> list[list[Asked]]:
+) -> list[list[RunPlan]]:
     """Return the checked runs of each number of ranks, which it makes one after another in the same
     processes.
 
@@ -97,7 +97,7 @@ def _runs(
             f"ranks, which is not even for {uneven[0]} ranks; use powers of two"
         )
 
-    def run(count: int, size: int) -> Asked:
+    def run(count: int, size: int) -> RunPlan:
         training = TrainOptions(
             ranks=count,
             batch_size=size,
@@ -127,7 +127,7 @@ def _global_batch(options: ScaleOptions) -> int:
 
 
 def _measured(
-    dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[Asked]]
+    dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[RunPlan]]
 ) -> ScaleReport:
     """Make all runs and what the simulation needs; after an interruption of those that were
     whole, with ``cut_off``.
@@ -216,7 +216,7 @@ def _point(report: Report) -> MeasuredRun:
 
 
 def _fit(
-    dataset: str | os.PathLike[str], options: ScaleOptions, run: Asked, reports: Sequence[Report]
+    dataset: str | os.PathLike[str], options: ScaleOptions, run: RunPlan, reports: Sequence[Report]
 ) -> HostFit:
     """Measure the loader alone, as a run's, and put together what the simulation draws from.
 

@@ -113,22 +113,26 @@ def fit_cost(
         if not columns_used or (ns >= _MIN_T * errors).all():
             break
         del columns_used[int((ns / errors).argmin())]
-    if not any(terms[at][1] for at in columns_used):
+    if not any(terms[column_number][1] for column_number in columns_used):
         return CostFit(num_measured=len(table), refused="times do not follow the columns")
     # Of the smallest three digits, and of the largest no more than a `Cost` can hold.
     divisor = 10 ** max(0, min(2 - floor(log10(ns.min())), 17 - floor(log10(ns.max()))))
     parts: tuple[dict[str, int], ...] = ({}, {}, {})
-    for at, value in zip(columns_used, ns.tolist(), strict=True):
-        parts[terms[at][1]][terms[at][0]] = round(value * divisor)
+    for column_number, value in zip(columns_used, ns.tolist(), strict=True):
+        parts[terms[column_number][1]][terms[column_number][0]] = round(value * divisor)
     return CostFit(
         num_measured=len(table),
         num_steps=int(usual.sum()),
         residual=float(np.sqrt(np.mean(residuals**2)) / times_ns[usual].mean()),
         terms_ns={
-            units[at]: (value, error)
-            for at, value, error in zip(columns_used, ns.tolist(), errors.tolist(), strict=True)
+            units[column_number]: (value, error)
+            for column_number, value, error in zip(
+                columns_used, ns.tolist(), errors.tolist(), strict=True
+            )
         },
-        left_out=[unit for at, unit in enumerate(units) if at not in columns_used],
+        left_out=[
+            unit for column_number, unit in enumerate(units) if column_number not in columns_used
+        ],
         cost=Cost(parts[1], parts[2], sum(parts[0].values()), divisor),
     )
 

@@ -154,16 +154,16 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
 
 def _transform_figures(logs: Sequence[RankLog]) -> TransformFigures | None:
     uses = [log.end.transform for log in logs if log.end is not None]
-    whole = [use for use in uses if use is not None]
-    if not whole:
+    finished_uses = [use for use in uses if use is not None]
+    if not finished_uses:
         return None
-    num_calls = sum(use.num_calls for use in whole)
-    cpu_ns = sum(use.cpu_ns for use in whole)
+    num_calls = sum(use.num_calls for use in finished_uses)
+    cpu_ns = sum(use.cpu_ns for use in finished_uses)
     return TransformFigures(
-        wall_ms=sum(use.wall_ns for use in whole) / num_calls / NS_PER_MS,
+        wall_ms=sum(use.wall_ns for use in finished_uses) / num_calls / NS_PER_MS,
         cpu_ms=cpu_ns / num_calls / NS_PER_MS,
-        queued_ms=sum(use.queued_ns for use in whole) / num_calls / NS_PER_MS,
-        cpus=cpu_ns / max(1, sum(use.span_ns for use in whole)),
+        queued_ms=sum(use.queued_ns for use in finished_uses) / num_calls / NS_PER_MS,
+        cpus=cpu_ns / max(1, sum(use.span_ns for use in finished_uses)),
     )
 
 

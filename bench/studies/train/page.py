@@ -139,14 +139,14 @@ def verdict(report: Report) -> str:
     got = format_number(rate.samples_per_s)
     if _on_cpu(report):
         phase = max(_COMPUTING, key=lambda name: share[name])
-        own = (
+        computing_text = (
             f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the "
             f"CPU, most of it {phase}"
         )
         if size < _NOTABLE:
-            return f"{own}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds this run."
+            return f"{computing_text}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds this run."
         return (
-            f"{own}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model "
+            f"{computing_text}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model "
             f"would take {demand} samples/s; it got {got}."
         )
     if size < _NOTABLE:

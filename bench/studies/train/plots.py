@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -53,7 +53,8 @@ def plots(report: Report) -> dict[str, str]:
 
 def _occupancy(report: Report) -> str:
     figure, axes = new_figure(2.7)
-    for series, colour in _ranks(report):
+    for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
+        colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
         axes.plot(
             series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}"
         )
@@ -118,13 +119,6 @@ def _loss(report: Report) -> str:
     axes.set_ylabel("loss (mean of ranks)")
     axes.set_ylim(bottom=0)
     return to_svg(figure, "Training loss")
-
-
-def _ranks(report: Report) -> list[tuple[Any, str]]:
-    lines = report.series[:_MAX_RANK_LINES]
-    return [
-        (series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(lines)
-    ]
 
 
 def _shade_warmup(axes: Axes, report: Report, unit: str) -> None:

@@ -20,7 +20,7 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.train.report import Report, build_report
-from fuelrail.bench.studies.train.settings import RECORDS, Asked, TrainOptions, ask
+from fuelrail.bench.studies.train.settings import RECORDS, RunPlan, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.progress import Progress
 from fuelrail.pipeline.settings import make_options
@@ -74,7 +74,7 @@ def bench_train(
     return report
 
 
-class Made(NamedTuple):
+class Measured(NamedTuple):
     """The reports of runs that were made one after the other.
 
     ``cut_off`` says why reports are missing, or why the last one is partial.
@@ -84,7 +84,7 @@ class Made(NamedTuple):
     cut_off: str | None
 
 
-def measure_all(runs: Sequence[Asked]) -> Made:
+def measure_all(runs: Sequence[RunPlan]) -> Measured:
     """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported
@@ -120,10 +120,10 @@ def measure_all(runs: Sequence[Asked]) -> Made:
         cut_off = report.cut_off
         if cut_off is not None:
             break
-    return Made(reports, cut_off)
+    return Measured(reports, cut_off)
 
 
-def _measure_here(run: Asked) -> Report | None:
+def _measure_here(run: RunPlan) -> Report | None:
     """Make the run as one rank of torchrun's world; the first one returns the report."""
     from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
 
@@ -141,7 +141,7 @@ def _measure_here(run: Asked) -> Report | None:
 
 
 def _report(
-    run: Asked,
+    run: RunPlan,
     machine: MachineFacts,
     outcome: Outcome,
     cpu: CpuUse | None,
@@ -171,7 +171,7 @@ def _report(
     )
 
 
-def _prepare(run: Asked) -> None:
+def _prepare(run: RunPlan) -> None:
     """Make the folder of the ranks' records; those of an earlier run must not be taken for this
     run's.
     """
@@ -186,7 +186,7 @@ def _prepare(run: Asked) -> None:
         ) from error
 
 
-def _launch(num_ranks: int, runs: Sequence[Asked], settings_file: Path) -> Outcome:
+def _launch(num_ranks: int, runs: Sequence[RunPlan], settings_file: Path) -> Outcome:
     program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
     ranks_text = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     with Progress(f"starting {ranks_text}") as progress:

@@ -194,7 +194,7 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
         return Path(self.records).parent / "trace"
 
 
-class Asked(NamedTuple):
+class RunPlan(NamedTuple):
     """One run that options ask for: its settings, with nothing left open, and the facts of its
     split.
     """
@@ -203,7 +203,7 @@ class Asked(NamedTuple):
     dataset: DatasetFacts
 
 
-def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> Asked:
+def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> RunPlan:
     """Answer everything that options leave open, before a rank is started.
 
     ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what
@@ -271,7 +271,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         from fuelrail.loaders.decode import make_decoder
 
         make_decoder(settings.decoder)
-    return Asked(settings, facts)
+    return RunPlan(settings, facts)
 
 
 def _absolute(place: str | None) -> str | None:

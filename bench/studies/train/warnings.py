@@ -61,7 +61,8 @@ def _run_warnings(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
             "The ranks ended with different weights: their gradients differed. Do not trust "
             "this run."
         )
-    for name in (logs[0].restored.skipped if logs[0].restored else []) if logs else []:
+    restored = logs[0].restored if logs else None
+    for name in restored.skipped if restored else ():
         yield (
             "A newer checkpoint was damaged and is set aside; the run continued from the one "
             f"before. {name}."
@@ -134,7 +135,7 @@ def _emulation_warnings(
         f"{figures.overshoot_share:.2%} late. This counts as “other”, so occupancy is a lower "
         "bound."
     )
-    if cpu is None or _are_used_up(cpu):
+    if cpu is None or cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable:
         yield f"The CPUs are overloaded: {outlasted} Use a slower profile, or more cores a rank."
     else:
         yield (
@@ -159,33 +160,22 @@ def _of_the_waits(figures: Figures) -> Iterator[str]:
         )
 
 
-def _are_used_up(cpu: CpuUse) -> bool:
-    return cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable
-
-
 def _window_warnings(
     settings: TrainSettings, logs: Sequence[RankLog], window: Window
 ) -> Iterator[str]:
-    stock = _share_from_stock(logs, window, settings.accumulation)
+    # The largest share of a rank's steps fed from stock: results that waited before and not after.
+    stock = 0.0
+    for log in logs:
+        if len(log.snapshots) != 2:
+            continue
+        first, last = log.snapshots
+        if first.stages and last.stages:
+            taken_batches = first.stages[-1].waiting - last.stages[-1].waiting
+            share = taken_batches / settings.accumulation / window.num_measured_steps
+            stock = max(stock, share)
     if stock > _NOTABLE:
         yield (
             f"{stock:.0%} of the measured steps used batches that were prefetched before "
             f"measuring began. In a long run occupancy may be up to {100 * stock:.0f} "
             "points lower: measure more steps."
         )
-
-
-def _share_from_stock(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
-    """Return the largest share of a rank's steps fed from stock: results that waited before and
-    not after.
-    """
-    shares = [
-        (first.stages[-1].waiting - last.stages[-1].waiting)
-        / accumulation
-        / window.num_measured_steps
-        for log in logs
-        if len(log.snapshots) == 2
-        for first, last in [log.snapshots]
-        if first.stages and last.stages
-    ]
-    return max(shares, default=0.0)

@@ -360,7 +360,13 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
         with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
             try:
                 if number == 0:
-                    _join_world(device, settings.timeout_s)
+                    if device is not None:
+                        torch.cuda.set_device(device)
+                    dist.init_process_group(
+                        "gloo" if device is None else "nccl",
+                        timeout=timedelta(seconds=settings.timeout_s),
+                        device_id=None if device is None else torch.device(device),
+                    )
                 _run(settings, device, writer)
             except FuelrailError as error:
                 writer.write(
@@ -400,23 +406,12 @@ def describe_error(error: BaseException) -> str:
         parents = {path, *path.parents, *path.resolve().parents}
         if not is_file or not parents.isdisjoint((ours, *_PARTS_OF_OURS, *installed)):
             continue
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name
-        message += f" at {shown}:{frame.lineno} in {frame.name}"
+        place = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name
+        message += f" at {place}:{frame.lineno} in {frame.name}"
         if frame.line:
             message += f": {frame.line}"
         break
     return "; ".join((message, *getattr(error, "__notes__", ())))
-
-
-def _join_world(device: str | None, timeout_s: float) -> None:
-    """Join the ranks' group, on the CPU where ``device`` is None."""
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device is None else "nccl",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=None if device is None else torch.device(device),
-    )
 
 
 def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:

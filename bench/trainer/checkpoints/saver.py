@@ -104,7 +104,7 @@ class Checkpoints:
         assert isinstance(written, Future), "a blocking stager has finished"
         stall_ns = time.monotonic_ns() - start_ns
         self._pending = self._thread.submit(
-            self._finish, folder, written, manifest, start_ns, stall_ns
+            self._finish, folder, written, manifest, start_ns=start_ns, stall_ns=stall_ns
         )
         return done
 

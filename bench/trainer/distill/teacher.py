@@ -139,20 +139,21 @@ def make_layer_teacher(
     shape, meaning = predictions(student, len(cameras))
 
     def find(
-        name: str, wanted: tuple[int | None, ...], law: str, *, moves: bool = False
+        name: str, shape_rule: tuple[int | None, ...], law: str, *, moves: bool = False
     ) -> Channel:
         """Find the channel of a shape (None: any size; no axes: boxes).
 
         ``moves``: the samples are augmented.
         """
         channel = table.get(f"{LAYER}.{name}")
-        sides = (
-            f"[{', '.join('any' if side is None else str(side) for side in wanted)}]"
-            if wanted
-            else "boxes"
-        )
+        sides = "boxes"
+        if shape_rule:
+            names_of_sides = ("any" if side is None else str(side) for side in shape_rule)
+            sides = f"[{', '.join(names_of_sides)}]"
         has_shape = () if channel is None else _shape(channel)
-        if channel is None or not (_fits(wanted, has_shape) if wanted else channel.law.name == law):
+        if channel is None or not (
+            _fits(shape_rule, has_shape) if shape_rule else channel.law.name == law
+        ):
             names = ", ".join(sorted(table))
             has = (
                 f"it has {list(has_shape) or channel.kind}"

@@ -74,12 +74,14 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
         for name, value in part.named_parameters(recurse=False)
     }
     places = [
-        {name: owners.get(value) for name, value in one.named_parameters(recurse=False)}
-        for one in modules
+        {name: owners.get(value) for name, value in submodule.named_parameters(recurse=False)}
+        for submodule in modules
     ]
     parts_of_model = list(model.modules())
     name_of_model = type(model).__name__
-    tied = sum(len(list(one.parameters(recurse=False))) for one in parts_of_model) != len(owners)
+    tied = sum(
+        len(list(submodule.parameters(recurse=False))) for submodule in parts_of_model
+    ) != len(owners)
 
     def fill(parts: Collection[nn.Module], offload: bool) -> None:
         for part in parts:

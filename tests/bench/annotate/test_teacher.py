@@ -255,8 +255,8 @@ def test_the_digest_is_that_of_the_weights_wherever_they_are() -> None:
             "store='topk:0' must be as_is, float16, int8, topk:K or sampled:K",
         ),
         (lambda x: x, {"store": "topk"}, "store='topk' must be"),
-        (lambda x: x, {"temperature": 0.0}, r"'temperature': Expected `float` > 0"),
-        (lambda x: x, {"positions": 1.5}, r"'positions': Expected `float` <= 1"),
+        (lambda x: x, {"temperature": 0.0}, r"'temperature': must be a number > 0"),
+        (lambda x: x, {"positions": 1.5}, r"'positions': must be a number > 0 and <= 1"),
         (
             lambda x: x[:, 0],
             {},

@@ -33,8 +33,8 @@ def test_a_group_across_nodes_has_its_members_ports():
             "  gb_per_s: {value: 400,",
             "between.gb_per_s is 400, and at most 125",
         ),
-        ("memory_gib: {value: 80,", "memory_gib: {value: -80,", "Expected `float` > 0.0"),
-        ("nodes: 8", "nodes: 0", "Expected `int` >= 1"),
+        ("memory_gib: {value: 80,", "memory_gib: {value: -80,", "must be a number > 0"),
+        ("nodes: 8", "nodes: 0", "must be a whole number from 1 to 1000000; got 0"),
         (', source: "400 Gb/s', ', sourse: "400 Gb/s', "sourse"),
     ],
 )

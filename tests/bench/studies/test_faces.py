@@ -102,11 +102,11 @@ def test_describe_order_returns_figures(dataset):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 2}, "unknown field `rank`; allowed here: strategy, mesh"),
-        ({"ranks": 0}, "TrainOptions: at 'ranks': Expected `int` >= 1"),
+        ({"rank": 2}, "the field 'rank' is unknown; allowed here: strategy, mesh"),
+        ({"ranks": 0}, "TrainOptions: at 'ranks': must be a whole number >= 1"),
         (
             {"leave_out": ["nothing"]},
-            "Invalid enum value 'nothing'; allowed here: all-reduce, decode",
+            "must be one of all-reduce, decode",
         ),
         ({"steps": 9, "epochs": 1}, "steps=9 and epochs=1 exclude each other"),
         ({"trace": True}, "give out=FOLDER"),
@@ -119,9 +119,9 @@ def test_wrong_options_are_refused(dataset, work_folder, wrong, message):
 
 
 def test_a_struct_checks_its_fields():
-    with pytest.raises(ConfigError, match="ranks=0 is not allowed"):
+    with pytest.raises(ConfigError, match="ranks=0 must be a whole number >= 1"):
         TrainOptions(ranks=0)
-    with pytest.raises(ConfigError, match="ranks=0 is not allowed"):
+    with pytest.raises(ConfigError, match="ranks=0 must be a whole number >= 1"):
         msgspec.structs.replace(TrainOptions(), ranks=0)
 
 

@@ -274,7 +274,7 @@ def by_v(*bounds):
     [
         (lambda: Bucket(by="v", bounds=(4, 4)), "bounds ascend"),
         (lambda: Bucket(by="v", bounds=(-1, 4)), "bounds ascend"),
-        (lambda: Bucket(by="v", window=0), "window=0 is not allowed: Expected `int` >= 1"),
+        (lambda: Bucket(by="v", window=0), "window=0 must be a whole number from 1"),
         (lambda: OrderSpec(kind="lanes", bucket=BUCKET), "no bucket"),
         (lambda: OrderSpec(stages=(OrderStage(),), bucket=BUCKET), "no buckets"),
         (

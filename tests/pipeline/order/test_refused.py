@@ -63,13 +63,13 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
         for fields, words in (
             (
                 {"kind": "random"},
-                "kind='random' is not allowed.*here: lanes, sequential, shuffled, windowed",
+                "kind='random' must be one of lanes, sequential, shuffled, windowed",
             ),
-            ({"seed": -1}, "seed=-1 is not allowed: Expected `int` >= 0"),
-            ({"seed": 2**63}, "Expected `int` <= 9223372036854775807"),
+            ({"seed": -1}, "seed=-1 must be a whole number"),
+            ({"seed": 2**63}, "must be a whole number from 0 to 9223372036854775807"),
             ({"seed": 1.5}, "seed=1.5"),
             ({"kind": "windowed"}, "needs window >= 1"),
-            ({"kind": "windowed", "window": 0}, "window=0 is not allowed: Expected `int` >= 1"),
+            ({"kind": "windowed", "window": 0}, "window=0 must be a whole number >= 1"),
             ({"window": 4}, "window=4 requires order kind 'windowed', got 'shuffled'"),
             ({"kind": "lanes", "weights": BY_A}, "take no weights"),
             ({"kind": "lanes", "mix": MIX_A}, "no mix"),
@@ -82,21 +82,21 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
             ),
             (
                 {"kind": "lanes", "pieces_per_clip": 0},
-                "pieces_per_clip=0 is not allowed: Expected `int` >= 1",
+                "pieces_per_clip=0 must be a whole number >= 1",
             ),
-            ({"epoch_length": 0}, "epoch_length=0 is not allowed: Expected `int` >= 1"),
-            ({"seed": True}, "OrderSpec: seed=True is not allowed: Expected `int`, got `bool`"),
-            ({"kind": "windowed", "window": "4"}, "window='4' is not allowed"),
-            ({"filter": 3}, "filter=3 is not allowed"),
-            ({"subset": 3}, "subset=3 is not allowed"),
-            ({"weights": 3}, "weights=3 is not allowed"),
+            ({"epoch_length": 0}, "epoch_length=0 must be a whole number >= 1"),
+            ({"seed": True}, "OrderSpec: seed=True must be a whole number"),
+            ({"kind": "windowed", "window": "4"}, "window='4' must be"),
+            ({"filter": 3}, "filter=3 must be"),
+            ({"subset": 3}, "subset=3 must be"),
+            ({"weights": 3}, "weights=3 must be"),
             ({"weights": ("cbgs",)}, "weights=.* is not allowed"),
             ({"mix": 3}, "mix=3 must be a Mix, a dict of its fields"),
-            ({"epoch_length": "9"}, "epoch_length='9' is not allowed"),
-            ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' is not allowed"),
+            ({"epoch_length": "9"}, "epoch_length='9' must be"),
+            ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' must be"),
         )
     ),
-    (partial(OrderStage, until="9"), OrderError, "until='9' is not allowed"),
+    (partial(OrderStage, until="9"), OrderError, "until='9' must be"),
     (
         lambda: convert({"king": "shuffled"}, OrderSpec, "order.yaml"),
         ConfigError,
@@ -191,7 +191,7 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     *(
         (partial(FrameWindow, **window), OrderError, words)
         for window, words in (
-            ({"frames": (-1, 0), "stride": 0}, "stride=0 is not allowed: Expected `int` >= 1"),
+            ({"frames": (-1, 0), "stride": 0}, "stride=0 must be a whole number >= 1"),
             ({"frames": ()}, r"0 among them, got \[\]"),
             ({"frames": (-2, -1)}, r"0 among them, got \[-2, -1\]"),
             ({"frames": (0, -1, -1)}, "different offsets"),

@@ -96,7 +96,7 @@ def test_order_units(order, frames):
         ({"layout": "frames"}, "layout"),
         ({"shard_size_bytes": 5}, "shard_size_bytes"),
         ({"splits": {}}, "empty"),
-        ({"colour": 1}, "unknown field"),
+        ({"colour": 1}, "'colour' is unknown"),
     ],
 )
 def test_values_out_of_range_are_named(values, says):

@@ -163,7 +163,7 @@ def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
         (["--kind", "lanes", "--global-batch", "61"], "60 pieces of clips for 61 lanes"),
         (["--split", "val"], "no split 'val'; it has: train"),
         (["--subset", "no-such-file"], "keys file 'no-such-file' cannot be read"),
-        (["--buffer", "0"], "--buffer 0: Expected `int` >= 1"),
+        (["--buffer", "0"], "--buffer 0: must be a whole number from 1 to 1000000000"),
         (["--config", "no-such.yaml"], "no-such.yaml"),
         (
             ["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"],

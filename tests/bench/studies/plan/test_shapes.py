@@ -61,7 +61,7 @@ def planned(**changes):
 )
 def test_published_configurations_have_their_parameters(shape, billions):
     """Within half a percent: ours has biases and learnt positions, theirs rotary ones."""
-    assert num_parameters(shape.settings(4096)).whole / 1e9 == pytest.approx(billions, rel=0.005)
+    assert num_parameters(shape.settings(4096)).total / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.slow

@@ -528,7 +528,7 @@ def test_the_commands(datasets, tmp_path, capsys):
     assert main(["runs", "show", str(path)]) == 0
     text = capsys.readouterr().out
     assert (
-        "4 steps from step 0 on: epoch 0 sample 0 to epoch 0 sample 16, global batch 4, 1 ranks"
+        "4 steps from step 0 on: epoch 0 sample 0 to epoch 0 sample 16, global batch 4, 1 rank,"
         in text
     )
     assert (

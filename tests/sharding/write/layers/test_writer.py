@@ -209,7 +209,7 @@ def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, m
         ),
         ({**TABLE[0], "sensor": "camera"}, "cannot be in a layer"),
         ({**TABLE[0], "kind": "hologram"}, "kind 'hologram' is unknown"),
-        ("logits", "Expected `object`, got `str`"),
+        ("logits", "must be a mapping; got the text 'logits'"),
         (
             {**TABLE[1], "name": "frame", "field": "frame.npy"},
             "'frame' is a number .* give it another name",
