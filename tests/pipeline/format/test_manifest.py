@@ -44,7 +44,7 @@ TOP = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y"
 
 
 def manifest(**changes: Any) -> Manifest:
-    whole = Manifest(
+    example = Manifest(
         format=FORMAT,
         version=FORMAT_VERSION,
         name="straße",
@@ -73,7 +73,7 @@ def manifest(**changes: Any) -> Manifest:
         files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
         provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
     )
-    return msgspec.structs.replace(whole, **changes)
+    return msgspec.structs.replace(example, **changes)
 
 
 def signed(**changes: Any) -> bytes:
@@ -85,9 +85,9 @@ GOOD = signed()
 
 
 def test_round_trip() -> None:
-    found = decode_manifest(GOOD, "here")
-    assert found == manifest(fingerprint=found.fingerprint, digest=found.digest)
-    assert encode_manifest(found) == GOOD
+    decoded = decode_manifest(GOOD, "here")
+    assert decoded == manifest(fingerprint=decoded.fingerprint, digest=decoded.digest)
+    assert encode_manifest(decoded) == GOOD
 
 
 def test_the_file_is_indented_json_with_a_closing_newline() -> None:
@@ -110,16 +110,16 @@ NOT_COVERED = (
 
 
 def test_fingerprint_is_what_plain_python_computes() -> None:
-    found = json.loads(
+    content = json.loads(
         signed(
             files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))
         )
     )
-    stated = found["fingerprint"]
-    covered = {name: value for name, value in found.items() if name not in NOT_COVERED}
+    stated = content["fingerprint"]
+    covered = {name: value for name, value in content.items() if name not in NOT_COVERED}
     covered["files"] = [
         file
-        for file in found["files"]
+        for file in content["files"]
         if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
     ]
     canonical = json.dumps(
@@ -149,7 +149,7 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
         {"files": (*manifest().files, FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64))},
     ]
     parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
-    other: list[dict[str, Any]] = [
+    uncovered: list[dict[str, Any]] = [
         {"name": "other"},
         {"seed": 8},
         {"order_unit": "clip"},
@@ -161,21 +161,21 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
         {"digest": "f"},
         {"files": (*manifest().files, parquet)},
     ]
-    assert {name for change in covered + other for name in change} == set(
+    assert {name for change in covered + uncovered for name in change} == set(
         Manifest.__struct_fields__
     )
     assert len(
         {fingerprint(manifest())} | {fingerprint(manifest(**change)) for change in covered}
     ) == 1 + len(covered)
-    assert {fingerprint(manifest(**change)) for change in other} == {fingerprint(manifest())}
+    assert {fingerprint(manifest(**change)) for change in uncovered} == {fingerprint(manifest())}
 
 
 def test_digest_is_what_plain_python_computes() -> None:
-    found = json.loads(GOOD)
-    stated = found["digest"]
-    found["digest"] = ""
+    content = json.loads(GOOD)
+    stated = content["digest"]
+    content["digest"] = ""
     canonical = json.dumps(
-        found, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        content, sort_keys=True, separators=(",", ":"), ensure_ascii=False
     ).encode()
     assert hashlib.sha256(canonical).hexdigest() == stated
 
@@ -388,26 +388,30 @@ def named(number: int) -> str:
 
 
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
-    one, two, three = map(named, (1, 2, 3))
-    first = manifest(name="a", fingerprint=one)
-    second = manifest(name="b", fingerprint=two)
-    both = manifest(name="ab", fingerprint=three, lineage=Lineage.from_parents([first, second]))
-    found = Lineage.from_parents([both, first])
-    assert found.parents == (three, one)
-    assert [(each.fingerprint, each.parents) for each in found.ancestors] == [
-        (three, (one, two)),
-        (one, ()),
-        (two, ()),
+    first_print, second_print, joined_print = map(named, (1, 2, 3))
+    first = manifest(name="a", fingerprint=first_print)
+    second = manifest(name="b", fingerprint=second_print)
+    joined = manifest(
+        name="ab", fingerprint=joined_print, lineage=Lineage.from_parents([first, second])
+    )
+    lineage = Lineage.from_parents([joined, first])
+    assert lineage.parents == (joined_print, first_print)
+    assert [(ancestor.fingerprint, ancestor.parents) for ancestor in lineage.ancestors] == [
+        (joined_print, (first_print, second_print)),
+        (first_print, ()),
+        (second_print, ()),
     ]
-    assert decode_manifest(signed(lineage=found), "here").lineage == found
+    assert decode_manifest(signed(lineage=lineage), "here").lineage == lineage
 
 
 def test_a_lineage_keeps_the_nearest_ancestors() -> None:
     chain = [manifest(fingerprint=named(0))]
     for number in range(1, 200):
         chain.append(manifest(fingerprint=named(number), lineage=Lineage.from_parents(chain[-1:])))
-    found = chain[-1].lineage.ancestors
-    assert [one.fingerprint for one in found] == [named(number) for number in range(198, 70, -1)]
+    ancestors = chain[-1].lineage.ancestors
+    assert [ancestor.fingerprint for ancestor in ancestors] == [
+        named(number) for number in range(198, 70, -1)
+    ]
     decode_manifest(signed(lineage=chain[-1].lineage), "here")
 
 
@@ -449,7 +453,7 @@ def plain_sealed(content: dict[str, Any]) -> bytes:
         return hashlib.sha256(text.encode()).hexdigest()
 
     covered = {name: value for name, value in content.items() if name not in NOT_COVERED}
-    covered["files"] = [one for one in content["files"] if one["name"] == "index.arrow"]
+    covered["files"] = [file for file in content["files"] if file["name"] == "index.arrow"]
     content = content | {"fingerprint": digest(covered), "digest": ""}
     return json.dumps(content | {"digest": digest(content)}).encode()
 
@@ -494,7 +498,7 @@ def test_which_defaults_a_channel_and_its_law_may_state(more, law, is_taken) -> 
 
 @pytest.mark.parametrize("name", ["boxes", "meta", "geometry", "lidar_top_sweeps"])
 def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
-    other = msgspec.convert(
+    entry = msgspec.convert(
         {
             **RASTER,
             "name": name,
@@ -506,4 +510,4 @@ def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
     with pytest.raises(
         ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"
     ):
-        decode_manifest(signed(channels=(camera_channel(FRONT), lidar_channel(TOP), other)), "here")
+        decode_manifest(signed(channels=(camera_channel(FRONT), lidar_channel(TOP), entry)), "here")
