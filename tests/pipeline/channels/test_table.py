@@ -257,7 +257,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "value"), VALUES, ids=lambda one: getattr(one, "kind", ""))
+@pytest.mark.parametrize(("entry", "value"), VALUES, ids=lambda value: getattr(value, "kind", ""))
 def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
     kind = KINDS[entry.kind]
     assert list(kind.broken(entry)) == []

@@ -42,7 +42,7 @@ def start(epoch, samples, *, restored=True, place=None):
     )
 
 
-def reached(epoch, samples, why="state"):
+def reach_record(epoch, samples, why="state"):
     return PlaceReached((epoch, samples), why)
 
 
@@ -52,12 +52,12 @@ def path(tmp_path):
     file = LedgerFile(tmp_path / "a.ledger")
     file.append(SETUP, start(0, 0, restored=False))
     for place in range(4, 100, 16):
-        file.append(reached(0, place))
+        file.append(reach_record(0, place))
     file.append(start(0, 52))
     file.append(
         SampleReplaced(since=(0, 52), rank=0, epoch=0, position=57, key="bad", replaced_by="good")
     )
-    file.append(reached(1, 0, "epoch"))
+    file.append(reach_record(1, 0, "epoch"))
     file.append(start(1, 0))
     return file.path
 
@@ -123,8 +123,8 @@ def test_a_record_that_a_kill_has_cut_is_removed_by_the_next_run(path):
     with pytest.raises(LedgerError, match=r"record 12 has no end: a run was killed"):
         read_ledger(path)
     assert len(read_ledger(path, open_end=True).records) == 12
-    LedgerFile(path).append(reached(1, 8))
-    assert read_ledger(path).records[-1] == reached(1, 8)
+    LedgerFile(path).append(reach_record(1, 8))
+    assert read_ledger(path).records[-1] == reach_record(1, 8)
     assert path.read_bytes().startswith(data)
 
 
@@ -140,11 +140,11 @@ def test_another_file_is_not_called_a_damaged_ledger(tmp_path, text, open_end):
 def test_two_writers_are_noticed(path):
     first_writer = LedgerFile(path)
     second_writer = LedgerFile(path)
-    first_writer.append(reached(1, 8))
+    first_writer.append(reach_record(1, 8))
     assert not second_writer.is_newest()
     with pytest.raises(LedgerError, match="was written to by another loader"):
-        second_writer.append(reached(1, 4))
-    first_writer.append(reached(1, 12), in_place_of_last=True)
+        second_writer.append(reach_record(1, 4))
+    first_writer.append(reach_record(1, 12), in_place_of_last=True)
     assert [first_writer.place for first_writer in read_ledger(path).records[-2:]] == [
         (1, 0),
         (1, 12),
@@ -154,39 +154,39 @@ def test_two_writers_are_noticed(path):
 def test_another_writer_is_noticed_by_the_last_record_and_not_by_the_size(path):
     """A state that replaces the last one is often as long."""
     first_writer = LedgerFile(path)
-    first_writer.append(reached(1, 8))
+    first_writer.append(reach_record(1, 8))
     second_writer = LedgerFile(path)
     num_bytes = path.stat().st_size
-    first_writer.append(reached(1, 9), in_place_of_last=True)
+    first_writer.append(reach_record(1, 9), in_place_of_last=True)
     assert path.stat().st_size == num_bytes
     assert not second_writer.is_newest()
     for is_in_place in (False, True):
         with pytest.raises(LedgerError, match="was written to by another loader"):
-            second_writer.append(reached(1, 12), in_place_of_last=is_in_place)
-    first_writer.append(reached(1, 12))
+            second_writer.append(reach_record(1, 12), in_place_of_last=is_in_place)
+    first_writer.append(reach_record(1, 12))
     assert [first_writer.place[1] for first_writer in read_ledger(path).records[-2:]] == [9, 12]
 
 
 def test_a_whole_record_in_the_place_of_a_cut_one_is_another_writers(path):
     data = path.read_bytes()
     first_writer = LedgerFile(path)
-    first_writer.append(reached(1, 8))
+    first_writer.append(reach_record(1, 8))
     size_of_record = path.stat().st_size - len(data)
     path.write_bytes(data + b"x" * size_of_record)
     first_writer = LedgerFile(path)
     second_writer = LedgerFile(path)
-    first_writer.append(reached(1, 8))
+    first_writer.append(reach_record(1, 8))
     assert path.stat().st_size == len(data) + size_of_record
     with pytest.raises(LedgerError, match="was written to by another loader"):
-        second_writer.append(reached(1, 8))
-    assert read_ledger(path).records[-1] == reached(1, 8)
+        second_writer.append(reach_record(1, 8))
+    assert read_ledger(path).records[-1] == reach_record(1, 8)
 
 
 def test_a_link_is_followed_within_the_folder_and_no_file_is_made_outside(path, tmp_path):
     link = tmp_path / "link.ledger"
     link.symlink_to(path.name)
-    LedgerFile(link).append(reached(1, 8))
-    assert link.is_symlink() and read_ledger(path).records[-1] == reached(1, 8)
+    LedgerFile(link).append(reach_record(1, 8))
+    assert link.is_symlink() and read_ledger(path).records[-1] == reach_record(1, 8)
     outside = tmp_path / "outside" / "new.ledger"
     outside.parent.mkdir()
     runs = tmp_path / "runs"
@@ -225,7 +225,7 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
     file = LedgerFile(tmp_path / "a.ledger")
     digests = [BatchDigest((0, number), 0, 1, f"{number:016x}") for number in range(60_000)]
     file.append(SETUP, start(0, 0), *digests, sync=False)
-    file.append(*(reached(0, number) for number in range(3000)), sync=False)
+    file.append(*(reach_record(0, number) for number in range(3000)), sync=False)
     before_s = time.process_time()
     assert len(read_ledger(file.path).records) == 63_002
     assert time.process_time() - before_s < 5
@@ -234,8 +234,8 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
-        ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
+        ([reach_record(0, 4)], "record 0 is the first one, and must be a setup"),
+        ([SETUP, reach_record(0, 4)], "record 1 follows a setup, and must be a start"),
         (
             [
                 RunSetup(
@@ -246,15 +246,15 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
             "record 0 has version 2; this Fuelrail reads 1",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 4)],
+            [SETUP, start(0, 8), reach_record(0, 4)],
             r"record 2 reaches \(0, 4\), which is before the place reached last",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 12), reached(2, 0)],
+            [SETUP, start(0, 8), reach_record(0, 12), reach_record(2, 0)],
             "record 3 reaches .* more than an epoch behind",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 2**62)],
+            [SETUP, start(0, 8), reach_record(0, 2**62)],
             r"record 2 is of no known form: .* at `\$.place\[1\]`",
         ),
     ],
@@ -276,7 +276,7 @@ def test_what_the_weights_have_seen():
     first = start(0, 0, restored=False)
     assert summarize_segments(first) == ([((0, 0), (0, 0), False)], [])
     # Killed after the state at 40: what came behind it is thrown away, whether it is known or not.
-    run = (first, reached(0, 40), reached(0, 80))
+    run = (first, reach_record(0, 40), reach_record(0, 80))
     assert summarize_segments(*run, start(0, 40)) == (
         [((0, 0), (0, 40), False), ((0, 40), (0, 40), False)],
         [],
@@ -284,7 +284,7 @@ def test_what_the_weights_have_seen():
     segments, _ = seen_by_weights([SETUP, *run, start(0, 40)])
     assert segments[0].trained == (0, 80)
     # The mark is lost, the state is not.
-    assert summarize_segments(first, start(0, 40), reached(0, 60))[0] == [
+    assert summarize_segments(first, start(0, 40), reach_record(0, 60))[0] == [
         ((0, 0), (0, 40), False),
         ((0, 40), (0, 60), False),
     ]
@@ -294,22 +294,24 @@ def test_what_the_weights_have_seen():
         ((5, 0), (5, 0), True),
     ]
     # Without a state nobody knows that a run has come there.
-    assert summarize_segments(first, reached(0, 8), start(1, 0, restored=False))[0][1] == (
+    assert summarize_segments(first, reach_record(0, 8), start(1, 0, restored=False))[0][1] == (
         (1, 0),
         (1, 0),
         True,
     )
     # Back behind the start of a segment: nothing of it is left.
-    assert summarize_segments(*run, start(0, 40), reached(0, 96), start(0, 20), reached(1, 4)) == (
+    assert summarize_segments(
+        *run, start(0, 40), reach_record(0, 96), start(0, 20), reach_record(1, 4)
+    ) == (
         [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)],
         [4],
     )
     # Fewer positions are left than a step takes: the next epoch comes, and nothing was skipped.
-    assert summarize_segments(first, reached(0, 98), start(0, 98, place=(1, 0)), reached(1, 8))[
-        0
-    ] == [
+    assert summarize_segments(
+        first, reach_record(0, 98), start(0, 98, place=(1, 0)), reach_record(1, 8)
+    )[0] == [
         ((0, 0), (0, 98), False),
         ((1, 0), (1, 8), False),
     ]
     assert summarize_segments(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
-    assert summarize_segments(*run, first, reached(0, 4)) == ([((0, 0), (0, 4), False)], [1])
+    assert summarize_segments(*run, first, reach_record(0, 4)) == ([((0, 0), (0, 4), False)], [1])
