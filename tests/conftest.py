@@ -81,11 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
         for item in items:  # of properties a few examples
-            if (found := getattr(item.function, _EXAMPLES, None)) is not None:
+            if (example_settings := getattr(item.function, _EXAMPLES, None)) is not None:
                 setattr(
                     item.function,
                     _EXAMPLES,
-                    settings(found, max_examples=min(found.max_examples, 5)),
+                    settings(example_settings, max_examples=min(example_settings.max_examples, 5)),
                 )
 
 

@@ -83,14 +83,16 @@ def modules() -> dict[Path, list[ast.AST]]:
 
 def imports(file: Path) -> set[Path]:
     """The project's own modules that a file imports, type-only and lazy imports included."""
-    found = set()
+    modules_imported = set()
     for node in modules()[file]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                found.add(NAMES.get(f"{node.module}.{alias.name}") or NAMES.get(node.module))
+                modules_imported.add(
+                    NAMES.get(f"{node.module}.{alias.name}") or NAMES.get(node.module)
+                )
         elif isinstance(node, ast.Import):
-            found |= {NAMES.get(alias.name) for alias in node.names}
-    return {other for other in found if other is not None and other != file}
+            modules_imported |= {NAMES.get(alias.name) for alias in node.names}
+    return {module for module in modules_imported if module is not None and module != file}
 
 
 @functools.cache
@@ -105,42 +107,42 @@ def room(file: Path) -> str:
 @pytest.mark.parametrize("hall", HALLS)
 def test_rooms_import_lower_floors_only(hall: str) -> None:
     level = {name: floor for floor, names in enumerate(FLOORS[hall]) for name in names}
-    found = {
+    rooms = {
         room(file)
         for file in FILES
         if file.parts[0] == hall and file.parts != (hall, "__init__.py")
     }
-    assert found == level.keys(), "FLOORS lists the rooms that exist"
-    for file, others in graph().items():
-        for other in others:
-            if file.parts[0] == other.parts[0] == hall and "__init__.py" not in {
+    assert rooms == level.keys(), "FLOORS lists the rooms that exist"
+    for file, imported in graph().items():
+        for module in imported:
+            if file.parts[0] == module.parts[0] == hall and "__init__.py" not in {
                 file.parts[1],
-                other.parts[1],
+                module.parts[1],
             }:
                 mine = room(file)
-                theirs = room(other)
-                assert mine == theirs or level[theirs] < level[mine], f"{file} imports {other}"
+                theirs = room(module)
+                assert mine == theirs or level[theirs] < level[mine], f"{file} imports {module}"
 
 
 def test_no_source_imports_another() -> None:
     """What two kinds of sources need is in a common room; only the registry knows the kinds."""
     common = {"adapter", "registry", "shared", "source"}
-    for file, others in graph().items():
-        for other in others:
-            if file.parts[:2] == other.parts[:2] == ("sharding", "sources"):
+    for file, imported in graph().items():
+        for module in imported:
+            if file.parts[:2] == module.parts[:2] == ("sharding", "sources"):
                 mine = file.with_suffix("").parts[2]
-                theirs = other.with_suffix("").parts[2]
-                assert theirs in common | {mine} or mine == "registry", f"{file} imports {other}"
+                theirs = module.with_suffix("").parts[2]
+                assert theirs in common | {mine} or mine == "registry", f"{file} imports {module}"
 
 
 def test_no_import_cycles() -> None:
     """Kahn's algorithm: what is left when nothing without imports remains is a cycle."""
-    waiting = {file: set(others) for file, others in graph().items()}
-    while free := [file for file, others in waiting.items() if not others]:
+    waiting = {file: set(imported) for file, imported in graph().items()}
+    while free := [file for file, imported in waiting.items() if not imported]:
         for file in free:
             del waiting[file]
-        for others in waiting.values():
-            others.difference_update(free)
+        for imported in waiting.values():
+            imported.difference_update(free)
     assert not waiting, f"a cycle is among {sorted(map(str, waiting))}"
 
 

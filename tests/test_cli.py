@@ -98,17 +98,17 @@ def test_every_word_has_a_command_with_help_and_flags_of_structs(invoke, word) -
     assert len(err.splitlines()) == 2 and "error:" in err.splitlines()[-1]
     parser = argparse.ArgumentParser(prog=word)
     command.configure(parser)
-    for one in parsers(parser):
-        for action in one._actions:
+    for subparser in parsers(parser):
+        for action in subparser._actions:
             assert action.help or action.metavar == "WORD"
             if action.option_strings in ([], ["-h", "--help"]):
                 continue
             struct, _, field = action.dest.partition(".")
-            made = one.get_default(f"flags of {struct}")
-            assert made is not None, (
-                f"`{one.prog}` has {action.option_strings}, which is not a field of a struct"
+            flags = subparser.get_default(f"flags of {struct}")
+            assert flags is not None, (
+                f"`{subparser.prog}` has {action.option_strings}, which is not a field of a struct"
             )
-            assert made[field] == action.option_strings[-1]
+            assert flags[field] == action.option_strings[-1]
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -116,12 +116,12 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from parsers(one)
+            for subparser in action.choices.values():
+                yield from parsers(subparser)
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "suggestion"),
     [
         (("inspect", "x", "--bacth"), "--batch"),
         (("bench", "train", "x", "--stpes", "3"), "--steps"),
@@ -130,11 +130,13 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
         (("bench", "loader", "--foo", "x"), None),
     ],
 )
-def test_an_unknown_option_names_the_one_that_was_meant(invoke, words, meant) -> None:
+def test_an_unknown_option_names_the_one_that_was_meant(invoke, words, suggestion) -> None:
     code, out, err = invoke(*words)
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].endswith(f"; did you mean {meant}?") is (meant is not None)
-    assert ("did you mean" in err) is (meant is not None)
+    assert err.splitlines()[-1].endswith(f"; did you mean {suggestion}?") is (
+        suggestion is not None
+    )
+    assert ("did you mean" in err) is (suggestion is not None)
 
 
 def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) -> None:
@@ -185,10 +187,10 @@ def test_the_exit_code_is_the_commands(invoke, word, code) -> None:
 
 
 def test_arguments_reach_the_command(invoke, word) -> None:
-    seen = []
-    word(lambda options: seen.append(options.level) or 0)
+    levels = []
+    word(lambda options: levels.append(options.level) or 0)
     assert invoke("try", "--level", "3")[0] == 0
-    assert seen == [3]
+    assert levels == [3]
     code, _, err = invoke("try", "--level", "9")
     assert code == 2
     assert "argument --level: invalid choice: 9" in err
@@ -455,7 +457,7 @@ def test_two_hyphens_end_the_options(invoke, dataset) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("line", "wanted", "unwanted"),
+    ("line", "offered", "unwanted"),
     [
         ("fuelrail ve", {"verify"}, {"shard"}),
         ("fuelrail verify --", {"--deep", "--repair"}, {"--seed"}),
@@ -463,19 +465,19 @@ def test_two_hyphens_end_the_options(invoke, dataset) -> None:
         ("fuelrail bench dia", {"diagnose"}, {"diff"}),
     ],
 )
-def test_shells_complete_commands_options_and_values(line, wanted, unwanted, tmp_path) -> None:
+def test_shells_complete_commands_options_and_values(line, offered, unwanted, tmp_path) -> None:
     """As the function that register-python-argcomplete prints asks for it."""
     pytest.importorskip("argcomplete")
-    asked = {
+    variables = {
         "_ARGCOMPLETE": "1",
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
         "COMP_TYPE": "9",
         "IFS": "\n",
     }
-    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
-    process = start(env={**os.environ, **asked})
+    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
+    process = start(env={**os.environ, **variables})
     process.communicate()
-    found = {text.strip() for text in (tmp_path / "out").read_text().splitlines()}
-    assert wanted <= found
-    assert not unwanted & found
+    completions = {text.strip() for text in (tmp_path / "out").read_text().splitlines()}
+    assert offered <= completions
+    assert not unwanted & completions

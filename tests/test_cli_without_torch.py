@@ -108,7 +108,7 @@ def test_the_first_commands_need_the_extras_that_the_page_names_and_no_more(page
     )
     install, *commands = [line.partition("#")[0].strip() for line in block.splitlines()]
     extras = re.search(r"\[(.+?)\]", install)[1].split(",")
-    allowed = {"fuelrail"} | distributions_of("fuelrail", extras)
+    allowed = {"fuelrail"} | find_distributions("fuelrail", extras)
     absent = sorted(
         name
         for name, owners in packages_distributions().items()
@@ -132,9 +132,9 @@ def page_text(page: str) -> str:
     return (SOURCE.parent / page).read_text(encoding="utf-8")
 
 
-def distributions_of(name: str, extras: list[str]) -> set[str]:
+def find_distributions(name: str, extras: list[str]) -> set[str]:
     """Return the distributions that pip installs with a distribution and extras of it."""
-    found: set[str] = set()
+    distributions: set[str] = set()
     pending = [(name, extra) for extra in ["", *extras]]
     done = set()
     while pending:
@@ -142,15 +142,17 @@ def distributions_of(name: str, extras: list[str]) -> set[str]:
         if (name, extra) in done:
             continue
         done.add((name, extra))
-        for text in requirements_of(name):
+        for text in read_requirements(name):
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                found.add(canonicalize_name(requirement.name))
-                pending += [(requirement.name, one) for one in ["", *requirement.extras]]
-    return found
+                distributions.add(canonicalize_name(requirement.name))
+                pending += [
+                    (requirement.name, extra_name) for extra_name in ["", *requirement.extras]
+                ]
+    return distributions
 
 
-def requirements_of(name: str) -> list[str]:
+def read_requirements(name: str) -> list[str]:
     """Return what a distribution requires; of fuelrail as this checkout says, installed or not."""
     if name == "fuelrail":
         project = tomllib.loads(page_text("pyproject.toml"))["project"]
@@ -171,14 +173,14 @@ def run_without(
     packages: list[str], cases: dict[str, tuple[int, str]], data: str, folder: Path
 ) -> None:
     """Run command lines, to exit code and part of the message, where the packages cannot be imported."""
-    given = json.dumps(
+    case_words = json.dumps(
         [[data if word == "DATA" else word for word in case.split()] for case in cases]
     )
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *packages],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        input=given,
+        input=case_words,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

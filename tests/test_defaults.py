@@ -249,17 +249,21 @@ SOURCES = {
 
 def test_the_loader_has_the_defaults_of_the_table() -> None:
     parameters = inspect.signature(fr.DataLoader.__init__).parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
     assert defaults == {name: default for name, (default, _) in LOADER.items()}
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_settings_have_the_defaults_of_the_table(kind) -> None:
-    needed = {fr.ImageAugment: {"height": 8, "width": 8}, fr.PointSweeps: {"num_sweeps": 1}}
-    made = msgspec.structs.asdict(kind(**needed.get(kind, {})))
-    for name in needed.get(kind, {}):
-        del made[name]
-    assert made == {name: default for name, (default, _) in SETTINGS[kind].items()}
+    required = {fr.ImageAugment: {"height": 8, "width": 8}, fr.PointSweeps: {"num_sweeps": 1}}
+    defaults = msgspec.structs.asdict(kind(**required.get(kind, {})))
+    for name in required.get(kind, {}):
+        del defaults[name]
+    assert defaults == {name: default for name, (default, _) in SETTINGS[kind].items()}
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -270,5 +274,5 @@ def test_sources_have_the_defaults_of_the_table(kind) -> None:
 
 
 def test_all_sources_of_the_package_are_in_the_table() -> None:
-    own = {source.kind for source in fr.sources() if source.package == "fuelrail"}
-    assert own == SOURCES.keys()
+    kinds = {source.kind for source in fr.sources() if source.package == "fuelrail"}
+    assert kinds == SOURCES.keys()

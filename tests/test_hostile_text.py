@@ -50,7 +50,7 @@ MARKED = "javascript:alert"
 
 
 def comm_report():
-    found = [
+    timings = [
         timed("all_reduce", axis="all", ranks=2, num_bytes=size, seconds=1e-3)
         for size in (1024, 65536)
     ]
@@ -64,7 +64,7 @@ def comm_report():
         nodes=1,
         ranks=2,
         options=CommOptions(),
-        timed=found,
+        timed=timings,
         warnings=["one"],
         disturbed="others",
     )
@@ -115,24 +115,24 @@ REPORTS = {
 OURS = {"schema", "created", "commit", "kind", "phase", "stage", "per", "axis"}
 
 
-def with_names(value, change, kind=typing.Any, name=""):
+def replace_texts(value, change, kind=typing.Any, name=""):
     """The report with ``change`` applied to every text of a field that may hold any text."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
-        made = {
-            one.name: with_names(getattr(value, one.name), change, one.type, one.name)
-            for one in fields
+        changed = {
+            item.name: replace_texts(getattr(value, item.name), change, item.type, item.name)
+            for item in fields
         }
-        return msgspec.structs.replace(value, **made)
-    kinds = [one for one in typing.get_args(kind) if one is not types.NoneType]
+        return msgspec.structs.replace(value, **changed)
+    kinds = [item for item in typing.get_args(kind) if item is not types.NoneType]
     if isinstance(value, list | dict):
         while isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
             kind = kinds[0]
             kinds = list(typing.get_args(kind))
         inner = kinds[-1] if kinds else typing.Any
         if isinstance(value, list):
-            return [with_names(one, change, inner, name) for one in value]
-        return {key: with_names(one, change, inner, key) for key, one in value.items()}
+            return [replace_texts(item, change, inner, name) for item in value]
+        return {key: replace_texts(item, change, inner, key) for key, item in value.items()}
     if isinstance(value, str) and name not in OURS and (kind in (str, typing.Any) or str in kinds):
         return change(value)
     return value
@@ -154,12 +154,12 @@ class Tags(HTMLParser):
 
 def structure(markdown):
     """Kinds of tokens, those of text left out; the target of a link is a file beside the report."""
-    found = []
+    kinds = []
     for token in MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown):
-        found += [token.type, *(one.type for one in token.children or [] if one.type != "text")]
-        targets = [one.attrs["href"] for one in token.children or [] if "href" in one.attrs]
+        kinds += [token.type, *(part.type for part in token.children or [] if part.type != "text")]
+        targets = [part.attrs["href"] for part in token.children or [] if "href" in part.attrs]
         assert all(re.fullmatch(r"[\w.%~/-]+/report\.html", target) for target in targets)
-    return found
+    return kinds
 
 
 @pytest.fixture(scope="module", params=list(REPORTS))
@@ -167,7 +167,7 @@ def reports(request):
     """The same report with plain, with hostile and with short hostile names."""
     report = REPORTS[request.param]()
     return [
-        with_names(report, lambda text, said=said: text + said) for said in ("x", HOSTILE, SHORT)
+        replace_texts(report, lambda text, said=said: text + said) for said in ("x", HOSTILE, SHORT)
     ]
 
 
@@ -253,10 +253,10 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
         "no line of the name's"
     )
     assert {metric.labels["job"] for metric in parse(body)} == {HOSTILE}
-    shown = capsys.readouterr().out
-    assert shown.replace("\n", "").isprintable()
-    assert "[red]markup" in shown.replace("\n", "") or "\\x1b" in shown
-    assert not re.search(r"^(# heading|- item)", shown, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert printed.replace("\n", "").isprintable()
+    assert "[red]markup" in printed.replace("\n", "") or "\\x1b" in printed
+    assert not re.search(r"^(# heading|- item)", printed, re.MULTILINE)
 
 
 @pytest.mark.costly
@@ -350,11 +350,11 @@ def test_a_command_prints_and_writes_hostile_names_as_text(
     )
     (tmp_path / "refused.yaml").write_text("pack: {budget: 9, cost: frame}")
     word, *options = words.split()
-    at = 2 if word in {"bench", "order"} else 1
+    position = 2 if word in {"bench", "order"} else 1
     command = [word, *options]
-    command.insert(at, str(hostile_dataset))
+    command.insert(position, str(hostile_dataset))
     places = {"OUT": str(tmp_path), "SMALL": str(hostile_dataset.parent / "small")}
-    main([re.sub("OUT|SMALL", lambda found: places[found.group()], part) for part in command])
+    main([re.sub("OUT|SMALL", lambda match: places[match.group()], part) for part in command])
     said = "".join(capfd.readouterr())
     assert "Traceback" not in said
     assert re.sub("[\n\r]", "", said).isprintable()

@@ -65,8 +65,8 @@ def test_one_worker_writes_the_same_files_and_another_seed_another_order(folder,
         main(["shard", f"nuscenes:{world}", str(folder / "again"), *SHARD, "--workers", "1"]) == 0
     )
     assert digests(folder / "again") == digests(dataset)
-    other = ["shard", f"nuscenes:{world}", str(folder / "other"), *SHARD[:2], "--seed", "8"]
-    assert main(other) == 0
+    command = ["shard", f"nuscenes:{world}", str(folder / "other"), *SHARD[:2], "--seed", "8"]
+    assert main(command) == 0
     first = open_dataset(dataset)
     second = open_dataset(folder / "other")
     names = [
@@ -111,9 +111,9 @@ def test_two_ranks_share_an_epoch_of_it(dataset):
         make_loader(dataset, 2, world=World(rank, 2), image=image, num_workers=1)
         for rank in range(2)
     ]
-    seen = [[key for batch in loader for key in batch["sample_key"]] for loader in ranks]
-    assert not set(seen[0]) & set(seen[1])
-    assert len(set(seen[0]) | set(seen[1])) == 4 * len(ranks[0])
+    keys_by_rank = [[key for batch in loader for key in batch["sample_key"]] for loader in ranks]
+    assert not set(keys_by_rank[0]) & set(keys_by_rank[1])
+    assert len(set(keys_by_rank[0]) | set(keys_by_rank[1])) == 4 * len(ranks[0])
 
 
 def test_a_sample_is_drawn(dataset, tmp_path):

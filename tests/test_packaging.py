@@ -96,7 +96,7 @@ def stays_in_checkout(file: Path) -> bool:
     return any(place in file.parents for place in CHECKOUT_ONLY)
 
 
-def shipped() -> set[str]:
+def list_shipped() -> set[str]:
     """What must be in a wheel: the package's face, all files of the four folders, and the configs that they load."""
     configs = [
         f"configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.name not in PROGRAMS
@@ -162,12 +162,14 @@ class TestImports:
             ]
         )
         # What an extra brings under another name, so that it need not be installed for this test.
-        known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
-        known["rerun"] = "rerun-sdk"
-        known["mmdet3d"] = (
+        brought_by = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
+        brought_by["rerun"] = "rerun-sdk"
+        brought_by["mmdet3d"] = (
             "mmengine"  # only those who have it ask for its classes; it stands on mmengine
         )
-        known |= {name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")}
+        brought_by |= {
+            name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")
+        }
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in (
@@ -175,8 +177,10 @@ class TestImports:
                 - sys.stdlib_module_names
                 - {"fuelrail", "support"}
             ):
-                found = distributions([known[top]] if top in known else providers.get(top, []))
-                assert found & declared, (
+                providing = distributions(
+                    [brought_by[top]] if top in brought_by else providers.get(top, [])
+                )
+                assert providing & declared, (
                     f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
                 )
 
@@ -328,26 +332,30 @@ class TestDependencies:
 
     def test_the_core_asks_for_what_it_imports_and_for_no_more(self) -> None:
         """A dependency that only the laboratory or a rare table needs is one of an extra."""
-        names = {
-            name.partition(".")[0]
-            for file, names in imported_by().items()
-            for name in names
-            if not file.is_relative_to(ROOT / "bench")
-        }
+        names = set()
+        for file, module_names in imported_by().items():
+            if not file.is_relative_to(ROOT / "bench"):
+                names |= {name.partition(".")[0] for name in module_names}
         providers = packages_distributions() | {
             "yaml": ["pyyaml"],
             "cv2": ["opencv-python-headless"],
         }
-        found = {one.lower() for name in names for one in providers.get(name, [])}
-        asked = {re.split(r"[>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
-        assert asked <= found, f"{asked - found}: no module of the core imports it"
-        extras = {
-            re.split(r"[>=\[]", one)[0]
-            for each in PROJECT["optional-dependencies"].values()
-            for one in each
+        imported = set()
+        for name in names:
+            imported |= {distribution.lower() for distribution in providers.get(name, [])}
+        dependencies = {
+            re.split(r"[>=]", requirement)[0] for requirement in PROJECT["dependencies"]
         }
-        left = asked & (extras | {"jinja2", "prometheus-client", "psutil", "scipy"})
-        assert not left, f"{left}: the core and an extra ask for it"
+        assert dependencies <= imported, (
+            f"{dependencies - imported}: no module of the core imports it"
+        )
+        extras = {
+            re.split(r"[>=\[]", extra)[0]
+            for requirements in PROJECT["optional-dependencies"].values()
+            for extra in requirements
+        }
+        duplicates = dependencies & (extras | {"jinja2", "prometheus-client", "psutil", "scipy"})
+        assert not duplicates, f"{duplicates}: the core and an extra ask for it"
 
     def test_pillow_is_never_forced_on_anybody(self) -> None:
         """pillow and pillow-simd install the same files; which one is there is the user's choice."""
@@ -416,8 +424,8 @@ def test_nothing_names_a_machine() -> None:
     for file in repository_texts():
         if file == Path(__file__).resolve():
             continue
-        found = pattern.search(file.read_text(encoding="utf-8"))
-        assert found is None, f"{file.relative_to(ROOT)} names {found.group()}"
+        match = pattern.search(file.read_text(encoding="utf-8"))
+        assert match is None, f"{file.relative_to(ROOT)} names {match.group()}"
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +451,7 @@ class TestBuild:
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if native else "any"
         assert wheel.name == f"fuelrail-{fuelrail.__version__}-py3-none-{platform}.whl"
         info = f"fuelrail-{fuelrail.__version__}.dist-info"
-        assert {n for n in names if not n.startswith(info)} == shipped()
+        assert {n for n in names if not n.startswith(info)} == list_shipped()
         assert {n.removeprefix(f"{info}/") for n in names if n.startswith(info)} == {
             "METADATA",
             "WHEEL",
@@ -487,10 +495,10 @@ class TestBuild:
             path=None,
         )
         with (
-            zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again,
+            zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as rebuilt,
             zipfile.ZipFile(wheel) as first,
         ):
-            assert {i.filename: i.CRC for i in again.infolist()} == {
+            assert {i.filename: i.CRC for i in rebuilt.infolist()} == {
                 i.filename: i.CRC for i in first.infolist()
             }
         # Tests run from it once it is installed editable: an sdist has no links, so that installation makes them.

@@ -92,12 +92,14 @@ def test_no_page_promises_a_time_of_a_host() -> None:
         ROOT / "docs" / "commands.md",
     ):
         text = page.read_text(encoding="utf-8")
-        found = re.findall(
+        promises = re.findall(
             r"(?i)(?:in|about|:) (?:\w+|[\d.]+) (?:seconds|minutes?|hours?)(?! of processor time)\b[^\n]*",
             text,
         )
         assert not [
-            one for one in found if re.search(r"make|cores|test|lane|try", one, re.IGNORECASE)
+            promise
+            for promise in promises
+            if re.search(r"make|cores|test|lane|try", promise, re.IGNORECASE)
         ], page.name
 
 
@@ -114,9 +116,9 @@ def test_every_task_of_contributing_names_a_file_to_open() -> None:
     table = text[text.index("| task | open first |") : text.index("### Add a source")]
     rows = [row.split("|")[1:-1] for row in table.strip().splitlines()[2:]]
     assert len(rows) >= 10
-    for task, first, then in rows:
-        assert named_paths(first) or "search" in first, task
-        assert named_paths(then), task
+    for task, first_file, next_files in rows:
+        assert named_paths(first_file) or "search" in first_file, task
+        assert named_paths(next_files), task
     for steps in (
         "Run one test",
         "Add a source",

@@ -33,19 +33,19 @@ def test_each_name_resolves_to_the_object_of_its_module(name: str) -> None:
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(fuelrail.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {
-        alias.asname or alias.name: f"{node.module}"
-        + (f":{alias.name}" if alias.asname != alias.name else "")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    names = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                is_same_name = alias.asname == alias.name
+                attribute = "" if is_same_name else f":{alias.name}"
+                names[alias.asname or alias.name] = f"{node.module}{attribute}"
     for node in block.body:  # a name that differs from the one in its module
         if isinstance(node, ast.Assign):
             value = node.value
             (name,) = node.targets
-            seen[name.id] = seen.pop(value.id)
-    assert seen == fuelrail._PUBLIC
+            names[name.id] = names.pop(value.id)
+    assert names == fuelrail._PUBLIC
 
 
 def test_all_errors_are_public() -> None:
@@ -53,8 +53,8 @@ def test_all_errors_are_public() -> None:
 
     kinds = {
         name
-        for name, one in vars(errors).items()
-        if isinstance(one, type) and issubclass(one, Exception)
+        for name, member in vars(errors).items()
+        if isinstance(member, type) and issubclass(member, Exception)
     }
     assert kinds <= set(FROZEN)
 

@@ -76,7 +76,7 @@ def dataset(dataroot, tmp_path_factory):
 def sample(dataset, info):
     reader = SampleReader(dataset)
     samples = [reader.sample(index) for index in range(dataset.manifest.num_samples)]
-    return next(found for found in samples if found.meta.sample_token == info["token"])
+    return next(candidate for candidate in samples if candidate.meta.sample_token == info["token"])
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +145,13 @@ def test_matrices_equal_the_other_code_bases(dataset, sample, info):
             [20 * np.cos(angles), 20 * np.sin(angles), np.zeros(33), np.ones(33)]
         )
         ours = around @ lidar2img[number].T
-        other = around @ expected.T
-        seen = other[:, 2] > 5
-        assert seen.any()
+        expected_pixels = around @ expected.T
+        is_ahead = expected_pixels[:, 2] > 5
+        assert is_ahead.any()
         np.testing.assert_allclose(
-            ours[seen, :2] / ours[seen, 2:3], other[seen, :2] / other[seen, 2:3], atol=0.3
+            ours[is_ahead, :2] / ours[is_ahead, 2:3],
+            expected_pixels[is_ahead, :2] / expected_pixels[is_ahead, 2:3],
+            atol=0.3,
         )
 
 
@@ -189,11 +191,11 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxe
     entry = Parsed(
         task=task, samples=(replace(sample, boxes=boxes),), maps=(maps,), changes=(), bev=IDENTITY
     )
-    found = assemble([entry], box_frame="lidar")["gt_boxes_3d"][0].numpy()
+    lidar_boxes = assemble([entry], box_frame="lidar")["gt_boxes_3d"][0].numpy()
     theirs = np.array([instance["bbox_3d"] for instance in info["instances"]])
-    np.testing.assert_allclose(found[:, :6], theirs[:, :6], atol=1e-3)
+    np.testing.assert_allclose(lidar_boxes[:, :6], theirs[:, :6], atol=1e-3)
     # The boxes of this test have lost the lidar's tilt of a degree or so.
-    off = (found[:, 6] - theirs[:, 6] + np.pi) % (2 * np.pi) - np.pi
+    off = (lidar_boxes[:, 6] - theirs[:, 6] + np.pi) % (2 * np.pi) - np.pi
     assert np.abs(off).max() < 2e-3
 
 
@@ -203,8 +205,8 @@ def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_pa
         (batch,) = loader.make_steps(Cursor(1), 0)
     images = batch["img"][0].numpy()
     ego2img = batch["ego2img"][0].numpy()
-    seen = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
-    sheet = contact_sheet([DrawnFrame(images, ego2img, seen)], cameras, dataset.manifest.classes)
+    drawn = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
+    sheet = contact_sheet([DrawnFrame(images, ego2img, drawn)], cameras, dataset.manifest.classes)
     bare = contact_sheet([DrawnFrame(images, ego2img)], cameras, dataset.manifest.classes)
     assert cv2.imwrite(str(tmp_path / "keyframe.png"), sheet[..., ::-1])
     changed = (sheet[: len(bare)] != bare).any(-1)

@@ -28,27 +28,27 @@ SCHEMAS = {
 }
 
 
-def strict(schema):
+def refuse_unnamed(schema):
     """Refuse fields that a schema does not name, as the API server prunes them; int-or-string is a union."""
     if not isinstance(schema, dict):
-        return [strict(one) for one in schema] if isinstance(schema, list) else schema
-    found = {name: strict(value) for name, value in schema.items()}
-    if found.pop("x-kubernetes-int-or-string", False):
+        return [refuse_unnamed(item) for item in schema] if isinstance(schema, list) else schema
+    refusing = {name: refuse_unnamed(value) for name, value in schema.items()}
+    if refusing.pop("x-kubernetes-int-or-string", False):
         return {"type": ["integer", "string"]}
-    open_fields = found.pop("x-kubernetes-preserve-unknown-fields", False)
-    if isinstance(found.get("properties"), dict) and not open_fields:
-        found.setdefault("additionalProperties", False)
-    return found
+    open_fields = refusing.pop("x-kubernetes-preserve-unknown-fields", False)
+    if isinstance(refusing.get("properties"), dict) and not open_fields:
+        refusing.setdefault("additionalProperties", False)
+    return refusing
 
 
-def schema_of(kind, version):
+def read_schema(kind, version):
     packed = shared_data("k8s-crds") / f"{SCHEMAS[kind]}.yaml.gz"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tens of thousands of lines
     versions = yaml.load(gzip.decompress(packed.read_bytes()), Loader=loader)["spec"]["versions"]
-    schema = next(one for one in versions if one["name"] == version)["schema"]["openAPIV3Schema"]
-    found = strict(schema)
-    found["properties"]["metadata"] = {"type": "object"}  # the API server's own
-    return found
+    schemas = {entry["name"]: entry["schema"]["openAPIV3Schema"] for entry in versions}
+    refusing = refuse_unnamed(schemas[version])
+    refusing["properties"]["metadata"] = {"type": "object"}  # the API server's own
+    return refusing
 
 
 def documents():
@@ -62,11 +62,11 @@ def documents():
 @pytest.mark.parametrize(
     ("name", "document"),
     list(documents()),
-    ids=lambda one: one if isinstance(one, str) else one["kind"],
+    ids=lambda value: value if isinstance(value, str) else value["kind"],
 )
 def test_kubernetes_recipes_are_of_their_schemas(name, document):
     jsonschema = pytest.importorskip("jsonschema")
-    schema = schema_of(document["kind"], document["apiVersion"].rpartition("/")[2])
+    schema = read_schema(document["kind"], document["apiVersion"].rpartition("/")[2])
     jsonschema.validate(document, schema)
     with pytest.raises(jsonschema.ValidationError, match="'nodez' was unexpected"):
         jsonschema.validate({**document, "spec": {**document["spec"], "nodez": 8}}, schema)
@@ -82,11 +82,11 @@ def test_every_kind_has_a_recipe():
 )
 def test_shell_recipes_parse_and_ask_for_what_they_need(path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
-    asked = subprocess.run(
+    process = subprocess.run(
         ["bash", path], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
     )
-    assert asked.returncode == 1
-    assert re.search(r": (address|folder|KIND:PATH)", asked.stderr)
+    assert process.returncode == 1
+    assert re.search(r": (address|folder|KIND:PATH)", process.stderr)
 
 
 def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(tmp_path):
@@ -100,12 +100,12 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
         stand_in.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {tmp_path}/said\n{does}\n')
         stand_in.chmod(0o755)
     text = (RECIPES / "slurm.sbatch").read_text()
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     # "B:" would send the signal to the batch shell alone, and the trainer would get none.
-    assert re.fullmatch(r"(SIG)?TERM@\d+", asked["signal"])
+    assert re.fullmatch(r"(SIG)?TERM@\d+", directives["signal"])
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
     slurm |= {
-        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
+        "SLURM_CPUS_PER_TASK": directives["cpus-per-task"],
         "DATASET": "s3://b/train",
         "CHECKPOINTS": "/shared/run",
     }
@@ -118,7 +118,7 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
     )
     said = (tmp_path / "said").read_text()
     (step,) = re.findall("^srun (.*)$", said, re.MULTILINE)
-    assert f"--cpus-per-task={asked['cpus-per-task']}" in step.split()
+    assert f"--cpus-per-task={directives['cpus-per-task']}" in step.split()
     (launch,) = re.findall("^torchrun (.*)$", said, re.MULTILINE)
     for words in (
         "--nnodes 2",
@@ -133,20 +133,20 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
 @pytest.mark.slow
 def test_a_signal_to_the_recipe_reaches_the_trainer_which_saves(tmp_path):
     bin_folder = Path(sys.executable).parent
-    given = {
+    settings = {
         "FIRST_NODE": "localhost",
         "NODES": "1",
         "GPUS": "2",
         "STEPS": "100000",
         "EVERY": "100000",
     }
-    given |= {"DATASET": str(tmp_path / "data"), "CHECKPOINTS": str(tmp_path)}
+    settings |= {"DATASET": str(tmp_path / "data"), "CHECKPOINTS": str(tmp_path)}
     paths = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
     build_dataset(tmp_path / "data", {"train": (5, 7, 9)})
     with subprocess.Popen(
         ["bash", RECIPES / "torchrun.sh"],
         cwd=RECIPES.parents[1],
-        env={**environment(), **given, **paths},
+        env={**environment(), **settings, **paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -194,9 +194,9 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
     """KubeRay's own schema is not here; that of JobSet has the pods of Kubernetes."""
     jsonschema = pytest.importorskip("jsonschema")
     cluster, job = yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text())
-    schema = schema_of("JobSet", "v1alpha2")["properties"]["spec"]["properties"]["replicatedJobs"][
-        "items"
-    ]
+    schema = read_schema("JobSet", "v1alpha2")["properties"]["spec"]["properties"][
+        "replicatedJobs"
+    ]["items"]
     for _ in range(2):  # of a job, then of a pod
         schema = schema["properties"]["template"]["properties"]["spec"]
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
@@ -210,21 +210,21 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
         f"--address={cluster['metadata']['name']}-head-svc:6379 --num-cpus=0"
         in trainer["command"][-1]
     )
-    containers = [
-        container
-        for document in (cluster, job)
-        for pod in pods(document)
-        for container in pod["containers"]
-    ]
+    all_pods = [*pods(cluster), *pods(job)]
+    containers = [container for pod in all_pods for container in pod["containers"]]
     assert len(containers) == 3 and {container["image"] for container in containers} == {
         trainer["image"]
     }
     token = groups[0]["template"]["spec"]["containers"][0]["env"]
     assert all(entry in container["env"] for container in containers for entry in token)
     # A CPU for each actor of each rank.
-    asked = 64 * int(next(one["value"] for one in trainer["env"] if one["name"] == "ACTORS"))
+    num_cpus = 64 * int(
+        next(variable["value"] for variable in trainer["env"] if variable["name"] == "ACTORS")
+    )
     (worker,) = workers["template"]["spec"]["containers"]
-    assert asked == 32 * int(worker["resources"]["requests"]["cpu"]) <= workers["maxReplicas"] * 32
+    assert (
+        num_cpus == 32 * int(worker["resources"]["requests"]["cpu"]) <= workers["maxReplicas"] * 32
+    )
 
 
 def test_recipes_name_what_exists():
@@ -274,8 +274,8 @@ def test_dockerfiles_name_what_exists(path):
     assert copied
     for *sources, _ in copied:
         assert all((root / source).exists() and source not in ignored for source in sources)
-    needed = {"pyproject.toml", ".ci", "README.md", "LICENSE", ".src", "configs", *HALLS}
-    assert not needed & set(ignored)
+    required = {"pyproject.toml", ".ci", "README.md", "LICENSE", ".src", "configs", *HALLS}
+    assert not required & set(ignored)
     (extras,) = re.findall(r"\[([\w,-]+)\]\"", text)
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     for version in re.findall(r"^FROM python:(\d\.\d+)", text, re.MULTILINE):

@@ -79,15 +79,15 @@ def arrays(member, **values):
     return change
 
 
-def of_geometry(**values):
+def change_geometry(**values):
     return arrays(GEOMETRY, **values)
 
 
-def of_boxes(**values):
+def change_boxes(**values):
     return arrays(BOXES, **values)
 
 
-def of_meta(edit):
+def change_meta(edit):
     def change(raw):
         meta = json.loads(raw[META])
         edit(meta)
@@ -123,102 +123,105 @@ def empty_points(raw):
 
 
 BROKEN = {
-    "m3_nan_intrinsics": (of_geometry(intrinsics=((0, 0, 0), NAN)), "intrinsics[0] is [[nan,"),
-    "m3_inf_cam_ego2global": (of_geometry(cam_ego2global=((1, 0, 3), INF)), "cam_ego2global[1] is"),
-    "m3_large_intrinsics": (
-        of_geometry(intrinsics=((0, 0, 0), 1e308)),
+    "nan_intrinsics": (change_geometry(intrinsics=((0, 0, 0), NAN)), "intrinsics[0] is [[nan,"),
+    "inf_cam_ego2global": (
+        change_geometry(cam_ego2global=((1, 0, 3), INF)),
+        "cam_ego2global[1] is",
+    ),
+    "large_intrinsics": (
+        change_geometry(intrinsics=((0, 0, 0), 1e308)),
         "intrinsics[0] is [[1e+308,",
     ),
-    "m3_zero_intrinsics": (of_geometry(intrinsics=(0, 0.0)), "intrinsics[0] is [[0.0,"),
-    "m3_zero_cam2ego": (of_geometry(cam2ego=(1, 0.0)), "cam2ego[1] is [[0.0,"),
-    "m3_skewed_cam2ego": (of_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)), "cam2ego[1] is"),
-    "m3_far_ego2global": (of_geometry(ego2global=((0, 3), 1e308)), "ego2global[0] is"),
-    "m3_nan_lidar2ego": (of_geometry(lidar2ego=(0, NAN)), "lidar2ego[0] is [[nan,"),
-    "m3_inf_ego_velocity": (of_geometry(ego_velocity=(0, INF)), "ego_velocity[0] is inf"),
-    "m3_inf_dist": (of_geometry(dist=((0, 0), INF)), "dist[0] is [inf"),
-    "m3_nan_boxes": (of_boxes(boxes3d=((0, 0), NAN)), "boxes3d[0] is [nan,"),
-    "m3_box_without_size": (of_boxes(boxes3d=((1, 3), 0.0)), "boxes3d[1] is"),
-    "m3_box_rotation": (of_boxes(rotation_wxyz=(0, 0.0)), "rotation_wxyz[0] is [0.0,"),
-    "m3_inf_velocity": (of_boxes(velocity=((0, 1), INF)), "velocity[0] is"),
-    "m3_label_9999": (of_boxes(label=(0, 9999)), "label[0] is 9999; allowed: -1 to 9"),
-    "m3_label_negative": (of_boxes(label=(0, -30000)), "label[0] is -30000; allowed: -1 to 9"),
-    "m3_visibility_100": (
-        of_boxes(visibility=(0, 100)),
+    "zero_intrinsics": (change_geometry(intrinsics=(0, 0.0)), "intrinsics[0] is [[0.0,"),
+    "zero_cam2ego": (change_geometry(cam2ego=(1, 0.0)), "cam2ego[1] is [[0.0,"),
+    "skewed_cam2ego": (change_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)), "cam2ego[1] is"),
+    "far_ego2global": (change_geometry(ego2global=((0, 3), 1e308)), "ego2global[0] is"),
+    "nan_lidar2ego": (change_geometry(lidar2ego=(0, NAN)), "lidar2ego[0] is [[nan,"),
+    "inf_ego_velocity": (change_geometry(ego_velocity=(0, INF)), "ego_velocity[0] is inf"),
+    "inf_dist": (change_geometry(dist=((0, 0), INF)), "dist[0] is [inf"),
+    "nan_boxes": (change_boxes(boxes3d=((0, 0), NAN)), "boxes3d[0] is [nan,"),
+    "box_without_size": (change_boxes(boxes3d=((1, 3), 0.0)), "boxes3d[1] is"),
+    "box_rotation": (change_boxes(rotation_wxyz=(0, 0.0)), "rotation_wxyz[0] is [0.0,"),
+    "inf_velocity": (change_boxes(velocity=((0, 1), INF)), "velocity[0] is"),
+    "label_9999": (change_boxes(label=(0, 9999)), "label[0] is 9999; allowed: -1 to 9"),
+    "label_negative": (change_boxes(label=(0, -30000)), "label[0] is -30000; allowed: -1 to 9"),
+    "visibility_100": (
+        change_boxes(visibility=(0, 100)),
         "visibility[0] is 100; allowed: -1 (unknown) or 1 to 4",
     ),
-    "m3_visibility_0": (of_boxes(visibility=(0, 0)), "visibility[0] is 0"),
-    "m3_attribute_9999": (of_boxes(attribute=(0, 9999)), "attribute[0] is 9999; allowed: -1 to 1"),
-    "m3_negative_img_wh": (of_geometry(img_wh=((0, 0), -(2**31))), "img_wh[0] is [-2147483648,"),
-    "m3_zero_img_wh": (of_geometry(img_wh=((0, 1), 0)), "img_wh[0] is [48, 0]"),
-    "m3_points_of_3_columns": (
+    "visibility_0": (change_boxes(visibility=(0, 0)), "visibility[0] is 0"),
+    "attribute_9999": (change_boxes(attribute=(0, 9999)), "attribute[0] is 9999; allowed: -1 to 1"),
+    "negative_img_wh": (change_geometry(img_wh=((0, 0), -(2**31))), "img_wh[0] is [-2147483648,"),
+    "zero_img_wh": (change_geometry(img_wh=((0, 1), 0)), "img_wh[0] is [48, 0]"),
+    "points_of_3_columns": (
         set_member("lidar_top.npy", encode_points(np.zeros((2, 3), np.float32))),
         "its points have 3 columns, the manifest has 5",
     ),
-    "m3_points_of_many_columns": (
+    "points_of_many_columns": (
         empty_points,
         "its points have 999999999999999999 columns, the manifest has 5",
     ),
-    "m3_field_twice": (
+    "field_twice": (
         lambda raw: [*raw.items(), ("lidar_top.npy", raw["lidar_top.npy"])],
         "has this field twice",
     ),
-    "m3_camera_twice": (set_member("cam_front.png", b"x"), "camera 'cam_front' has two images"),
-    "l1_geometry_of_fewer_cameras": (
+    "camera_twice": (set_member("cam_front.png", b"x"), "camera 'cam_front' has two images"),
+    "geometry_of_fewer_cameras": (
         fewer_cameras,
         "cam_valid is [1], but of the cameras cam_front, cam_back",
     ),
-    "l1_frame_idx_negative": (
-        of_meta(lambda meta: meta.update(frame_idx=-9)),
+    "frame_idx_negative": (
+        change_meta(lambda meta: meta.update(frame_idx=-9)),
         "Expected `int` >= 0 - at `$.frame_idx`",
     ),
-    "l1_frame_idx_of_4000_digits": (
-        of_meta(lambda meta: meta.update(frame_idx=10**3999)),
+    "frame_idx_of_4000_digits": (
+        change_meta(lambda meta: meta.update(frame_idx=10**3999)),
         "at `$.frame_idx`",
     ),
-    "l1_timestamp_beyond_64_bits": (
-        of_meta(lambda meta: meta.update(timestamp_ns=2**70)),
+    "timestamp_beyond_64_bits": (
+        change_meta(lambda meta: meta.update(timestamp_ns=2**70)),
         "at `$.timestamp_ns`",
     ),
-    "l1_stats_beyond_64_bits": (
-        of_meta(lambda meta: meta.update(stats={"a": 2**70})),
+    "stats_beyond_64_bits": (
+        change_meta(lambda meta: meta.update(stats={"a": 2**70})),
         "at `$.stats",
     ),
 }
 """Change of a sample, and what each command says of it."""
 
 BROKEN_NAMES = {
-    "m3_field_outside_the_folder": (
+    "field_outside_the_folder": (
         set_member("x_../../evil.bin", b"x"),
         "field name 'x_../../evil.bin' is not allowed",
     ),
-    "m3_field_of_no_channel": (set_member("cam_roof.jpg", b"x"), "no such field"),
-    "m3_unknown_dist_model": (
-        of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="fish")),
+    "field_of_no_channel": (set_member("cam_roof.jpg", b"x"), "no such field"),
+    "unknown_dist_model": (
+        change_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="fish")),
         "the dist_model of cam_front is 'fish'; known: none, opencv_radtan",
     ),
-    "m3_coefficients_without_model": (
-        of_geometry(dist=((0, 0), 0.5)),
+    "coefficients_without_model": (
+        change_geometry(dist=((0, 0), 0.5)),
         "dist of cam_front has 1 coefficients",
     ),
-    "m3_nan_between_coefficients": (
+    "nan_between_coefficients": (
         lambda raw: (
-            of_geometry(dist=((0, 1), 0.5))(raw),
-            of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="opencv_radtan"))(
-                raw
-            ),
+            change_geometry(dist=((0, 1), 0.5))(raw),
+            change_meta(
+                lambda meta: meta["cameras"]["cam_front"].update(dist_model="opencv_radtan")
+            )(raw),
         ),
         "dist of cam_front has NaN before a coefficient",
     ),
-    "m3_size_of_meta": (
-        of_geometry(img_wh=((0, 0), 49)),
+    "size_of_meta": (
+        change_geometry(img_wh=((0, 0), 49)),
         "the image of cam_front is 48 x 32; geometry.safetensors has 49 x 32",
     ),
-    "m3_camera_not_described": (
-        of_meta(lambda meta: meta["cameras"].pop("cam_front")),
+    "camera_not_described": (
+        change_meta(lambda meta: meta["cameras"].pop("cam_front")),
         "it does not describe camera 'cam_front', which has an image",
     ),
-    "l1_frame_beyond_its_clip": (
-        of_meta(lambda meta: meta.update(num_frames=0)),
+    "frame_beyond_its_clip": (
+        change_meta(lambda meta: meta.update(num_frames=0)),
         "frame_idx is 0 of 0 frames",
     ),
 }
@@ -238,9 +241,9 @@ def by_name(table):
 @by_name(BROKEN | BROKEN_NAMES)
 def test_verify_deep_reports_it(broken):
     out, key, says = broken
-    found = verify(out, deep=True, num_threads=1).faults
-    assert [fault.key for fault in found] == [key] * len(found)
-    assert any(says in fault.text for fault in found), found
+    faults = verify(out, deep=True, num_threads=1).faults
+    assert [fault.key for fault in faults] == [key] * len(faults)
+    assert any(says in fault.text for fault in faults), faults
 
 
 @by_name(BROKEN)
@@ -251,17 +254,15 @@ def test_the_loader_refuses_it(broken):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "broken", ["m3_nan_intrinsics", "m3_label_9999", "m3_field_twice"], indirect=True
-)
+@pytest.mark.parametrize("broken", ["nan_intrinsics", "label_9999", "field_twice"], indirect=True)
 def test_the_loader_substitutes_it(broken, tmp_path):
     out, key, says = broken
     log = tmp_path / "bad.jsonl"
     options = {"image": IMAGE, "points": True, "on_error": "substitute", "file": log}
     loader = make_loader(out, 1, world=World(), shuffle=False, **options)
-    seen = [batch["sample_key"][0] for batch in loader]
-    assert len(seen) == 6
-    assert key not in seen
+    keys = [batch["sample_key"][0] for batch in loader]
+    assert len(keys) == 6
+    assert key not in keys
     assert loader.stats().bad_samples == 1
     assert says in log.read_text()
 
@@ -324,7 +325,7 @@ def test_a_users_plain_member_is_fine(out, tmp_path):
 
 def with_key(key):
     def change(raw):
-        of_meta(lambda meta: meta.update(key=key))(raw)
+        change_meta(lambda meta: meta.update(key=key))(raw)
 
     return change
 
@@ -396,11 +397,11 @@ def test_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
             break
 
     def change(raw):
-        of_meta(lambda meta: meta.update(key=first.key, frame_idx=first.frame))(raw)
+        change_meta(lambda meta: meta.update(key=first.key, frame_idx=first.frame))(raw)
 
     rewrite(out, position, change, key=first.key)
     dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
+    rows = [dataset.index.row(number) for number in range(len(dataset.index))]
     rows[position] = rows[position]._replace(frame=first.frame)
     replace_index(out, dataset, rows)
     reseal(out)
@@ -410,7 +411,7 @@ def test_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
 
 
 def test_reshard_of_metadata_of_another_frame(out, tmp_path, capsys):
-    key = rewrite(out, 1, of_meta(lambda meta: meta.update(frame_idx=2))).key
+    key = rewrite(out, 1, change_meta(lambda meta: meta.update(frame_idx=2))).key
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
     assert f"sample '{key}': its meta.json is of sample '{key}'" in capsys.readouterr().err
 
@@ -530,12 +531,12 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
     rng = np.random.default_rng(0)
     rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), num_classes=3, num_attributes=2)
     values = (NAN, INF, -INF, 0, 1, -1, -2, 2, 5, 1e-3, 1 + 1e-3, 1e6, 1e9, 1.1e9, 65_535, 65_536)
-    whole = {
+    records = {
         Geometry: make_geometry(rng, width=64, height=48, timestamp_ns=10**18, valid=(1, 1)),
         Boxes: make_boxes(rng, 4),
     }
-    found: list[bool] = []
-    for kind, record in whole.items():
+    is_broken: list[bool] = []
+    for kind, record in records.items():
         names = [spec[0] for spec in ARRAYS[kind] if "timestamp" not in spec[0]]
         for _ in range(600):
             name = rng.choice(names)
@@ -553,5 +554,5 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
                 patch.setattr(rules, "_is_whole", lambda _: False)
                 patch.setattr(rules, "_are_whole", lambda *_: False)
                 assert list(broken(changed)) == at_once, (name, value)
-            found.append(bool(at_once))
-    assert 0.1 < np.mean(found) < 0.9
+            is_broken.append(bool(at_once))
+    assert 0.1 < np.mean(is_broken) < 0.9

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.runs.attest import attest as attest
     from fuelrail.bench.studies.runs.history import run_diff as run_diff
     from fuelrail.bench.studies.runs.history import run_history as run_history
-    from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.runs.replay import replay as replay
+    from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.scale.report import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import bench_train as bench_train

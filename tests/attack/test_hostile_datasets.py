@@ -136,15 +136,19 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
         name: run(words or partial(load, name, is_layer=is_layer), place)
         for name, words in commands.items()
     }
-    found = results["verify-deep"]
-    if is_layer and found.status == 0 and not any(fnmatch(case, pattern) for pattern in MAY_PASS):
+    deep_outcome = results["verify-deep"]
+    if (
+        is_layer
+        and deep_outcome.status == 0
+        and not any(fnmatch(case, pattern) for pattern in MAY_PASS)
+    ):
         results["accepted"] = "verify --deep found nothing"
     if footprint(place) != before:
         results["files"] = "something beside OUT was written"
     return results
 
 
-def faults_of(results: dict[str, Outcome | str]) -> list[str]:
+def list_faults(results: dict[str, Outcome | str]) -> list[str]:
     return [
         f"{name}: {fault}"
         for name, result in results.items()
@@ -154,8 +158,8 @@ def faults_of(results: dict[str, Outcome | str]) -> list[str]:
 
 CASES = cases() | layer_cases()
 PARTS = groupby(CASES, lambda name: name.partition("/")[0])
-FEW = [name for _, names in PARTS for name in islice(names, 0, None, EVERY)]
-CHOSEN = list(CASES) if os.environ.get("FUELRAIL_ATTACK") == "all" else FEW
+SELECTED_CASES = [name for _, names in PARTS for name in islice(names, 0, None, EVERY)]
+CHOSEN = list(CASES) if os.environ.get("FUELRAIL_ATTACK") == "all" else SELECTED_CASES
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +172,7 @@ def small(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_hostile_datasets_and_layers_end_in_a_sentence(case, small, tmp_path) -> None:
-    assert faults_of(attack(case, small, tmp_path / "place")) == []
+    assert list_faults(attack(case, small, tmp_path / "place")) == []
 
 
 def main() -> int:
@@ -188,7 +192,7 @@ def main() -> int:
             results = attack(case, small, Path(folder) / "place")
             num_cases += 1
             num_runs += sum(isinstance(result, Outcome) for result in results.values())
-            for fault in faults_of(results):
+            for fault in list_faults(results):
                 num_faults += 1
                 print(f"{case}: {fault}", flush=True)
             if "-v" in sys.argv:

@@ -64,7 +64,7 @@ def small(tmp_path_factory) -> Path:
     return folder
 
 
-def faults_of(command: str, place: Path) -> list[str]:
+def list_faults(command: str, place: Path) -> list[str]:
     """Run a command in a place; return what must not be."""
     before = outside_now(place)
     outcome = run(COMMANDS[command][0], place)
@@ -92,13 +92,13 @@ def states(command: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_lies_in_a_working_folder_or_cache_is_checked(command, small, tmp_path) -> None:
-    found = {}
+    faults_by_state = {}
     for name, shape in states(command):
         make_place(small, tmp_path / "place")
         plant(command, name, shape, tmp_path / "place")
-        if faults := faults_of(command, tmp_path / "place"):
-            found[name, shape] = faults
-    assert found == {}
+        if faults := list_faults(command, tmp_path / "place"):
+            faults_by_state[name, shape] = faults
+    assert faults_by_state == {}
 
 
 FOR_ALL = (
@@ -155,7 +155,7 @@ def by_chance(seed: int, number: int, folder: Path) -> int:
                 done.append(f"{name}={shape}")
             except OSError:
                 continue
-        for fault in faults_of(command, place):
+        for fault in list_faults(command, place):
             num_faults += 1
             text = (place / "output.txt").read_text(errors="replace").strip().rpartition("\n")[2]
             print(f"{seed}/{count} {command} {done}: {fault} | {text[:300]}", flush=True)

@@ -57,7 +57,7 @@ VALUES = {
 }
 
 
-def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
+def replace_with(make: Callable[[Path], object]) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
         path.unlink()
         make(path)
@@ -70,11 +70,13 @@ def sparse(path: Path) -> None:
         file.truncate(1 << 40)
 
 
-def changed(change: Callable[[bytes, random.Random], bytes], seed: int) -> Callable[[Path], None]:
+def spoil_bytes(
+    change: Callable[[bytes, random.Random], bytes], seed: int
+) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(change(path.read_bytes(), random.Random(seed))) and None
 
 
-def flipped(data: bytes, rng: random.Random) -> bytes:
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
     spoiled = bytearray(data)
     spoiled[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return bytes(spoiled)
@@ -87,21 +89,22 @@ def header_lies(data: bytes, rng: random.Random) -> bytes:
 
 BYTES: dict[str, Callable[[Path], None]] = {
     "gone": Path.unlink,
-    "fifo": replaced(os.mkfifo),
-    "folder": replaced(Path.mkdir),
-    "device": replaced(lambda path: path.symlink_to("/dev/zero")),
-    "loop": replaced(lambda path: path.symlink_to(path.name)),
-    "sparse": replaced(sparse),
+    "fifo": replace_with(os.mkfifo),
+    "folder": replace_with(Path.mkdir),
+    "device": replace_with(lambda path: path.symlink_to("/dev/zero")),
+    "loop": replace_with(lambda path: path.symlink_to(path.name)),
+    "sparse": replace_with(sparse),
     "empty": lambda path: path.write_bytes(b"") and None,
     "zeros": lambda path: path.write_bytes(bytes(1 << 20)) and None,
     "nested": lambda path: path.write_bytes(b"[" * 300_000) and None,
-    "not-utf8": changed(lambda data, _: data[:50] + b"\xff\xfe" + data[50:], 0),
-    "twice": changed(lambda data, _: data + data, 0),
+    "not-utf8": spoil_bytes(lambda data, _: data[:50] + b"\xff\xfe" + data[50:], 0),
+    "twice": spoil_bytes(lambda data, _: data + data, 0),
     **{
-        f"cut-{n}": changed(lambda data, rng: data[: rng.randrange(len(data))], n) for n in range(4)
+        f"cut-{n}": spoil_bytes(lambda data, rng: data[: rng.randrange(len(data))], n)
+        for n in range(4)
     },
-    **{f"flipped-{n}": changed(flipped, n) for n in range(8)},
-    **{f"header-{n}": changed(header_lies, n) for n in range(6)},
+    **{f"flipped-{n}": spoil_bytes(flip_bit, n) for n in range(8)},
+    **{f"header-{n}": spoil_bytes(header_lies, n) for n in range(6)},
 }
 
 
@@ -114,12 +117,12 @@ def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         if isinstance(value, list)
         else ()
     )
-    for key, one in inner:
+    for key, item in inner:
         yield (*where, key)
-        yield from places(one, (*where, key))
+        yield from places(item, (*where, key))
 
 
-def with_value(document: Any, where: tuple[Any, ...], value: Any) -> Any:
+def set_value(document: Any, where: tuple[Any, ...], value: Any) -> Any:
     copy = json.loads(json.dumps(document))
     inner = copy
     for key in where[:-1]:
@@ -128,7 +131,7 @@ def with_value(document: Any, where: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-def ledger_of(records: list[Any]) -> bytes:
+def write_ledger(records: list[Any]) -> bytes:
     """The ledger of some records with the right digests; the form is on the page of ledgers."""
     lines = []
     head = hashlib.sha256(b"fuelrail ledger 1").hexdigest()
@@ -145,8 +148,8 @@ def ledger_values(
     records = [json.loads(line[65:]) for line in sound.splitlines()]
     for where in places(record):
         for name, value in VALUES.items():
-            spoiled = ledger_of(
-                [*records[:number], with_value(record, where, value), *records[number + 1 :]]
+            spoiled = write_ledger(
+                [*records[:number], set_value(record, where, value), *records[number + 1 :]]
             )
             yield f"{record['record']}/{'.'.join(map(str, where))}={name}", partial(_write, spoiled)
 
@@ -162,7 +165,7 @@ def safetensors_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], Non
     first = dict(list(header.items())[:2])
     for where in places(first):
         for name, value in VALUES.items():
-            text = json.dumps(with_value(header, where, value)).encode()
+            text = json.dumps(set_value(header, where, value)).encode()
             yield (
                 f"{'.'.join(map(str, where))}={name}",
                 partial(_write, len(text).to_bytes(8, "little") + text + data),
@@ -175,7 +178,7 @@ def checkpoint_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], None
         for name, value in VALUES.items():
             if name == "deep":  # checkpoints of strangers are not loaded: see Checkpoints
                 continue
-            body = json.dumps(with_value(sealed["manifest"], where, value), separators=(",", ":"))
+            body = json.dumps(set_value(sealed["manifest"], where, value), separators=(",", ":"))
             digest = xxhash.xxh3_64_hexdigest(f"{sealed['version']}\n{body}".encode())
             text = f'{{"version":{sealed["version"]},"xxh3":"{digest}","manifest":{body}}}'
             yield f"{'.'.join(map(str, where))}={name}", partial(_write, text.encode())
@@ -191,7 +194,7 @@ def make_sound(folder: Path) -> None:
     options = {"path": folder / "a.ledger", "digest_every": 1}
     parallel = model()
     with (
-        loader_of(folder / "DS", ledger=options) as loader,
+        make_small_loader(folder / "DS", ledger=options) as loader,
         fr.Checkpoints(folder / "CKPT") as checkpoints,
     ):
         for step, _ in enumerate(loader):
@@ -199,7 +202,7 @@ def make_sound(folder: Path) -> None:
             if step == 1:
                 checkpoints.save(2, parallel, state)
         checkpoints.wait()
-    with loader_of(folder / "DS", ledger=options) as loader:
+    with make_small_loader(folder / "DS", ledger=options) as loader:
         loader.load_state_dict(state)
         next(iter(loader))
     lines = (folder / "a.ledger").read_bytes().splitlines()
@@ -217,13 +220,13 @@ def make_sound(folder: Path) -> None:
         }
     )
     records.append({"record": "reached", "place": [1, 4], "why": "state"})
-    (folder / "a.ledger").write_bytes(ledger_of(records))
+    (folder / "a.ledger").write_bytes(write_ledger(records))
     shutil.copy(folder / "a.ledger", folder / "GOOD")
     fr.save_weights(parallel, folder / "weights.safetensors")
     assert torch.get_num_threads() == 1
 
 
-def loader_of(dataset: Path | str, **options: Any) -> Any:
+def make_small_loader(dataset: Path | str, **options: Any) -> Any:
     from fuelrail import ImageAugment
 
     return make_loader(
@@ -237,11 +240,11 @@ def model() -> Any:
     import fuelrail as fr
 
     torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    return fr.parallelise(made)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    return fr.parallelise(layers)
 
 
-def ended(work: Callable[[], object]) -> int:
+def run_as_trainer(work: Callable[[], object]) -> int:
     """Run as a trainer does: an error of ours is a sentence."""
     from fuelrail.pipeline.errors import FuelrailError
 
@@ -254,14 +257,14 @@ def ended(work: Callable[[], object]) -> int:
 
 
 def train_with_ledger() -> int:
-    with loader_of("DS", ledger="a.ledger") as loader:
+    with make_small_loader("DS", ledger="a.ledger") as loader:
         return len([batch for batch, _ in zip(loader, range(2), strict=False)])
 
 
 def restore() -> object:
     import fuelrail as fr
 
-    with loader_of("DS") as loader:
+    with make_small_loader("DS") as loader:
         return fr.Checkpoints("CKPT").restore(model(), loader)
 
 
@@ -271,8 +274,8 @@ def load() -> object:
     return fr.load_weights(model(), "weights.safetensors")
 
 
-def trained(work: Callable[[], object]) -> Callable[[], int]:
-    return lambda: ended(work)
+def make_trainer_command(work: Callable[[], object]) -> Callable[[], int]:
+    return lambda: run_as_trainer(work)
 
 
 KINDS: dict[str, tuple[str, dict[str, list[str] | Callable[[], int]]]] = {
@@ -286,11 +289,11 @@ KINDS: dict[str, tuple[str, dict[str, list[str] | Callable[[], int]]]] = {
             "diff": ["runs", "diff", "a.ledger", "GOOD"],
             "diff-other": ["runs", "diff", "GOOD", "a.ledger"],
             "attest": ["runs", "attest", "a.ledger", "GOOD", "--epoch", "0", "--samples", "4"],
-            "train": trained(train_with_ledger),
+            "train": make_trainer_command(train_with_ledger),
         },
     ),
-    "weights": ("weights.safetensors", {"load": trained(load)}),
-    "checkpoint": ("CKPT", {"restore": trained(restore)}),
+    "weights": ("weights.safetensors", {"load": make_trainer_command(load)}),
+    "checkpoint": ("CKPT", {"restore": make_trainer_command(restore)}),
 }
 
 
@@ -300,18 +303,15 @@ Case = tuple[str, str, Callable[[Path], None]]
 
 def cases(folder: Path) -> dict[str, Case]:
     """Return all cases by name."""
-    found: dict[str, Case] = {}
+    cases_by_name: dict[str, Case] = {}
     checkpoint = next((folder / "CKPT").glob("step-*"))
     files = {"ledger": ["a.ledger"], "weights": ["weights.safetensors"]}
     files["checkpoint"] = [str(file.relative_to(folder)) for file in sorted(checkpoint.iterdir())]
     for kind, names in files.items():
         for name in names:
             for how, spoil in BYTES.items():
-                found[f"{kind}/bytes/{Path(name).name if kind == 'checkpoint' else ''}{how}"] = (
-                    kind,
-                    name,
-                    spoil,
-                )
+                file_name = Path(name).name if kind == "checkpoint" else ""
+                cases_by_name[f"{kind}/bytes/{file_name}{how}"] = kind, name, spoil
     sound = (folder / "a.ledger").read_bytes()
     kinds = set()
     for number, line in enumerate(sound.splitlines()):
@@ -319,16 +319,16 @@ def cases(folder: Path) -> dict[str, Case]:
         if record["record"] not in kinds:
             kinds.add(record["record"])
             for how, spoil in ledger_values(number, record, sound):
-                found[f"ledger/values/{how}"] = "ledger", "a.ledger", spoil
+                cases_by_name[f"ledger/values/{how}"] = "ledger", "a.ledger", spoil
     for how, spoil in safetensors_values((folder / "weights.safetensors").read_bytes()):
-        found[f"weights/values/{how}"] = "weights", "weights.safetensors", spoil
+        cases_by_name[f"weights/values/{how}"] = "weights", "weights.safetensors", spoil
     for how, spoil in checkpoint_values((checkpoint / "checkpoint.json").read_bytes()):
-        found[f"checkpoint/values/{how}"] = (
+        cases_by_name[f"checkpoint/values/{how}"] = (
             "checkpoint",
             f"CKPT/{checkpoint.name}/checkpoint.json",
             spoil,
         )
-    return found
+    return cases_by_name
 
 
 def attack(case: Case, folder: Path, place: Path) -> dict[str, Outcome | str]:
@@ -337,26 +337,26 @@ def attack(case: Case, folder: Path, place: Path) -> dict[str, Outcome | str]:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (place / "tmp").mkdir()
-    for one in folder.iterdir():
-        if one.name != "DS" and (kind == "checkpoint") != (one.name == "CKPT"):
+    for source in folder.iterdir():
+        if source.name != "DS" and (kind == "checkpoint") != (source.name == "CKPT"):
             continue
-        if one.name == "DS":
-            (place / "DS").symlink_to(one)
-        elif one.is_dir():
-            shutil.copytree(one, place / one.name)
+        if source.name == "DS":
+            (place / "DS").symlink_to(source)
+        elif source.is_dir():
+            shutil.copytree(source, place / source.name)
         else:
-            shutil.copy(one, place / one.name)
+            shutil.copy(source, place / source.name)
     spoil(place / name)
     results: dict[str, Outcome | str] = {}
     before = footprint(place)
-    for what, command in KINDS[kind][1].items():
-        results[what] = run(command, place)
-        if kind == "ledger" and what != "train" and footprint(place) != before:
-            results[f"{what}-files"] = "something was written"
+    for command_name, command in KINDS[kind][1].items():
+        results[command_name] = run(command, place)
+        if kind == "ledger" and command_name != "train" and footprint(place) != before:
+            results[f"{command_name}-files"] = "something was written"
     return results
 
 
-def faults_of(results: dict[str, Outcome | str]) -> list[str]:
+def list_faults(results: dict[str, Outcome | str]) -> list[str]:
     return [
         f"{name}: {fault}"
         for name, result in results.items()
@@ -388,7 +388,7 @@ def sound(tmp_path_factory) -> Path:
     return folder
 
 
-def chosen(found: dict[str, Case], number: int) -> dict[str, Case]:
+def choose_cases(cases_by_name: dict[str, Case], number: int) -> dict[str, Case]:
     """Return a number of cases of each kind, always the same ones."""
     kinds = (
         "ledger/bytes",
@@ -398,49 +398,52 @@ def chosen(found: dict[str, Case], number: int) -> dict[str, Case]:
         "checkpoint/bytes",
         "checkpoint/values",
     )
-    of_kinds = ([name for name in found if name.startswith(kind)] for kind in kinds)
+    names_by_kind = ([name for name in cases_by_name if name.startswith(kind)] for kind in kinds)
     return {
-        name: found[name]
-        for names in of_kinds
+        name: cases_by_name[name]
+        for names in names_by_kind
         for name in random.Random(1).sample(names, min(number, len(names)))
     }
 
 
 @pytest.mark.parametrize("kind", ["ledger", "weights", "checkpoint"])
 def test_hostile_ledgers_weights_and_checkpoints_end_in_a_sentence(kind, sound, tmp_path) -> None:
-    few = chosen(cases(sound), 10_000 if os.environ.get("FUELRAIL_ATTACK") == "all" else 2)
-    of_kind = {name: case for name, case in few.items() if case[0] == kind}
+    selected = choose_cases(
+        cases(sound), 10_000 if os.environ.get("FUELRAIL_ATTACK") == "all" else 2
+    )
+    kind_cases = {name: case for name, case in selected.items() if case[0] == kind}
     faults = {
-        name: faults_of(attack(case, sound, tmp_path / "place")) for name, case in of_kind.items()
+        name: list_faults(attack(case, sound, tmp_path / "place"))
+        for name, case in kind_cases.items()
     }
     assert len(faults) >= 4
-    assert {name: found for name, found in faults.items() if found} == {}
+    assert {name: texts for name, texts in faults.items() if texts} == {}
 
 
 def main() -> int:
     """Run NUMBER cases of each kind; a line for each fault, and for each run with -v."""
     preload()
-    number = int(next((one for one in sys.argv[1:] if one != "-v"), "10000"))
+    number = int(next((argument for argument in sys.argv[1:] if argument != "-v"), "10000"))
     num_runs = num_faults = num_cases = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "sound"
         place = Path(temporary) / "place"
         folder.mkdir()
         in_fork(lambda: make_sound(folder))
-        for name, case in chosen(cases(folder), number).items():
+        for name, case in choose_cases(cases(folder), number).items():
             results = attack(case, folder, place)
             num_cases = num_cases + 1
             num_runs = num_runs + len(results)
-            for fault in faults_of(results):
+            for fault in list_faults(results):
                 num_faults += 1
                 print(f"{name}: {fault}", flush=True)
-            for what, result in results.items() if "-v" in sys.argv else ():
+            for command_name, result in results.items() if "-v" in sys.argv else ():
                 if isinstance(result, Outcome):
                     line = result.text.strip().rpartition("\n")[2][:200]
                     figures = (
                         f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
                     )
-                    print(f"  {name} {what}: {figures} {line}", flush=True)
+                    print(f"  {name} {command_name}: {figures} {line}", flush=True)
     print(f"{num_cases} files, {num_runs} runs, {num_faults} faults")
     return 1 if num_faults else 0
 

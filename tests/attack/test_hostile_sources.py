@@ -42,9 +42,9 @@ pytestmark = pytest.mark.process
 
 MEMORY_BYTES = 1536 << 20
 ALL = 600
-FEW = 14
+NUM_QUICK_CASES = 14
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
-EACH = 2  # files of a source whose names are alike
+FILES_PER_NAME = 2  # files of a source whose names are alike
 
 
 class ClassFolders(SourceSuite):
@@ -87,7 +87,7 @@ class LabelledTars(SourceSuite):
 
 def suites() -> dict[str, type[SourceSuite]]:
     """The suites of all test modules of sources, by name, and the two here; those of plug-ins are left out."""
-    found: dict[str, type[SourceSuite]] = {
+    suites_by_name: dict[str, type[SourceSuite]] = {
         "class-folders": ClassFolders,
         "labelled-tars": LabelledTars,
     }
@@ -99,17 +99,17 @@ def suites() -> dict[str, type[SourceSuite]]:
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
-            for name, one in inspect.getmembers(module, inspect.isclass):
+            for name, suite in inspect.getmembers(module, inspect.isclass):
                 if (
-                    issubclass(one, SourceSuite)
-                    and one.__module__ == spec.name
-                    and one.kind not in ("pandaset", "neutral")
+                    issubclass(suite, SourceSuite)
+                    and suite.__module__ == spec.name
+                    and suite.kind not in ("pandaset", "neutral")
                 ):
-                    found[f"{path.stem.removeprefix('test_')}-{name}"] = one
-    return found
+                    suites_by_name[f"{path.stem.removeprefix('test_')}-{name}"] = suite
+    return suites_by_name
 
 
-def replaced(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+def replace_with(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
     """Put something else in place of the file."""
 
     def spoil(path: Path, _: random.Random) -> None:
@@ -119,7 +119,7 @@ def replaced(make: Callable[[Path], object]) -> Callable[[Path, random.Random], 
     return spoil
 
 
-def edited(
+def spoil_bytes(
     change: Callable[[bytearray, random.Random], bytes | bytearray],
 ) -> Callable[[Path, random.Random], None]:
     """Change the file's bytes."""
@@ -147,18 +147,18 @@ def moved_out(path: Path, _: random.Random) -> None:
     path.symlink_to(outside)
 
 
-def flipped(data: bytearray, rng: random.Random) -> bytearray:
+def flip_bits(data: bytearray, rng: random.Random) -> bytearray:
     for _ in range(8):
         if data:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return data
 
 
-def overwritten(data: bytearray, rng: random.Random) -> bytearray:
+def overwrite_numbers(data: bytearray, rng: random.Random) -> bytearray:
     """Lengths and offsets of eight bytes that say more than there is."""
     for _ in range(3):
-        at = rng.randrange(max(len(data) - 8, 1))
-        data[at : at + 8] = rng.choice(
+        start = rng.randrange(max(len(data) - 8, 1))
+        data[start : start + 8] = rng.choice(
             [b"\xff" * 8, b"\xff\xff\xff\x7f\0\0\0\0", (1 << 40).to_bytes(8, "little")]
         )
     return data
@@ -166,10 +166,10 @@ def overwritten(data: bytearray, rng: random.Random) -> bytearray:
 
 def number(text: bytes) -> Callable[[bytearray, random.Random], bytes]:
     def change(data: bytearray, rng: random.Random) -> bytes:
-        found = list(re.finditer(rb"-?[0-9]+(\.[0-9]+)?", data))
-        if not found:
+        numbers = list(re.finditer(rb"-?[0-9]+(\.[0-9]+)?", data))
+        if not numbers:
             return bytes(data) + text
-        start, end = rng.choice(found).span()
+        start, end = rng.choice(numbers).span()
         return bytes(data[:start] + text + data[end:])
 
     return change
@@ -177,43 +177,43 @@ def number(text: bytes) -> Callable[[bytearray, random.Random], bytes]:
 
 MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
     "gone": lambda path, _: path.unlink(),
-    "fifo": replaced(os.mkfifo),
-    "folder": replaced(Path.mkdir),
-    "device": replaced(lambda path: path.symlink_to("/dev/zero")),
-    "loop": replaced(lambda path: path.symlink_to(path.name)),
+    "fifo": replace_with(os.mkfifo),
+    "folder": replace_with(Path.mkdir),
+    "device": replace_with(lambda path: path.symlink_to("/dev/zero")),
+    "loop": replace_with(lambda path: path.symlink_to(path.name)),
     "out": moved_out,
-    "sparse": replaced(sparse),
+    "sparse": replace_with(sparse),
     "grown": grown,
-    "empty": edited(lambda _, __: b""),
-    "zeros": edited(lambda _, __: bytes(1 << 20)),
-    "pointer": edited(
+    "empty": spoil_bytes(lambda _, __: b""),
+    "zeros": spoil_bytes(lambda _, __: bytes(1 << 20)),
+    "pointer": spoil_bytes(
         lambda _, __: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     ),
-    "cut": edited(lambda data, rng: data[: rng.randrange(len(data) or 1)]),
-    "shorter": edited(lambda data, _: data[:-1]),
-    "twice": edited(lambda data, _: data + data),
-    "not-utf8": edited(
+    "cut": spoil_bytes(lambda data, rng: data[: rng.randrange(len(data) or 1)]),
+    "shorter": spoil_bytes(lambda data, _: data[:-1]),
+    "twice": spoil_bytes(lambda data, _: data + data),
+    "not-utf8": spoil_bytes(
         lambda data, rng: (
-            data[: (at := rng.randrange(len(data) or 1))] + b"\xff\xfe\xe9" + data[at:]
+            data[: (start := rng.randrange(len(data) or 1))] + b"\xff\xfe\xe9" + data[start:]
         )
     ),
-    "nested": edited(lambda _, __: b"[" * 300_000),
-    "nested-in": edited(
+    "nested": spoil_bytes(lambda _, __: b"[" * 300_000),
+    "nested-in": spoil_bytes(
         lambda data, _: re.sub(
             rb": *([0-9.]+|\"[^\"]*\")", b": " + b"[" * 50_000, bytes(data), count=1
         )
     ),
-    "nested-yaml": edited(lambda _, __: b"a: " + b"{b: " * 50_000),
-    "nested-xml": edited(lambda data, _: bytes(data[:60]) + b"<a>" * 300_000),
-    "flipped": edited(flipped),
-    "flipped-2": edited(flipped),
-    "lengths": edited(overwritten),
-    "lengths-2": edited(overwritten),
-    "digits": edited(number(b"9" * 5000)),
-    "infinite": edited(number(b"1e999")),
-    "negative": edited(number(b"-99999999999999999")),
-    "nan": edited(number(b"NaN")),
-    "one-line": edited(lambda _, __: b"a" * (8 << 20)),
+    "nested-yaml": spoil_bytes(lambda _, __: b"a: " + b"{b: " * 50_000),
+    "nested-xml": spoil_bytes(lambda data, _: bytes(data[:60]) + b"<a>" * 300_000),
+    "flipped": spoil_bytes(flip_bits),
+    "flipped-2": spoil_bytes(flip_bits),
+    "lengths": spoil_bytes(overwrite_numbers),
+    "lengths-2": spoil_bytes(overwrite_numbers),
+    "digits": spoil_bytes(number(b"9" * 5000)),
+    "infinite": spoil_bytes(number(b"1e999")),
+    "negative": spoil_bytes(number(b"-99999999999999999")),
+    "nan": spoil_bytes(number(b"NaN")),
+    "one-line": spoil_bytes(lambda _, __: b"a" * (8 << 20)),
 }
 
 
@@ -223,14 +223,14 @@ class Case(NamedTuple):
     pick: int
 
 
-def files_of(root: Path) -> list[Path]:
+def choose_files(root: Path) -> list[Path]:
     """Two files for each name of a folder without its numbers."""
-    found: dict[str, list[Path]] = {}
+    files_by_name: dict[str, list[Path]] = {}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        found.setdefault(
+        files_by_name.setdefault(
             re.sub(r"[0-9a-f]{6,}|[0-9]+", "#", str(path.relative_to(root))), []
         ).append(path)
-    return [path for alike in found.values() for path in alike[:EACH]]
+    return [path for alike in files_by_name.values() for path in alike[:FILES_PER_NAME]]
 
 
 def cases() -> Iterator[Case]:
@@ -243,7 +243,7 @@ def cases() -> Iterator[Case]:
 
 
 @cache
-def made(suite: str, folder: Path) -> tuple[Path, str]:
+def make_source(suite: str, folder: Path) -> tuple[Path, str]:
     """The source, sound, in ``folder``, and its location below that."""
     shutil.rmtree(folder / "site", ignore_errors=True)
     place = folder / suite
@@ -263,7 +263,7 @@ def made(suite: str, folder: Path) -> tuple[Path, str]:
 
 def attack(case: Case, folder: Path, place: Path) -> list[str]:
     """What is wrong with how one case ends."""
-    source, location = made(case.suite, folder)
+    source, location = make_source(case.suite, folder)
     suite = suites()[case.suite]
     options = [
         text
@@ -277,27 +277,27 @@ def attack(case: Case, folder: Path, place: Path) -> list[str]:
         (place / "out").mkdir(parents=True)
         (place / "tmp").mkdir()
         shutil.copytree(source, place / "SRC", symlinks=True)
-        files = files_of(place / "SRC")
+        files = choose_files(place / "SRC")
         MUTATIONS[mutation](files[case.pick % len(files)], random.Random(case.pick))
         before = footprint(place)
         where = f"{suite.kind}:{place / 'SRC' / location}"
-        found = run(["shard", where, "out/made", "--workers", "1", *options], place)
+        result = run(["shard", where, "out/made", "--workers", "1", *options], place)
         if "-v" in sys.argv:
-            figures = f"{found.status} {found.seconds:.1f} s {found.memory_bytes >> 20} MiB"
+            figures = f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
             print(
-                f"  {case} {mutation} {files[case.pick % len(files)]}: {figures} {found.text[-300:]!r}"
+                f"  {case} {mutation} {files[case.pick % len(files)]}: {figures} {result.text[-300:]!r}"
             )
-        faults.extend(found.faults(MEMORY_BYTES))
+        faults.extend(result.faults(MEMORY_BYTES))
         if footprint(place) != before:
             faults.append("something beside OUT was written")
-        return found
+        return result
 
     faults: list[str] = []
-    found = outcome(case.mutation)
-    if case.mutation == "out" and found.status == 0 and outcome("gone").status != 0:
+    result = outcome(case.mutation)
+    if case.mutation == "out" and result.status == 0 and outcome("gone").status != 0:
         faults.append("a link out of the source was followed")
     return [f"{case}: {fault}" for fault in faults] + (
-        [] if found.status in (0, 2) else [f"{case}: ended with {found}"]
+        [] if result.status in (0, 2) else [f"{case}: ended with {result}"]
     )
 
 
@@ -316,8 +316,8 @@ def preload() -> None:
 
 
 def chosen(count: int) -> list[Case]:
-    found = cases()
-    return [next(found) for _ in range(count)]
+    all_cases = cases()
+    return [next(all_cases) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else FEW), ids=str
+    "case", chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else NUM_QUICK_CASES), ids=str
 )
 def test_hostile_files_of_sources_end_in_a_sentence(case, folder, tmp_path) -> None:
     assert attack(case, folder, tmp_path / "place") == []
@@ -336,8 +336,8 @@ def test_hostile_files_of_sources_end_in_a_sentence(case, folder, tmp_path) -> N
 def main() -> int:
     """The first NUMBER cases; a line for each fault."""
     preload()
-    given = [argument for argument in sys.argv[1:] if argument != "-v"]
-    number_of = int(given[0]) if given else ALL
+    arguments = [argument for argument in sys.argv[1:] if argument != "-v"]
+    number_of = int(arguments[0]) if arguments else ALL
     num_faults = 0
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen(number_of):

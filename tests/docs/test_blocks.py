@@ -79,8 +79,8 @@ def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
 
 def trains(call: ast.Call) -> bool:
     """Whether a call makes a loader of ours that is neither of another split nor one for a single look."""
-    made = ast.unparse(call.func) in ("fr.DataLoader", "DataLoader")
-    return made and not any(keyword.arg in ("split", None) for keyword in call.keywords)
+    is_loader = ast.unparse(call.func) in ("fr.DataLoader", "DataLoader")
+    return is_loader and not any(keyword.arg in ("split", None) for keyword in call.keywords)
 
 
 def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() -> None:
@@ -90,7 +90,7 @@ def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() ->
         file: [file.read_text(encoding="utf-8")]
         for file in (ROOT / "configs" / "trainers").glob("*.py")
     }
-    found = 0
+    num_loaders = 0
     for file, codes in programs.items():
         for tree in map(ast.parse, codes):
             looks = [
@@ -100,12 +100,12 @@ def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() ->
             ]
             for call in ast.walk(tree):
                 if isinstance(call, ast.Call) and trains(call) and call not in looks:
-                    given = {keyword.arg for keyword in call.keywords}
-                    assert "drop_last" in given and given & {"shuffle", "order"}, (
+                    arguments = {keyword.arg for keyword in call.keywords}
+                    assert "drop_last" in arguments and arguments & {"shuffle", "order"}, (
                         f"{file.name}: {ast.unparse(call)}"
                     )
-                    found += 1
-    assert found > 15
+                    num_loaders += 1
+    assert num_loaders > 15
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_blocks_run(page, desk, monkeypatch) -> None:
             "    return {'logits': known[:, None], 'loss': known * 0 + 1}\n"
         )
         monkeypatch.delitem(sys.modules, "filler", raising=False)
-        for made in ("layers/teacher", "LAYERS/losses-v2"):
-            assert main(["annotate", "DATASET", made, "--model", "filler:fill"]) == 0
+        for layer in ("layers/teacher", "LAYERS/losses-v2"):
+            assert main(["annotate", "DATASET", layer, "--model", "filler:fill"]) == 0
     missing = [name for name in ("torchvision", "kornia") if importlib.util.find_spec(name) is None]
     for block in python_blocks(page):
         if (page.name, block.heading) not in NOT_RUN and not any(

@@ -26,41 +26,43 @@ def test_it_says_what_it_shows_and_loads_nothing(drawing) -> None:
 def test_the_resume_shows_the_samples_that_the_order_gives() -> None:
     """24 samples, seed 7, epoch 0: six steps on 4 ranks; then three on 4 and three on 2 from the saved state on."""
     texts = ElementTree.parse(ROOT / "docs" / "assets" / "resume.svg").findall("{*}text")
-    shown = [int(text.text) for text in texts if text.get("class") == "sample"]
+    drawn_samples = [int(text.text) for text in texts if text.get("class") == "sample"]
     ranks = [int(text.text[1:]) for text in texts if re.fullmatch(r"r\d", text.text)]
     order = position_map(OrderSpec(seed=7), [24], 0)
 
-    def delivered(size: int, start: int, steps: int) -> list[tuple[int, int]]:
+    def list_delivered(size: int, start: int, steps: int) -> list[tuple[int, int]]:
         parts = [Batching(24, 4, World(rank, size), start=start) for rank in range(size)]
-        return [
-            (sample, rank)
-            for step in range(steps)
-            for rank, part in enumerate(parts)
-            for sample in np.asarray(order(part.positions(step))).tolist()
-        ]
+        pairs = []
+        for step in range(steps):
+            for rank, part in enumerate(parts):
+                samples = np.asarray(order(part.positions(step))).tolist()
+                pairs += [(sample, rank) for sample in samples]
+        return pairs
 
-    whole = delivered(4, 0, 6)
+    uninterrupted = list_delivered(4, 0, 6)
     consumed = Batching(24, 4, World(0, 4)).consumed(3)
-    resumed = delivered(4, 0, 3) + delivered(2, consumed, 3)
-    assert list(zip(shown, ranks, strict=True)) == whole + resumed
-    assert [sample for sample, _ in whole] == [sample for sample, _ in resumed]
+    resumed = list_delivered(4, 0, 3) + list_delivered(2, consumed, 3)
+    assert list(zip(drawn_samples, ranks, strict=True)) == uninterrupted + resumed
+    assert [sample for sample, _ in uninterrupted] == [sample for sample, _ in resumed]
 
 
 def test_the_bars_are_those_of_the_comparison() -> None:
     """Each loader at its own rate: the recipe with the most runs, the fastest of those."""
     drawing = (ROOT / "docs" / "assets" / "compare.svg").read_text(encoding="utf-8")
     report = json.loads((ROOT / "bench" / "results" / "compare.json").read_text(encoding="utf-8"))
-    timed = [one for one in report["contestants"] if one["figures"]]
+    timed = [contestant for contestant in report["contestants"] if contestant["figures"]]
     rates = {}
-    for peer in {one["peer"] for one in timed}:
-        recipes = [one for one in timed if one["peer"] == peer]
-        most = max(len(one["runs"]) for one in recipes)
+    for peer in {contestant["peer"] for contestant in timed}:
+        recipes = [contestant for contestant in timed if contestant["peer"] == peer]
+        num_runs = max(len(contestant["runs"]) for contestant in recipes)
         rates[peer] = max(
-            one["figures"]["images_per_s"]["median"] for one in recipes if len(one["runs"]) == most
+            contestant["figures"]["images_per_s"]["median"]
+            for contestant in recipes
+            if len(contestant["runs"]) == num_runs
         )
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawing)
-    shown = [int(text) for text in texts[texts.index("images/s") + 1 :] if text.isdigit()]
-    assert shown == sorted((round(rate) for rate in rates.values()), reverse=True)
+    drawn_rates = [int(text) for text in texts[texts.index("images/s") + 1 :] if text.isdigit()]
+    assert drawn_rates == sorted((round(rate) for rate in rates.values()), reverse=True)
     names = [text for text in texts if re.fullmatch(r"[A-Za-z][\w-]+", text)]
     assert names[0] == "Fuelrail"
     assert len(names) == len(rates)

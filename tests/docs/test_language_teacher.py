@@ -37,14 +37,14 @@ def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "speaker", raising=False)
     blocks = [
-        one
-        for one in blocks_of(ROOT / "docs" / "guides" / "distillation.md")
-        if one.heading == "A teacher of Hugging Face transformers"
+        block
+        for block in blocks_of(ROOT / "docs" / "guides" / "distillation.md")
+        if block.heading == "A teacher of Hugging Face transformers"
     ]
     for block in blocks:
         if block.title is not None:
             run(block, {}, "distillation.md")
-    (commands,) = [one.code.splitlines() for one in blocks if one.title is None]
+    (commands,) = [block.code.splitlines() for block in blocks if block.title is None]
     for command in commands[:-1]:
         run_command(command)
     assert commands[-1] == "python listener.py"

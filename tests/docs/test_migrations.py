@@ -32,7 +32,7 @@ def picture(number):
     return np.full((32, 48, 3), 10 * number + 20, np.uint8)
 
 
-def encoded(number, form="jpg"):
+def encode_picture(number, form="jpg"):
     return cv2.imencode(f".{form}", picture(number))[1].tobytes()
 
 
@@ -41,7 +41,7 @@ def signs(folder):
     (folder / "signs").mkdir()
     rows = ["drive,time_us,path,sign"]
     for number in range(NUMBER):
-        (folder / "signs" / f"{number}.jpg").write_bytes(encoded(number))
+        (folder / "signs" / f"{number}.jpg").write_bytes(encode_picture(number))
         rows.append(f"monday,{1_600_000_000_000_000 + number},{number}.jpg,{number * 7 % 5}")
     (folder / "signs" / "labels.csv").write_text("\n".join(rows) + "\n")
     return {number + 2: number * 7 % 5 for number in range(NUMBER)}
@@ -52,7 +52,7 @@ def tars(folder):
     with tarfile.open(folder / "tars" / "train.tar", "w") as tar:
         for number in range(NUMBER):
             for extension, data in (
-                ("jpg", encoded(number)),
+                ("jpg", encode_picture(number)),
                 ("cls", b"%d" % (number % 3)),
                 ("txt", f"a picture of {number}".encode()),
             ):
@@ -71,7 +71,7 @@ def images(folder):
     for number in range(NUMBER):
         file = folder / "images" / "train" / ("Zebra", "ant", "bee")[number % 3] / f"{number}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(number))
+        file.write_bytes(encode_picture(number))
     return {number + 2: number % 3 for number in range(NUMBER)}
 
 
@@ -83,14 +83,14 @@ def robot(folder):
     for episode in range(2):
         numbers = range(4 * episode, 4 * episode + 4)
         actions = [[number / 2, -number] for number in numbers]
-        table = {"timestamp": [at / 10 for at in range(4)], "action": actions}
+        table = {"timestamp": [frame / 10 for frame in range(4)], "action": actions}
         pq.write_table(pa.table(table), folder / "robot" / "data" / f"{episode}.parquet")
         write_video(
             folder / "robot" / "videos" / f"{episode}.mp4", [picture(number) for number in numbers]
         )
         truth |= {
-            number + 2: [actions[min(at + step, 3)] for step in range(3)]
-            for at, number in enumerate(numbers)
+            number + 2: [actions[min(frame + step, 3)] for step in range(3)]
+            for frame, number in enumerate(numbers)
         }
     return truth
 
@@ -102,25 +102,25 @@ def kitti(folder):
     for name in ("image_2", "label_2", "calib"):
         (root / name).mkdir(parents=True)
     camera = "40 0 24 0 0 40 16 0 0 0 1 0"
-    lines = [f"P{at}: {camera}" for at in range(4)] + ["R0_rect: 1 0 0 0 1 0 0 0 1"]
+    lines = [f"P{position}: {camera}" for position in range(4)] + ["R0_rect: 1 0 0 0 1 0 0 0 1"]
     lines += [
         "Tr_velo_to_cam: 0 -1 0 0 0 0 -1 0 1 0 0 0",
         "Tr_imu_to_velo: 1 0 0 0 0 1 0 0 0 0 1 0",
     ]
     for number in range(NUMBER):
-        (root / "image_2" / f"{number:06d}.png").write_bytes(encoded(number, "png"))
+        (root / "image_2" / f"{number:06d}.png").write_bytes(encode_picture(number, "png"))
         (root / "calib" / f"{number:06d}.txt").write_text("\n".join(lines) + "\n")
         boxes = [
-            (names[(number + at) % 4], 4.0 + at, 5.0, 20.0 + number, 25.5)
-            for at in range(number % 4)
+            (names[(number + position) % 4], 4.0 + position, 5.0, 20.0 + number, 25.5)
+            for position in range(number % 4)
         ]
         labels = [
-            " ".join(map(str, (*one[:1], 0, 0, 0, *one[1:], 1.5, 1.6, 4, 0, 1, 20 + at, 0)))
-            for at, one in enumerate(boxes)
+            " ".join(map(str, (*box[:1], 0, 0, 0, *box[1:], 1.5, 1.6, 4, 0, 1, 20 + position, 0)))
+            for position, box in enumerate(boxes)
         ]
         (root / "label_2" / f"{number:06d}.txt").write_text("".join(f"{line}\n" for line in labels))
         classes = {"Car": 0, "Cyclist": 5, "Van": 1}
-        truth[number + 2] = [(classes[one[0]], *one[1:]) for one in boxes if one[0] in classes]
+        truth[number + 2] = [(classes[box[0]], *box[1:]) for box in boxes if box[0] in classes]
     return truth
 
 
@@ -172,7 +172,7 @@ INSTALL = {
 LIMITED = {"lightning"}
 
 
-def lines_of(name):
+def read_code_lines(name):
     return [
         line
         for line in (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -180,9 +180,9 @@ def lines_of(name):
     ]
 
 
-def changed(name):
+def count_changed_lines(name):
     """The lines that are new and those that are gone; blank ones, and the arguments of a reformatted call, included."""
-    steps = list(difflib.ndiff(lines_of(f"{name}_before"), lines_of(f"{name}_after")))
+    steps = list(difflib.ndiff(read_code_lines(f"{name}_before"), read_code_lines(f"{name}_after")))
     return sum(step.startswith("+ ") for step in steps), sum(
         step.startswith("- ") for step in steps
     )
@@ -191,9 +191,9 @@ def changed(name):
 def run_script(name):
     """Run a script in this process; return what the model was given."""
     model = sys.modules["model"].Model
-    model.seen = []
+    model.records = []
     runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-    return model.seen
+    return model.records
 
 
 @pytest.mark.slow
@@ -228,8 +228,8 @@ def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsy
     for number, label in (*before, *after):
         assert label == truth[number], number
     if name not in LIMITED:
-        for seen in (before[:NUMBER], after[:NUMBER]):
-            assert sorted(number for number, _ in seen) == sorted(truth), (
+        for epoch in (before[:NUMBER], after[:NUMBER]):
+            assert sorted(number for number, _ in epoch) == sorted(truth), (
                 "an epoch has each picture once"
             )
     for name in ("model", "signs"):
@@ -240,12 +240,14 @@ def test_the_page_counts_the_lines_that_change() -> None:
     rows = []
     for name, (text, _, commands) in CASES.items():
         prepared = (
-            len(lines_of(f"{name}_prepare")) if (SCRIPTS / f"{name}_prepare.py").is_file() else 0
+            len(read_code_lines(f"{name}_prepare"))
+            if (SCRIPTS / f"{name}_prepare.py").is_file()
+            else 0
         )
-        new, gone = changed(name)
+        new, gone = count_changed_lines(name)
         more = f", a script of {prepared} lines" if prepared else ""
         rows.append(
-            f"| {text} | {len(lines_of(f'{name}_before'))} | {new} | {gone} | {len(commands)}{more} |"
+            f"| {text} | {len(read_code_lines(f'{name}_before'))} | {new} | {gone} | {len(commands)}{more} |"
         )
     page = (ROOT / "docs" / "guides" / "migrate.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)

@@ -55,12 +55,12 @@ def test_alerts_say_what_is_wrong_and_for_which_rank() -> None:
 def test_panels_do_not_overlap() -> None:
     cells = set()
     for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        own = {
+        place = panel["gridPos"]
+        panel_cells = {
             (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not own & cells
-        assert at["x"] + at["w"] <= 24
-        cells |= own
+        assert not panel_cells & cells
+        assert place["x"] + place["w"] <= 24
+        cells |= panel_cells

@@ -181,17 +181,17 @@ def test_5_move_with_the_hugging_face_trainer(desk) -> None:
     with fr.DataLoader("dataset", 2, shuffle=True, drop_last=True, seed=7) as plain:
         expected = [batch["sample_key"] for _ in range(3) for batch in plain]
     loader.load_state_dict(saved)
-    seen = []
+    batch_keys = []
     loss = names["FuelrailTrainer"].compute_loss
 
     class Resumed(names["FuelrailTrainer"]):
         def compute_loss(self, model, inputs, **options):
-            seen.append(inputs["sample_key"])
+            batch_keys.append(inputs["sample_key"])
             return loss(self, model, inputs, **options)
 
     trainer = Resumed(torch.nn.Conv2d(3, 8, 7, stride=4), names["arguments"])
     trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
-    assert seen == expected[3:6], "no batch twice, none left out"
+    assert batch_keys == expected[3:6], "no batch twice, none left out"
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -205,7 +205,7 @@ def test_5_move_a_config_of_mmengine(desk) -> None:
     from mmengine.registry import MODELS
     from mmengine.runner import Runner
 
-    seen = []
+    batches = []
 
     @MODELS.register_module(force=True)
     class Detector(BaseModel):
@@ -214,7 +214,7 @@ def test_5_move_a_config_of_mmengine(desk) -> None:
             self.weight = torch.nn.Parameter(torch.ones(1))
 
         def forward(self, mode="loss", **batch):
-            seen.append((batch["epoch"], tuple(batch["img"].shape), batch["sample_key"]))
+            batches.append((batch["epoch"], tuple(batch["img"].shape), batch["sample_key"]))
             return {"loss": self.weight * batch["img"].float().mean()}
 
     follow(GUIDES / "migrate.md", "mmdetection3d, BEVDet, BEVFormer")
@@ -230,9 +230,9 @@ def test_5_move_a_config_of_mmengine(desk) -> None:
     )
     Runner.from_cfg(config).train()
     num_steps = fr.open("dataset").split("train").num_samples // 2
-    assert [epoch for epoch, *_ in seen] == [0] * num_steps + [1] * num_steps
-    assert {shape for _, shape, _ in seen} == {(2, 6, 3, 256, 704)}
-    assert seen[0][2] != seen[num_steps][2], "shuffled"
+    assert [epoch for epoch, *_ in batches] == [0] * num_steps + [1] * num_steps
+    assert {shape for _, shape, _ in batches} == {(2, 6, 3, 256, 704)}
+    assert batches[0][2] != batches[num_steps][2], "shuffled"
 
 
 # A platform engineer
@@ -285,8 +285,10 @@ def test_9_distil_a_teacher(desk, monkeypatch) -> None:
     teacher = names["batch"]["teacher.logits"].float()
     assert predicted.shape == (2, 10)
     assert names["known"].all()
-    own, wanted = ((logits / 2).log_softmax(1) for logits in (predicted, teacher))
-    expected = 4 * torch.nn.functional.kl_div(own, wanted, reduction="batchmean", log_target=True)
+    student_logs, teacher_logs = ((logits / 2).log_softmax(1) for logits in (predicted, teacher))
+    expected = 4 * torch.nn.functional.kl_div(
+        student_logs, teacher_logs, reduction="batchmean", log_target=True
+    )
     assert float(names["loss"].detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 

@@ -26,7 +26,7 @@ def desk(tmp_path, monkeypatch):
     return tmp_path
 
 
-def needed(package):
+def skip_without(package):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
@@ -65,27 +65,27 @@ def test_what_an_order_can_do() -> None:
 
 
 def test_the_hugging_face_trainer(desk) -> None:
-    needed("transformers")
+    skip_without("transformers")
     names = follow(PAGE, "Hugging Face Trainer")
     sampler = names["sampler"]
     loader = names["loader"]
-    seen = []
+    batch_rows = []
     assert loader.state_dict()["samples_consumed"] == 60
     loader.load_state_dict(json.loads((desk / "out" / "checkpoint-3" / "order.json").read_text()))
 
     class Resumed(names["OrderedTrainer"]):
         def compute_loss(self, model, inputs, **options):
-            seen.append(inputs["row"].tolist())
+            batch_rows.append(inputs["row"].tolist())
             return super().compute_loss(model, inputs, **options)
 
     names["arguments"].max_steps = 14  # through the epoch's end
     trainer = Resumed(names["torch"].nn.Linear(1, 1), names["arguments"])
     trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
-    assert seen == [sampler[step] for step in range(3, 14)]
+    assert batch_rows == [sampler[step] for step in range(3, 14)]
 
 
 def test_accelerate() -> None:
-    needed("accelerate")
+    skip_without("accelerate")
     names = follow(PAGE, "Hugging Face Accelerate")
     sampler = names["sampler"]
     loader = names["loader"]
@@ -96,7 +96,7 @@ def test_accelerate() -> None:
 
 
 def test_lightning() -> None:
-    needed("lightning")
+    skip_without("lightning")
     names = follow(PAGE, "PyTorch Lightning")
     sampler = fr.order.BatchSampler(100, SEVEN, global_batch=10)
     first = names["trainer"].lightning_module
@@ -109,7 +109,7 @@ def test_lightning() -> None:
 
 
 def test_grain() -> None:
-    needed("grain")
+    skip_without("grain")
     names = follow(PAGE, "Grain")
     order = names["order"]
     iterator = iter(names["loader"])
@@ -125,7 +125,7 @@ def test_a_loop_of_its_own() -> None:
 
 
 def test_hugging_face_datasets() -> None:
-    needed("datasets")
+    skip_without("datasets")
     names = follow(PAGE, "Hugging Face Datasets")
     sampler = names["sampler"]
     assert [batch["text"] for batch in names["batches"]] == [
@@ -137,7 +137,7 @@ def test_hugging_face_datasets() -> None:
 
 
 def test_lance() -> None:
-    needed("lance")
+    skip_without("lance")
     names = follow(PAGE, "Lance")
     sampler = names["sampler"]
     batches = names["batches"]
@@ -152,33 +152,33 @@ def test_episodes_of_lerobot() -> None:
     features = {
         "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
     }
-    made = lerobot.LeRobotDataset.create(
+    episodes = lerobot.LeRobotDataset.create(
         "me/episodes", 10, features, root="episodes", use_videos=False
     )
     for episode in range(12):
         for frame in range(20):
-            made.add_frame(
+            episodes.add_frame(
                 {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
             )
-        made.save_episode()
-    made.finalize()
+        episodes.save_episode()
+    episodes.finalize()
     names = follow(PAGE, "Episodes: LeRobot")
     sampler = names["sampler"]
     batches = names["batches"]
     assert [batch["index"].tolist() for batch in batches] == [
         sampler[step] for step in range(len(sampler))
     ]
-    shown = np.concatenate([batch["observation.state"] for batch in batches])
-    assert (len(shown), len(batches)) == (200, 10)  # 12 x 18 have a whole window
-    assert (shown[..., 0] == shown[:, :1, 0]).all(), "no window crosses an episode"
-    assert (np.diff(shown[..., 1], axis=1) == 1).all()
+    states = np.concatenate([batch["observation.state"] for batch in batches])
+    assert (len(states), len(batches)) == (200, 10)  # 12 x 18 have a whole window
+    assert (states[..., 0] == states[:, :1, 0]).all(), "no window crosses an episode"
+    assert (np.diff(states[..., 1], axis=1) == 1).all()
     lanes = np.stack([batch["index"] for batch in names["followed"]])
     assert lanes.shape[1] == 10
     assert ((np.diff(lanes, axis=0) == 1) | (lanes[1:] % 20 == 0)).all()
 
 
 def test_torchvision(desk) -> None:
-    needed("torchvision")
+    skip_without("torchvision")
     image = pytest.importorskip("PIL.Image")
     for number in range(12):
         file = desk / "images" / ("car" if number % 2 else "bus") / f"{number}.png"

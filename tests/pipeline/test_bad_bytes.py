@@ -62,7 +62,7 @@ class Form(NamedTuple):
     good: bytes
     read: Callable[[bytes], Any]
     error: type[FuelrailError] | tuple[type[FuelrailError], ...]
-    agrees: Callable[[Any, bytes], bool] = lambda found, damaged: True
+    agrees: Callable[[Any, bytes], bool] = lambda content, damaged: True
     frame: Callable[[bytes], bytes] = bytes
     may_miss: int = 0
     place: int = 0
@@ -79,7 +79,7 @@ def same(ours: Any, theirs: Any) -> bool:
     )
 
 
-def sized(data: bytes) -> bytes:
+def add_header_size(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
@@ -89,7 +89,7 @@ def npy(header: str, data: bytes = b"") -> bytes:
     )
 
 
-def npy_of(
+def write_npy_header(
     descr: str = "'<f4'", fortran_order: str = "False", shape: str = "(1,)", data: bytes = bytes(4)
 ) -> bytes:
     return npy(
@@ -124,13 +124,14 @@ def tensors(data: bytes = b"", **entries: tuple[str, list[Any], int, int]) -> by
     """A safetensors file of entries (dtype, shape, first byte, end)."""
     names = ("dtype", "shape", "data_offsets")
     header = {
-        name: dict(zip(names, (*one[:2], one[2:]), strict=True)) for name, one in entries.items()
+        name: dict(zip(names, (*entry[:2], entry[2:]), strict=True))
+        for name, entry in entries.items()
     }
     text = json.dumps(header).encode()
-    return sized(text + b" " * (-len(text) % 8)) + data
+    return add_header_size(text + b" " * (-len(text) % 8)) + data
 
 
-def index_of(
+def rewrite_index(
     good: bytes, metadata: dict[bytes, bytes] | None = None, batch: pa.RecordBatch | None = None
 ) -> bytes:
     """The index with other metadata or another batch, by pyarrow alone."""
@@ -147,21 +148,22 @@ def index_of(
 def index_column(good: bytes, name: str, change: Callable[[pa.Array], pa.Array]) -> bytes:
     with pa.ipc.open_file(good) as file:
         batch = file.get_batch(0)
-    at = batch.schema.get_field_index(name)
-    return index_of(
-        good, batch=batch.set_column(at, batch.schema.field(at), change(batch.column(at)))
+    number = batch.schema.get_field_index(name)
+    return rewrite_index(
+        good,
+        batch=batch.set_column(number, batch.schema.field(number), change(batch.column(number))),
     )
 
 
-def coded(members: pa.ListArray, number: int, code: int) -> pa.Array:
+def set_member_code(members: pa.ListArray, number: int, code: int) -> pa.Array:
     """The members with one field of all entries set to ``code``."""
-    fields = [members.values.field(at) for at in range(6)]
+    fields = [members.values.field(field_number) for field_number in range(6)]
     fields[number] = pa.array([code] * len(members.values), pa.int16())
     values = pa.StructArray.from_arrays(fields, fields=list(members.type.value_type))
     return pa.ListArray.from_arrays(members.offsets, values)
 
 
-def packed(key: str, *members: tuple[str, bytes]) -> bytes:
+def pack_members(key: str, *members: tuple[str, bytes]) -> bytes:
     return b"".join(pack_sample(key, [StoredMember(*item) for item in members]).pieces)
 
 
@@ -183,7 +185,7 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
         (folder / INDEX_FILE).write_bytes(data)
         index = SampleIndex(folder / INDEX_FILE)
         assert len(index.strings("key")) == len(index.column("xxh3"))
-        return [index.row(at) for at in range(len(index))]
+        return [index.row(row_number) for row_number in range(len(index))]
 
     def read_zstd(codec: str, promise: int | None) -> Callable[[bytes], bytes]:
         return lambda data: codecs.decode(codec, data, promise)
@@ -200,43 +202,43 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
         "n": np.array([7]),
         "none": np.zeros((0, 7)),
     }
-    tar = packed(
+    tar = pack_members(
         "clip-0", ("meta.json", b"{}"), ("x_" + "n" * 120 + ".bin", b"n"), ("x_empty.bin", b"")
     )
-    made = {
+    forms_by_name = {
         "tensors": Form(
             good=write_tensors(arrays),
             read=read_tensors,
             error=SchemaError,
-            agrees=lambda found, data: same(found, load_tensors(data)),
-            frame=sized,
+            agrees=lambda content, data: same(content, load_tensors(data)),
+            frame=add_header_size,
         ),
         "npy": Form(
             good=write_npy(np.arange(10, dtype="<f4").reshape(2, 5)),
             read=read_npy,
             error=SchemaError,
-            agrees=lambda found, data: same(found, load_npy(data)),
+            agrees=lambda content, data: same(content, load_npy(data)),
             frame=lambda data: npy(data.decode("latin-1")),
         ),
         "meta": Form(
-            members[META], decode_meta, SchemaError, lambda found, _: isinstance(found, Meta)
+            members[META], decode_meta, SchemaError, lambda content, _: isinstance(content, Meta)
         ),
         "boxes": Form(
             good=members[BOXES],
             read=lambda data: decode_arrays(data, Boxes),
             error=SchemaError,
-            agrees=lambda found, _: found.boxes3d.shape == (3, 7),
-            frame=sized,
+            agrees=lambda content, _: content.boxes3d.shape == (3, 7),
+            frame=add_header_size,
         ),
         "manifest": Form(
             manifest,
             lambda data: decode_manifest(bytes(data), "here"),
             ManifestError,
-            lambda found, _: found == decode_manifest(manifest, "here"),
+            lambda content, _: content == decode_manifest(manifest, "here"),
             may_miss=1,
         ),
         "tar": Form(
-            tar + packed("clip-1", ("meta.json", b"[" * 513)) + END_OF_ARCHIVE,
+            tar + pack_members("clip-1", ("meta.json", b"[" * 513)) + END_OF_ARCHIVE,
             lambda data: list(iter_members(data, shard=SHARD)),
             ShardError,
         ),
@@ -244,14 +246,14 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
             span,
             lambda data: read_members(row, data, FRAMED),
             (ShardError, IndexFileError),
-            lambda found, _: found == read_members(row, span, FRAMED),
+            lambda content, _: content == read_members(row, span, FRAMED),
             place=row.offset,
         ),
         "seek table": Form(
             shard,
             lambda data: read_seek_table(data, shard=FRAMED),
             ShardError,
-            lambda found, data: found != table or data[:end] != shard[:end],
+            lambda content, data: content != table or data[:end] != shard[:end],
         ),
         "index": Form((root / INDEX_FILE).read_bytes(), read_index, IndexFileError),
     }
@@ -259,10 +261,13 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
         for promise in (None, len(RAW)):
             read = read_zstd(codec, promise)
             good = bytes(codecs.encode(codec, RAW))
-            made[f"{codec} {promise}"] = Form(
-                good, read, MemberError, lambda found, _, size=promise: size in (None, len(found))
+            forms_by_name[f"{codec} {promise}"] = Form(
+                good,
+                read,
+                MemberError,
+                lambda content, _, size=promise: size in (None, len(content)),
             )
-    return made
+    return forms_by_name
 
 
 ZSTD = [
@@ -289,7 +294,7 @@ def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy on dtypes it will drop
-            found = form.read(data)
+            content = form.read(data)
     except form.error as error:
         assert str(error)
         if isinstance(error, ShardError):
@@ -298,7 +303,7 @@ def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
             assert form.place <= error.offset <= form.place + len(data)
     else:
         assert not must_fail, f"{len(data)} of {len(form.good)} bytes were taken"
-        assert form.agrees(found, data)
+        assert form.agrees(content, data)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -317,9 +322,12 @@ def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data)
 def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
     good = forms["index"].good
     rng = random.Random(7)
-    for at in rng.sample(range(len(good)), len(good) // 3):
+    for position in rng.sample(range(len(good)), len(good) // 3):
         check(
-            forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :]
+            forms["index"],
+            good[:position]
+            + bytes([good[position] ^ rng.randrange(1, 256)])
+            + good[position + 1 :],
         )
 
 
@@ -354,13 +362,15 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         for data, words in (
             (b"", "too few"),
             (bytes(7), "too few"),
-            (sized(b"[]      "), "Expected `object`"),
-            (sized(b"{a}"), "malformed"),
+            (add_header_size(b"[]      "), "Expected `object`"),
+            (add_header_size(b"{a}"), "malformed"),
             ((1 << 40).to_bytes(8, "little") + b"{}", "header of 1099511627776 bytes"),
             ((9).to_bytes(8, "little") + b"{}", "header of 9 bytes in a buffer of 10"),
-            (sized(b'{"__metadata__": {"a": "b"}}'), "unknown field `a`"),
+            (add_header_size(b'{"__metadata__": {"a": "b"}}'), "unknown field `a`"),
             (
-                sized(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "x": 1}}')
+                add_header_size(
+                    b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "x": 1}}'
+                )
                 + b"a",
                 "unknown field `x`",
             ),
@@ -370,7 +380,7 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
                 "'a' occurs twice",
             ),
             (
-                sized(
+                add_header_size(
                     b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
                 )
                 + b"a",
@@ -403,29 +413,29 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
             npy("[1]"),
             npy("{}"),
             npy("{'descr': '<f4', 'shape': (1,)}", bytes(4)),
-            npy_of("'|O'", data=bytes(8)),
-            npy_of("[('a', '|O')]"),
-            npy_of("None", shape="(0,)"),
-            npy_of("'|S0'", data=b""),
-            npy_of("'no type'"),
-            npy_of("'<f4' '"),
-            npy_of(fortran_order="True"),
-            npy_of(fortran_order="0"),
-            npy_of(shape="[1]"),
-            npy_of(shape="1"),
-            npy_of(shape="(True,)"),
-            npy_of(shape="(-1,)"),
-            npy_of(shape="(1.0,)"),
-            npy_of(shape="(2,)"),
-            npy_of(data=bytes(8)),
-            npy_of(shape=f"({10**30},)"),
-            npy_of(shape=f"(0, {10**30})", data=b""),
-            npy_of(shape="(" + "1," * 70 + ")"),
+            write_npy_header("'|O'", data=bytes(8)),
+            write_npy_header("[('a', '|O')]"),
+            write_npy_header("None", shape="(0,)"),
+            write_npy_header("'|S0'", data=b""),
+            write_npy_header("'no type'"),
+            write_npy_header("'<f4' '"),
+            write_npy_header(fortran_order="True"),
+            write_npy_header(fortran_order="0"),
+            write_npy_header(shape="[1]"),
+            write_npy_header(shape="1"),
+            write_npy_header(shape="(True,)"),
+            write_npy_header(shape="(-1,)"),
+            write_npy_header(shape="(1.0,)"),
+            write_npy_header(shape="(2,)"),
+            write_npy_header(data=bytes(8)),
+            write_npy_header(shape=f"({10**30},)"),
+            write_npy_header(shape=f"(0, {10**30})", data=b""),
+            write_npy_header(shape="(" + "1," * 70 + ")"),
             npy("-" * 9_000 + "1"),
             npy("(" * 9_000),
             npy("__import__('os').getcwd()"),
             npy(" " * 20_000, bytes(4)),
-            b"\x93NUMPY\x01\x00\xff\xff" + npy_of()[10:],
+            b"\x93NUMPY\x01\x00\xff\xff" + write_npy_header()[10:],
         )
     ),
     *(
@@ -439,16 +449,16 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
             (b'{"schema": "\xff"}', "utf"),
             (b'{"tags":' + b"[" * 100_000, "$.tags"),
             (
-                lambda good: edited(good, schema="fuelrail/2"),
+                lambda good: edit_json(good, schema="fuelrail/2"),
                 "schema 'fuelrail/2'; this version reads 'fuelrail/1'",
             ),
             (
-                lambda good: edited(good, frame_idx="1"),
+                lambda good: edit_json(good, frame_idx="1"),
                 "Expected `int`, got `str` - at `$.frame_idx`",
             ),
-            (lambda good: edited(good, timestamp_ns=1.5), "$.timestamp_ns"),
+            (lambda good: edit_json(good, timestamp_ns=1.5), "$.timestamp_ns"),
             (
-                lambda good: edited(good, cameras={"cam_front": {"token": "t"}}),
+                lambda good: edit_json(good, cameras={"cam_front": {"token": "t"}}),
                 "missing required field `timestamp_ns` - at `$.cameras[...]`",
             ),
         )
@@ -533,7 +543,7 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         for name in ZSTD[1::2]
     ),
     *(
-        ("index", lambda good, new=metadata: index_of(good, new), IndexFileError, words)
+        ("index", lambda good, new=metadata: rewrite_index(good, new), IndexFileError, words)
         for metadata, words in (
             ({b"fuelrail.index.version": b"2"}, "has version 2; this Fuelrail reads 1"),
             ({b"fuelrail.index.version": b"\xff"}, "has version"),
@@ -547,7 +557,7 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
     ),
     (
         "index",
-        lambda good: index_of(good, batch=WIDE),
+        lambda good: rewrite_index(good, batch=WIDE),
         IndexFileError,
         "columns other than version 1 prescribes",
     ),
@@ -555,7 +565,7 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         (
             "index",
             lambda good, args=(number, code): index_column(
-                good, "members", lambda old: coded(old, *args)
+                good, "members", lambda old: set_member_code(old, *args)
             ),
             IndexFileError,
             NO_NAME,
@@ -574,7 +584,7 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
 ]
 
 
-def edited(good: bytes, **changes: Any) -> bytes:
+def edit_json(good: bytes, **changes: Any) -> bytes:
     return json.dumps({**json.loads(good), **changes}).encode()
 
 

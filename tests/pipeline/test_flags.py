@@ -120,14 +120,14 @@ def test_help_comes_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_field_without_default_is_required() -> None:
-    class Needed(Settings, frozen=True):
+    class CountSettings(Settings, frozen=True):
         count: Annotated[int, Meta(description="how many")]
 
     parser = argparse.ArgumentParser()
-    add_flags(parser, Needed)
+    add_flags(parser, CountSettings)
     with pytest.raises(SystemExit):
         parser.parse_args([])
-    assert from_flags(parser.parse_args(["--count", "2"]), Needed).count == 2
+    assert from_flags(parser.parse_args(["--count", "2"]), CountSettings).count == 2
 
 
 def test_a_type_without_a_flag_is_a_mistake_of_the_program() -> None:

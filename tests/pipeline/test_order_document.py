@@ -70,17 +70,20 @@ def permutation(n, k):
         x = x * 0xC4CEB9FE1A85EC53 % 2**64
         return x ^ x >> 33
 
-    def at(x):
+    def permuted(x):
         while True:
-            (left, right), (size, other) = divmod(x, b), (a, b)
+            left, right = divmod(x, b)
+            size = a
+            other_size = b
             for word in round_words:
                 left = (left + ((fmix64(right ^ word) >> 32) * size >> 32)) % size
-                left, right, size, other = right, left, other, size
+                left, right = right, left
+                size, other_size = other_size, size
             x = left * b + right
             if x < n:
                 return x
 
-    return at
+    return permuted
 
 
 def copies(weights, length, seed, epoch):
@@ -90,15 +93,15 @@ def copies(weights, length, seed, epoch):
     bits = min(32, 62 - len(weights).bit_length())
     ticks = [round(weight / max(weights) * 2**bits) for weight in weights]
     total = sum(ticks)
-    found = []
+    samples = []
     phase = key("order weights", seed, epoch) % total
     for j in range(length):
-        at = (j * total + phase) // length
+        tick = (j * total + phase) // length
         sample = 0
-        while sum(ticks[: sample + 1]) <= at:
+        while sum(ticks[: sample + 1]) <= tick:
             sample += 1
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return samples
 
 
 def windowed(shard_of_copy, window, seed, epoch):
@@ -109,15 +112,15 @@ def windowed(shard_of_copy, window, seed, epoch):
         shards[permutation(num, key("order windowed shards", seed, epoch))(i)] for i in range(num)
     ]
     num_windows = -(-num // window)
-    found = []
+    placed = []
     for k in range(num_windows):
         inside = slots[k * num // num_windows : (k + 1) * num // num_windows]
-        held = [
-            copy for slot in inside for copy, shard in enumerate(shard_of_copy) if shard == slot
-        ]
+        held = []
+        for slot in inside:
+            held += [copy for copy, shard in enumerate(shard_of_copy) if shard == slot]
         places = permutation(len(held), key("order windowed samples", seed, epoch, k))
-        found += [held[places(q)] for q in range(len(held))]
-    return found
+        placed += [held[places(q)] for q in range(len(held))]
+    return placed
 
 
 @given(
@@ -167,8 +170,8 @@ def test_kinds_weights_and_selections(kind, shards, window, length, filtered, se
 def test_large_permutations(n, seed, data):
     order = CompiledOrder(OrderSpec(seed=seed), {}, [n]).epoch(2)
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
-    at = permutation(n, key("order shuffled", seed, 2))
-    assert order(positions).tolist() == [at(position) for position in positions]
+    permuted = permutation(n, key("order shuffled", seed, 2))
+    assert order(positions).tolist() == [permuted(position) for position in positions]
 
 
 @given(
@@ -204,16 +207,18 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     in_slots = sorted((pieces[i] for i in shuffled), key=len, reverse=True)
     called = permutation(num_lanes, key("order lanes", seed, epoch))
     place = permutation(len(pieces), key("order lanes places", seed, epoch))
-    shown = {lane: [] for lane in range(num_lanes)}
+    pieces_by_lane = {lane: [] for lane in range(num_lanes)}
     for slot in sorted(range(len(pieces)), key=place):
-        shown[called(lane_of_slot[slot])].append(in_slots[slot])
-    for lane, its_pieces in shown.items():
+        pieces_by_lane[called(lane_of_slot[slot])].append(in_slots[slot])
+    for lane, its_pieces in pieces_by_lane.items():
         frames_shown = [
-            (sample, True, at > 0) for piece in its_pieces for at, sample in enumerate(piece)
+            (sample, True, number > 0)
+            for piece in its_pieces
+            for number, sample in enumerate(piece)
         ]
-        again = [(sample, False, at > 0) for at, sample in enumerate(its_pieces[0])]
+        padding = [(sample, False, number > 0) for number, sample in enumerate(its_pieces[0])]
         while len(frames_shown) < max(loads):
-            frames_shown += again[: max(loads) - len(frames_shown)]
+            frames_shown += padding[: max(loads) - len(frames_shown)]
         entries = ours.entries(np.arange(max(loads)) * num_lanes + lane)
         columns = (entries.samples, entries.valid, entries.flags["prev_exists"])
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == frames_shown
@@ -236,19 +241,19 @@ def test_mixes(parts, length, seed, epoch):
     num_blocks = mix.epoch_length // block
     places = [dataset for dataset, (_, ratio) in enumerate(parts) for _ in range(ratio)]
     word = permutation(2**62, key("order mix", seed))
-    taken = [epoch * num_blocks * ratio for _, ratio in parts]
+    num_drawn = [epoch * num_blocks * ratio for _, ratio in parts]
     expected = []
     for number in range(epoch * num_blocks, (epoch + 1) * num_blocks):
         for entry in sorted(range(block), key=lambda k, number=number: word(number * block + k)):
             dataset = places[entry]
-            turns, at = divmod(taken[dataset], parts[dataset][0])
-            own = permutation(parts[dataset][0], key("order shuffled", dataset, turns))
-            expected.append((dataset, own(at)))
-            taken[dataset] += 1
+            turns, position = divmod(num_drawn[dataset], parts[dataset][0])
+            shuffled = permutation(parts[dataset][0], key("order shuffled", dataset, turns))
+            expected.append((dataset, shuffled(position)))
+            num_drawn[dataset] += 1
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
 
 
-def changes_of(old, new):
+def list_changes(old, new):
     """Section 6: which dataset each change takes an entry from, and which it gives one to."""
 
     def turns(more):
@@ -276,12 +281,16 @@ def changes_of(old, new):
 def test_scheduled_mixes(ratios, ends, seed, epoch):
     size = math.lcm(*map(sum, ratios))
     lengths = (11, 7)
-    ratios = [[ratio * size // sum(each) for ratio in each] for each in ratios]
+    ratios = [
+        [ratio * size // sum(stage_ratios) for ratio in stage_ratios] for stage_ratios in ratios
+    ]
     stages = []
     until = 0
-    for each, (blocks, ramp) in zip(ratios[:-1], ends, strict=False):
+    for stage_ratios, (blocks, ramp) in zip(ratios[:-1], ends, strict=False):
         until += blocks * size
-        stages.append(MixStage(ratios=dict(zip("ab", each, strict=True)), until=until, ramp=ramp))
+        stages.append(
+            MixStage(ratios=dict(zip("ab", stage_ratios, strict=True)), until=until, ramp=ramp)
+        )
     stages.append(MixStage(ratios=dict(zip("ab", ratios[-1], strict=True))))
     schedule = MixSchedule(stages, "ab")
     orders = [CompiledOrder(OrderSpec(seed=number), {}, [n]) for number, n in enumerate(lengths)]
@@ -300,25 +309,27 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
             number += 1
         held = list(ratios[number])
         if number < len(ratios) - 1 and ends[number][1]:
-            changes = changes_of(ratios[number], ratios[number + 1])
+            changes = list_changes(ratios[number], ratios[number + 1])
             c = block - start
             n = ends[number][0]
             for i in range(
                 len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)
             ):
-                taken, given_to = changes[i % len(changes)]
-                held[taken] -= 1
+                taken_from, given_to = changes[i % len(changes)]
+                held[taken_from] -= 1
                 held[given_to] += 1
         places = [dataset for dataset, times in enumerate(held) for _ in range(times)]
         for entry in sorted(range(size), key=lambda k, block=block: word(block * size + k)):
             dataset = places[entry]
-            turn, at = divmod(u[dataset], lengths[dataset])
+            turn, position = divmod(u[dataset], lengths[dataset])
             u[dataset] += 1
             if block >= epoch * num_blocks:
                 expected.append(
                     (
                         dataset,
-                        permutation(lengths[dataset], key("order shuffled", dataset, turn))(at),
+                        permutation(lengths[dataset], key("order shuffled", dataset, turn))(
+                            position
+                        ),
                     )
                 )
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
@@ -361,7 +372,7 @@ def test_stages(data, ends, seed, epoch):
         weights = [columns[f"w{d}"][i] for i in held] if weighted[d] else None
         shuffled = permutation(length, key("order shuffled", its_seed, e))
         chosen = copies(weights, length, its_seed, e)
-        return [held[chosen[shuffled(at)]] for at in range(length)]
+        return [held[chosen[shuffled(place)]] for place in range(length)]
 
     length = epoch_length or n - bounds[0]
     assert order.epoch_length == length
@@ -392,9 +403,9 @@ def as_text(value):
     )
 
 
-def weights_of(entries, rows):
+def compute_weights_plainly(entries, rows):
     """Section 8: the weight of each of some samples, given as dicts."""
-    found = [1.0] * len(rows)
+    row_weights = [1.0] * len(rows)
     for entry in entries:
         if isinstance(entry, ClassBalance):
             held = {name: sum((row[name] or 0) > 0 for row in rows) for name in entry.classes}
@@ -413,8 +424,8 @@ def weights_of(entries, rows):
                     if value is None
                     else entry.values.get(as_text(value), entry.default)
                 )
-            found[number] *= weight
-    return found
+            row_weights[number] *= weight
+    return row_weights
 
 
 def natural(entries, rows):
@@ -466,7 +477,7 @@ ENTRIES = st.one_of(
 )
 def test_weights_and_lengths(rows, entries):
     table = pa.Table.from_pylist(rows, TYPES)
-    weights = weights_of(entries, rows)
+    weights = compute_weights_plainly(entries, rows)
     assert compute_weights(entries, table).tolist() == weights
     assert natural_length(entries, table) == natural(entries, rows)
     ours = SystematicSampling(weights, natural(entries, rows)).epoch(key("order weights", 5, 2))
@@ -524,12 +535,15 @@ def truth(node, row):
             }[type(kind)](a, b)
         case ast.Compare(left=left, ops=kinds, comparators=rights):
             sides = [left, *rights]
-            parts = [compared(*three, row) for three in zip(sides, kinds, rights, strict=False)]
+            parts = [
+                evaluate_comparison(*three, row)
+                for three in zip(sides, kinds, rights, strict=False)
+            ]
             return False if False in parts else None if None in parts else True
     raise AssertionError(ast.dump(node))
 
 
-def compared(left, kind, right, row):
+def evaluate_comparison(left, kind, right, row):
     a = truth(left, row)
     if isinstance(kind, (ast.Is, ast.IsNot)):
         return (a is None) == isinstance(kind, ast.Is)
@@ -636,15 +650,19 @@ def test_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighte
         -(-len(part) // ratio) for part, ratio in zip(parts, ratios.values(), strict=True)
     )
     word = permutation(2**62, key("order mix", 4))
-    taken = [0, 0]
+    num_drawn = [0, 0]
     expected = []
     for number in range(num_blocks):
         for entry in sorted(range(5), key=lambda i, number=number: word(number * 5 + i)):
             part = block[entry]
-            turns, at = divmod(taken[part], len(parts[part]))
-            taken[part] += 1
+            turns, position = divmod(num_drawn[part], len(parts[part]))
+            num_drawn[part] += 1
             seed = key("order mix part", 4, part) % 2**63
-            weights = weights_of(entries, [rows[n] for n in parts[part]]) if weighted else None
-            place = permutation(len(parts[part]), key("order shuffled", seed, turns))(at)
+            weights = (
+                compute_weights_plainly(entries, [rows[n] for n in parts[part]])
+                if weighted
+                else None
+            )
+            place = permutation(len(parts[part]), key("order shuffled", seed, turns))(position)
             expected.append(parts[part][copies(weights, len(parts[part]), seed, turns)[place]])
     assert ours.epoch(0)(np.arange(ours.epoch_length)).tolist() == expected

@@ -73,7 +73,7 @@ def write(tmp_path: Path):
     return to_file
 
 
-def error_of(file: Path, to: type = Car) -> str:
+def read_error(file: Path, to: type = Car) -> str:
     with pytest.raises(ConfigError) as caught:
         load_yaml(file, to)
     return str(caught.value)
@@ -191,7 +191,7 @@ def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(
     write, text, line, path, words
 ) -> None:
     file = write(text)
-    message = error_of(file)
+    message = read_error(file)
     place = "" if path == "top level" else f"at '{path}': "
     assert message.startswith(f"{file}:{line}: {place}")
     assert "`" not in message
@@ -207,13 +207,13 @@ def test_convert_says_the_same_without_a_line(text, line, path, words) -> None:
 
 
 def test_names_in_the_file_are_those_allowed(write) -> None:
-    assert error_of(write("long_name: 1"), Renamed).endswith(
+    assert read_error(write("long_name: 1"), Renamed).endswith(
         "the field 'long_name' is unknown; allowed here: long-name; did you mean 'long-name'?"
     )
 
 
 def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
-    assert "allowed here" not in error_of(
+    assert "allowed here" not in read_error(
         write("name: a\nfront: {radius_m: 1}\npart: {type: fin, span_m: 1}")
     )
 
@@ -236,11 +236,11 @@ def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None
 )
 def test_what_is_not_plain_yaml_is_refused(write, text) -> None:
     file = write(text)
-    assert error_of(file).startswith(f"config file '{file}' is not YAML: ")
+    assert read_error(file).startswith(f"config file '{file}' is not YAML: ")
 
 
 def test_a_list_that_holds_itself_ends(write) -> None:
-    assert "line 1: an alias is in what it is of" in error_of(write("&a [*a]"))
+    assert "line 1: an alias is in what it is of" in read_error(write("&a [*a]"))
 
 
 NINE = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
@@ -273,21 +273,21 @@ def test_few_bytes_that_decode_to_much_end_at_once_in_a_sentence(write, text, sa
 
 
 def test_aliases_below_the_limit_are_walked_once(write) -> None:
-    assert "the field 'a0' is unknown" in error_of(write("\n".join(NINE[:5])))
+    assert "the field 'a0' is unknown" in read_error(write("\n".join(NINE[:5])))
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:
     file = write(
         "name: a\nfront: {radius_m: 1}\nfree:\n  list:\n  - {x: 1}\n  - x: 1\n    y: 2\n    x: 3\n"
     )
-    assert error_of(file) == f"{file}:8: key 'x' occurs twice"
+    assert read_error(file) == f"{file}:8: key 'x' occurs twice"
 
 
 def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
-    assert "cannot be read" in error_of(tmp_path / "missing.yaml")
-    assert "cannot be read" in error_of(tmp_path)
+    assert "cannot be read" in read_error(tmp_path / "missing.yaml")
+    assert "cannot be read" in read_error(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
-    assert "cannot be read" in error_of(tmp_path / "latin.yaml")
+    assert "cannot be read" in read_error(tmp_path / "latin.yaml")
 
 
 @given(st.text(max_size=60) | st.text(alphabet="a:-[]{}&*!?|>'\"% \n\t,#0_.x<", max_size=40))

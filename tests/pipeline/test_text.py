@@ -23,7 +23,7 @@ TITLE = "\x1b]0;HACKED\x07"
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("plain äöü 漢字", "plain äöü 漢字"),
         (TITLE, "\\x1b]0;HACKED\\x07"),
@@ -34,9 +34,9 @@ TITLE = "\x1b]0;HACKED\x07"
         ("\U000e0041", "\\U000e0041"),
     ],
 )
-def test_characters_that_do_not_print_are_escaped(text, wanted) -> None:
-    assert escaped(text) == wanted
-    assert escaped(wanted) == wanted
+def test_characters_that_do_not_print_are_escaped(text, expected) -> None:
+    assert escaped(text) == expected
+    assert escaped(expected) == expected
 
 
 def test_values_and_messages_have_a_limit() -> None:
@@ -59,9 +59,9 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_no_error_brings_escapes_into_a_log(error) -> None:
-    for one in (error, pickle.loads(pickle.dumps(error))):
-        assert str(one).isprintable()
-        assert len(str(one)) <= MAX_MESSAGE
+    for copy in (error, pickle.loads(pickle.dumps(error))):
+        assert str(copy).isprintable()
+        assert len(str(copy)) <= MAX_MESSAGE
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
@@ -72,7 +72,7 @@ def test_json_documents_print_as_themselves_and_say_the_same() -> None:
     assert json.loads(text) == value
 
 
-class Given(msgspec.Struct, forbid_unknown_fields=True):
+class Options(msgspec.Struct, forbid_unknown_fields=True):
     number: int
     names: list[str] = []
     shares: dict[str, float] = {}
@@ -107,5 +107,5 @@ class Given(msgspec.Struct, forbid_unknown_fields=True):
 )
 def test_what_is_wrong_with_a_value_is_said_in_words(value, words):
     with pytest.raises(msgspec.ValidationError) as caught:
-        msgspec.convert(value, Given)
+        msgspec.convert(value, Options)
     assert fault_in_words(caught.value) == words

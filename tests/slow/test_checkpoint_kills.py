@@ -16,11 +16,11 @@ LONGEST_S = 3600
 
 
 @pytest.mark.parametrize(
-    ("own", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)]
+    ("has_own_model", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)]
 )
-def test_kills(tmp_path, own, num_kills, meshes):
+def test_kills(tmp_path, has_own_model, num_kills, meshes):
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
-    kills = Kills(tmp_path / "work", tmp_path / "data", seed=0, own=own)
+    kills = Kills(tmp_path / "work", tmp_path / "data", seed=0, own=has_own_model)
     kills.run(num_kills, time.monotonic() + LONGEST_S)
     assert kills.by_phase.total() == num_kills
     assert set(kills.by_phase) == set(PHASES)

@@ -47,7 +47,7 @@ def laboratory(bare):
 
 
 @pytest.fixture(scope="module")
-def made(bare, tmp_path_factory):
+def quickstart_folder(bare, tmp_path_factory):
     """A folder with the drive and the dataset of the quickstart, by the package alone."""
     folder = tmp_path_factory.mktemp("made")
     page = QUICKSTART.read_text(encoding="utf-8")
@@ -57,8 +57,8 @@ def made(bare, tmp_path_factory):
 
 
 @pytest.fixture
-def desk(made, tmp_path):
-    shutil.copytree(made / "dataset", tmp_path / "dataset")
+def desk(quickstart_folder, tmp_path):
+    shutil.copytree(quickstart_folder / "dataset", tmp_path / "dataset")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     return tmp_path
 

@@ -43,10 +43,11 @@ def dataset(tmp_path_factory):
 )
 def test_ranks_train_and_evaluate_as_one_process(limit, words, world, dataset, tmp_path):
     run_ranks(world, own_model.__file__, dataset, tmp_path / "out.json", 20, *words, timeout_s=3000)
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert {name: found[name] for name in STRATEGIES if found[name] > limit} == {}
+    differences = json.loads((tmp_path / "out.json").read_text())
+    assert {name: differences[name] for name in STRATEGIES if differences[name] > limit} == {}
     assert all(
-        abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES
+        abs(differences[f"{name} moved"]) > 1e-3 and differences[f"{name} evaluated"]
+        for name in STRATEGIES
     )
 
 
@@ -54,8 +55,8 @@ def test_a_model_larger_than_what_a_rank_may_have_trains_in_parts(dataset, tmp_p
     with pytest.raises(AssertionError, match=r"t allocate memory"):
         run_ranks(4, limited_rank.__file__, dataset, "ddp", tmp_path / "ddp", timeout_s=600)
     said = run_ranks(4, limited_rank.__file__, dataset, "fsdp2", tmp_path / "fsdp2", timeout_s=600)
-    taken = [int(size) for size in re.findall(r"rank \d had (\d+) bytes", said)]
-    assert len(taken) == 4 and max(taken) < LIMIT
+    rank_bytes = [int(size) for size in re.findall(r"rank \d had (\d+) bytes", said)]
+    assert len(rank_bytes) == 4 and max(rank_bytes) < LIMIT
 
 
 def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_killed(

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.long, pytest.mark.process]
 
 def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny_dataset, tmp_path):
     root = tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)], size=(16, 16)).root
-    found = largest(root, tmp_path / "out.json", list(CASES))
-    assert {name: loss for name, (loss, _) in found.items() if loss > 1e-6} == {}
-    assert {name: gradient for name, (_, gradient) in found.items() if gradient > 1e-5} == {}
+    differences = largest(root, tmp_path / "out.json", list(CASES))
+    assert {name: loss for name, (loss, _) in differences.items() if loss > 1e-6} == {}
+    assert {name: gradient for name, (_, gradient) in differences.items() if gradient > 1e-5} == {}
 
 
 def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_dataset, tmp_path):
@@ -35,12 +35,12 @@ def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_datas
         "order": order,
     }
     cut = {"checkpoint": str(tmp_path / "checkpoints"), "every": 3}
-    whole = bench_train(root, batch_size=4, steps=12, **same)
+    uninterrupted = bench_train(root, batch_size=4, steps=12, **same)
     bench_train(root, batch_size=4, steps=6, **cut, **same)
     rest = bench_train(root, ranks=2, batch_size=2, steps=12, **cut, **same)
     assert rest.series[0].first_step == 6
     means = np.mean([series.loss for series in rest.series], axis=0)
-    assert means == pytest.approx(whole.series[0].loss[6:], abs=2e-6)
+    assert means == pytest.approx(uninterrupted.series[0].loss[6:], abs=2e-6)
 
 
 def test_balance_deals_samples_to_other_ranks_and_changes_no_loss(tiny_dataset, tmp_path):
@@ -51,9 +51,11 @@ def test_balance_deals_samples_to_other_ranks_and_changes_no_loss(tiny_dataset, 
         tmp_path,
     )
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for one in ranks:
-        for (_, plain), (_, balanced) in zip(one["plain"], one["balanced"], strict=True):
+    for rank_losses in ranks:
+        for (_, plain), (_, balanced) in zip(
+            rank_losses["plain"], rank_losses["balanced"], strict=True
+        ):
             assert plain.keys() == {"loss", "words", "trajectory"}
             assert balanced == pytest.approx(plain, rel=1e-5)
-    own = {name: [loss for loss, _ in ranks[0][name]] for name in ("plain", "balanced")}
-    assert own["balanced"] != pytest.approx(own["plain"], rel=1e-3)
+    first_rank = {name: [loss for loss, _ in ranks[0][name]] for name in ("plain", "balanced")}
+    assert first_rank["balanced"] != pytest.approx(first_rank["plain"], rel=1e-3)

@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_train_as_one_process(world, tmp_path):
     cases = list(cases_of(world))
-    compared = measure(world, cases, tmp_path)
-    assert [one.case for one in compared] == cases
-    assert [(one.case, one.difference, one.same_samples) for one in compared if not one.holds] == []
-    assert all(one.first_loss != one.last_loss for one in compared)
+    comparisons = measure(world, cases, tmp_path)
+    assert [comparison.case for comparison in comparisons] == cases
+    assert [
+        (comparison.case, comparison.difference, comparison.same_samples)
+        for comparison in comparisons
+        if not comparison.holds
+    ] == []
+    assert all(comparison.first_loss != comparison.last_loss for comparison in comparisons)

@@ -50,12 +50,12 @@ def cases():
 @pytest.fixture(scope="module")
 def steps(cases):
     """All published steps of dense decoders and ResNet-50, of the file and of `support.published_steps`."""
-    found = [
+    reference_steps = [
         Step(case.id, case.source.split(",")[0], software_of(case.given), *timed(case))
         for case in cases
         if case.id not in NOT_EXPRESSIBLE and has_step(case)
     ]
-    return found + list(published())
+    return reference_steps + list(plan_published_steps())
 
 
 class Step(NamedTuple):
@@ -85,27 +85,32 @@ class Step(NamedTuple):
 
 def test_formulas_and_measured_steps_are_met(cases):
     """The mean error of steps is at most 10 %, also fitted, and 4 of 5 are in the range that the report says."""
-    found = predict(cases)
-    assert len(found) + len(NOT_EXPRESSIBLE) == len(cases) == 95
-    formulas = [one for one in found if one.role == "formula"]
-    assert [one.id for one in formulas if not one.within] == []
+    predictions = predict(cases)
+    assert len(predictions) + len(NOT_EXPRESSIBLE) == len(cases) == 95
+    formulas = [prediction for prediction in predictions if prediction.role == "formula"]
+    assert [prediction.id for prediction in formulas if not prediction.within] == []
     assert len(formulas) == 35
-    assert [one.id for one in found if one.role == "ratio" and abs(one.error) > 0.1] == []
-    steps = [one for one in found if one.role == "step"]
+    assert [
+        prediction.id
+        for prediction in predictions
+        if prediction.role == "ratio" and abs(prediction.error) > 0.1
+    ] == []
+    steps = [prediction for prediction in predictions if prediction.role == "step"]
     assert len(steps) == 44
-    assert mean_error([one.error for one in steps]) <= 0.1
-    fitted = [one for one in steps if one.fitted is not None]
-    assert mean_error([one.fitted for one in fitted]) <= 0.10
-    assert sum(one.in_range for one in steps) >= 0.8 * len(steps)
-    assert sum(one.fitted_in_range for one in fitted) >= 0.8 * len(fitted)
+    assert mean_error([prediction.error for prediction in steps]) <= 0.1
+    fitted = [prediction for prediction in steps if prediction.fitted is not None]
+    assert mean_error([prediction.fitted for prediction in fitted]) <= 0.10
+    assert sum(prediction.in_range for prediction in steps) >= 0.8 * len(steps)
+    assert sum(prediction.fitted_in_range for prediction in fitted) >= 0.8 * len(fitted)
 
 
 def test_configurations_that_ran_are_not_refused_for_memory(steps):
     """At most 2 of 60 are."""
     refused = {
-        one.name
-        for one in steps
-        if choice.peak(one.plan.stages) > choice.USABLE * one.cluster.device.memory_gib.value * GIB
+        step.name
+        for step in steps
+        if choice.peak(step.plan.stages)
+        > choice.USABLE * step.cluster.device.memory_gib.value * GIB
     }
     assert len(steps) >= 75
     assert refused == REFUSED
@@ -114,29 +119,33 @@ def test_configurations_that_ran_are_not_refused_for_memory(steps):
 def test_the_efficiencies_of_the_product_are_the_fits_to_these_steps(steps):
     """Those of each row to the steps of that row; of 8 bits without a software to all that are in 8 bits."""
     for row, used in EFFICIENCIES.items():
-        mine = [one for one in steps if one.row == row or (row == EIGHT_BITS and one.kind == "fp8")]
+        mine = [
+            step for step in steps if step.row == row or (row == EIGHT_BITS and step.kind == "fp8")
+        ]
         if row != WITHOUT_TENSOR_CORES:
-            found = fit([one.case for one in mine], START, NAMES).efficiency
+            fitted = fit([step.case for step in mine], START, NAMES).efficiency
             for name in NAMES:
-                assert getattr(used, name) == pytest.approx(getattr(found, name), rel=0.03), (
+                assert getattr(used, name) == pytest.approx(getattr(fitted, name), rel=0.03), (
                     row,
                     name,
                 )
-            assert mean_error([step_error(one, used) for one in mine]) <= 0.11, row
+            assert mean_error([step_error(step, used) for step in mine]) <= 0.11, row
 
 
 def test_the_spreads_are_of_publications_that_were_left_out(steps):
     """4 of 5 steps of a publication are in the range by a fit to the others, in each row and family that has one."""
     errors = []
     for (row, family), spread in SPREADS.items():
-        mine = [one for one in steps if one.row == row or (row == EIGHT_BITS and one.kind == "fp8")]
+        mine = [
+            step for step in steps if step.row == row or (row == EIGHT_BITS and step.kind == "fp8")
+        ]
         logs = []
-        for source in sorted({one.source for one in mine if one.family == family}):
-            others = fit([one.case for one in mine if one.source != source], START, NAMES)
-            for one in mine:
-                if one.source == source and one.family == family:
-                    logs.append(math.log(1 + step_error(one, others.efficiency)))
-        assert len({one.source for one in mine if one.family == family}) > 1, (row, family)
+        for source in sorted({step.source for step in mine if step.family == family}):
+            fit_to_others = fit([step.case for step in mine if step.source != source], START, NAMES)
+            for step in mine:
+                if step.source == source and step.family == family:
+                    logs.append(math.log(1 + step_error(step, fit_to_others.efficiency)))
+        assert len({step.source for step in mine if step.family == family}) > 1, (row, family)
         inside = sum(abs(log) <= math.log(spread_factor(spread)) for log in logs)
         assert inside >= 0.8 * len(logs), (row, family)
         if row != EIGHT_BITS and family == DECODER:
@@ -146,33 +155,33 @@ def test_the_spreads_are_of_publications_that_were_left_out(steps):
 
 def test_no_published_step_is_faster_than_a_bound(steps):
     """Whatever its family: a bound is what a model of another kind would be told."""
-    for one in steps:
-        best = best_of(efficiency_of(one.cluster.device.name, one.kind, None))
-        assert step_time(*one.case[:3], best).total <= one.seconds, one.name
+    for step in steps:
+        best = best_of(efficiency_of(step.cluster.device.name, step.kind, None))
+        assert step_time(*step.case[:3], best).total <= step.seconds, step.name
 
 
-def published():
+def plan_published_steps():
     """The steps of `support.published_steps`, planned."""
-    for one in PUBLISHED:
-        asked = scenario_of(one.name, one.given)
-        cluster = cluster_of(one.given)
-        plan = planned(asked, one.given["gpu"], one.given["gpus"])
+    for reference in PUBLISHED:
+        scenario = scenario_of(reference.name, reference.given)
+        cluster = cluster_of(reference.given)
+        plan = planned(scenario, reference.given["gpu"], reference.given["gpus"])
         rate = "tokens_per_s_per_gpu"
-        seconds = seconds_of(one.given, rate, one.tokens_per_s, asked.global_batch)
+        seconds = seconds_of(reference.given, rate, reference.tokens_per_s, scenario.global_batch)
         yield Step(
-            name=one.name,
-            source=one.source.split(",")[0],
-            software=asked.software,
+            name=reference.name,
+            source=reference.source.split(",")[0],
+            software=scenario.software,
             plan=plan,
             cluster=cluster,
-            kind=asked.precision,
+            kind=scenario.precision,
             seconds=seconds,
         )
 
 
-def step_error(one, used):
+def step_error(step, used):
     """Predicted over published seconds, less 1."""
-    return step_time(*one.case[:3], used).total / one.seconds - 1
+    return step_time(*step.case[:3], used).total / step.seconds - 1
 
 
 START = Efficiency(

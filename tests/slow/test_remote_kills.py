@@ -36,13 +36,13 @@ def test_fifty_kills(name, tmp_path):
             with load(
                 tmp_path / "data", 2, where=RemoteWorkers(num_workers=3), **CASES[name]
             ) as loader:
-                found, killed = batches_through_kills(loader, cluster, 50, seed=len(name))
+                batches, killed = batches_through_kills(loader, cluster, 50, seed=len(name))
         finally:
             ray.shutdown()
     assert killed["actor"] > 40
     assert killed["node"] >= 5
     with load(tmp_path / "data", 2, **CASES[name]) as loader:
-        for epoch in range(len(found) // len(loader)):
+        for epoch in range(len(batches) // len(loader)):
             expected = [copied(batch) for batch in loader]
-            assert unlike(expected, found[epoch * len(loader) : (epoch + 1) * len(loader)]) == []
-    assert len(found) % len(expected) == 0
+            assert unlike(expected, batches[epoch * len(loader) : (epoch + 1) * len(loader)]) == []
+    assert len(batches) % len(expected) == 0

@@ -10,10 +10,10 @@ loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, tr
 for _ in range(2):
     for batch in loader:
         images = batch["img"][:, 0]
-        found = batch["boxes2d_image_2"]
-        boxes = zip(found["label"], found["box"], strict=True)
+        boxes = batch["boxes2d_image_2"]
+        rows = zip(boxes["label"], boxes["box"], strict=True)
         labels = [
-            [(int(label), *box.tolist()) for label, box in zip(*one, strict=True)] for one in boxes
+            [(int(label), *box.tolist()) for label, box in zip(*row, strict=True)] for row in rows
         ]
         loss = model(images, labels)
         loss.backward()

@@ -8,9 +8,9 @@ CLASSES = ["Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tr
 
 def collate(samples):
     images, targets = zip(*samples, strict=True)
-    known = [[one for one in target if one["type"] in CLASSES] for target in targets]
+    known_boxes = [[box for box in target if box["type"] in CLASSES] for target in targets]
     return torch.stack(images), [
-        [(CLASSES.index(one["type"]), *one["bbox"]) for one in boxes] for boxes in known
+        [(CLASSES.index(box["type"]), *box["bbox"]) for box in boxes] for boxes in known_boxes
     ]
 
 

@@ -12,16 +12,16 @@ class Episodes(torch.utils.data.Dataset):
             with av.open(f"{folder}/videos/{number}.mp4") as video:
                 frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
             chunks = [
-                [actions[min(at + step, len(actions) - 1)] for step in range(3)]
-                for at in range(len(actions))
+                [actions[min(frame_number + step, len(actions) - 1)] for step in range(3)]
+                for frame_number in range(len(actions))
             ]
             self.items += zip(frames, chunks, strict=True)
 
     def __len__(self):
         return len(self.items)
 
-    def __getitem__(self, at):
-        frame, chunk = self.items[at]
+    def __getitem__(self, index):
+        frame, chunk = self.items[index]
         return torch.from_numpy(frame).permute(2, 0, 1), torch.tensor(chunk)
 
 

@@ -16,7 +16,7 @@ class Signs(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, at):
-        row = self.rows[at]
+    def __getitem__(self, index):
+        row = self.rows[index]
         image = cv2.cvtColor(cv2.imread(str(self.folder / row["path"])), cv2.COLOR_BGR2RGB)
         return torch.from_numpy(image).permute(2, 0, 1), int(row["sign"])

@@ -69,16 +69,16 @@ def test_a_mask_is_the_stored_pixel_in_which_each_output_pixel_lies(image_map, s
     mask = np.random.default_rng(seed).integers(1, 65536, SIZE[::-1]).astype(np.uint16)
     law = Law("image", camera="cam", fill=7.0)
     moved = move(channel(law, kind="image"), mask, images={"cam": image_map})
-    places, seen = output_centres(image_map)
-    at = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
-    wanted = np.where(seen, mask[at[..., 1], at[..., 0]], 7)
+    places, is_seen = output_centres(image_map)
+    pixels = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
+    expected = np.where(is_seen, mask[pixels[..., 1], pixels[..., 0]], 7)
     # A place on the line between two pixels may round to either.
     clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-5).all(-1) & (
         border_distance(image_map, places) > 1e-5
     )
     assert moved.dtype == np.uint16
     assert moved.shape == image_map.out_wh[::-1]
-    np.testing.assert_array_equal(moved[clear], wanted[clear])
+    np.testing.assert_array_equal(moved[clear], expected[clear])
 
 
 @given(image_maps(), seeds)
@@ -89,10 +89,10 @@ def test_depth_of_a_plane_is_that_of_the_plane_in_the_augmented_image(image_map,
     depth = (60.0 + a * u + b * v).astype(np.float32)
     law = Law("image", camera="cam", interpolation="linear", fill=-1.0)
     moved = move(channel(law, kind="array"), depth, images={"cam": image_map})
-    places, seen = output_centres(image_map)
-    inner = seen & ((places >= 0) & (places <= np.array(SIZE) - 1)).all(-1)
+    places, is_seen = output_centres(image_map)
+    inner = is_seen & ((places >= 0) & (places <= np.array(SIZE) - 1)).all(-1)
     np.testing.assert_allclose(moved[inner], (60.0 + places @ (a, b))[inner], rtol=1e-5)
-    outside = ~seen & (border_distance(image_map, places) > 1e-4)
+    outside = ~is_seen & (border_distance(image_map, places) > 1e-4)
     assert (moved[outside] == -1.0).all()
 
 
@@ -102,13 +102,13 @@ def test_a_raster_at_a_fraction_lies_where_the_whole_one_does(image_map, fractio
     height = -(-SIZE[1] // fraction)
     width = -(-SIZE[0] // fraction)
     small = np.arange(height * width, dtype=np.int32).reshape(height, width)
-    whole = small.repeat(fraction, 0).repeat(fraction, 1)[: SIZE[1], : SIZE[0]]
+    full_size = small.repeat(fraction, 0).repeat(fraction, 1)[: SIZE[1], : SIZE[0]]
     images = {"cam": image_map}
     moved = move(
         channel(Law("image", camera="cam", fraction=fraction), kind="array"), small, images=images
     )
-    wanted = move(channel(Law("image", camera="cam"), kind="array"), whole, images=images)
-    np.testing.assert_array_equal(moved, wanted)
+    expected = move(channel(Law("image", camera="cam"), kind="array"), full_size, images=images)
+    np.testing.assert_array_equal(moved, expected)
 
 
 BOXES = channel(
@@ -126,7 +126,7 @@ BOXES = channel(
 )
 
 
-def of_boxes(boxes: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def boxes_value(boxes: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {
         "box": boxes,
         "point": (boxes[:, :2] + boxes[:, 2:]) / 2,
@@ -141,7 +141,7 @@ def test_boxes_bound_what_the_output_shows_of_their_stored_boxes(image_map, seed
     rng = np.random.default_rng(seed)
     low = rng.uniform(-20, 90, (4, 2))
     boxes = np.concatenate([low, low + rng.uniform(5, 50, (4, 2))], 1)
-    moved = move(BOXES, of_boxes(boxes), images={"cam": image_map})
+    moved = move(BOXES, boxes_value(boxes), images={"cam": image_map})
     width, height = image_map.out_wh
     step = np.linspace(0, 1, 121)
     cloud = low[:, None, None] + np.stack(np.meshgrid(step, step), -1) * (
@@ -149,22 +149,27 @@ def test_boxes_bound_what_the_output_shows_of_their_stored_boxes(image_map, seed
     )
     cloud = cloud.reshape(4, -1, 2)
     left, top, right, bottom = image_map.visible
-    kept = ((cloud >= (left - 0.5, top - 0.5)) & (cloud <= (right - 0.5, bottom - 0.5))).all(-1)
+    is_visible = ((cloud >= (left - 0.5, top - 0.5)) & (cloud <= (right - 0.5, bottom - 0.5))).all(
+        -1
+    )
     matrix = image_map.centre_matrix()
-    there = cloud @ matrix[:2, :2].T + matrix[:2, 2]
-    inside = ((there >= -0.5) & (there <= (width - 0.5, height - 0.5))).all(-1)
+    moved_cloud = cloud @ matrix[:2, :2].T + matrix[:2, 2]
+    inside = ((moved_cloud >= -0.5) & (moved_cloud <= (width - 0.5, height - 0.5))).all(-1)
     step_px = 50 / 120 * image_map.max_scale * 2 + 1e-6
     for number in range(4):
         box = moved["box"][number]
         assert (box >= -0.5).all()
         assert (box <= np.tile((width - 0.5, height - 0.5), 2)).all()
-        seen = there[number][kept[number] & inside[number]]
-        if len(seen):
+        seen_points = moved_cloud[number][is_visible[number] & inside[number]]
+        if len(seen_points):
             if moved["seen"][number]:
-                assert (box[:2] <= seen.min(0) + 1e-6).all()
-                assert (box[2:] >= seen.max(0) - 1e-6).all()
+                assert (box[:2] <= seen_points.min(0) + 1e-6).all()
+                assert (box[2:] >= seen_points.max(0) - 1e-6).all()
             if image_map.is_axis_aligned and moved["seen"][number]:
-                assert np.abs(box - np.concatenate([seen.min(0), seen.max(0)])).max() <= step_px
+                assert (
+                    np.abs(box - np.concatenate([seen_points.min(0), seen_points.max(0)])).max()
+                    <= step_px
+                )
         elif image_map.is_axis_aligned:
             assert not moved["seen"][number] or (box[2:] - box[:2]).min() <= step_px
 
@@ -183,14 +188,14 @@ def test_boxes_of_projected_corners_equal_those_of_the_augmented_projection(
         pixels = pixels[..., :2] / pixels[..., 2:]
         bounds.append(np.concatenate([pixels.min(1), pixels.max(1)], 1))
     width, height = image_map.out_wh
-    wanted = bounds[1].clip(-0.5, np.tile((width - 0.5, height - 0.5), 2))
-    moved = move(BOXES, of_boxes(bounds[0]), images={"cam": image_map})
+    expected = bounds[1].clip(-0.5, np.tile((width - 0.5, height - 0.5), 2))
+    moved = move(BOXES, boxes_value(bounds[0]), images={"cam": image_map})
     left, top, right, bottom = image_map.visible
-    whole = (bounds[0] >= np.tile((left - 0.5, top - 0.5), 2)) & (
+    is_uncut = (bounds[0] >= np.tile((left - 0.5, top - 0.5), 2)) & (
         bounds[0] <= np.tile((right - 0.5, bottom - 0.5), 2)
     )
-    use = whole.all(1) & (moved["seen"] == 1)
-    np.testing.assert_allclose(moved["box"][use], wanted[use], atol=1e-9)
+    use = is_uncut.all(1) & (moved["seen"] == 1)
+    np.testing.assert_allclose(moved["box"][use], expected[use], atol=1e-9)
 
 
 @given(image_maps(), seeds)
@@ -204,23 +209,23 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
         arrays=BOXES.arrays,
     )
     moved = move(only_points, value, images={"cam": image_map})
-    wanted = (np.c_[points, np.ones(40), np.ones(40)] @ image_map.ida_mat().T)[:, :2]
-    np.testing.assert_allclose(moved["point"], wanted, atol=1e-9)
+    expected = (np.c_[points, np.ones(40), np.ones(40)] @ image_map.ida_mat().T)[:, :2]
+    np.testing.assert_allclose(moved["point"], expected, atol=1e-9)
     raster = np.ones(SIZE[::-1], np.uint8)
     drawn = move(
         channel(Law("image", camera="cam"), kind="image"), raster, images={"cam": image_map}
     )
-    for (u, v), seen in zip(moved["point"], moved["seen"], strict=True):
-        if seen:  # what is seen lies on a pixel that shows the image, or on the border of one
+    for (u, v), is_seen in zip(moved["point"], moved["seen"], strict=True):
+        if is_seen:  # what is seen lies on a pixel that shows the image, or on the border of one
             near = drawn[max(0, int(v)) : int(v) + 2, max(0, int(u)) : int(u) + 2]
             assert near.any()
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
 @pytest.mark.parametrize(
-    ("shape", "wanted"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])]
+    ("shape", "visible"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])]
 )
-def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, wanted) -> None:
+def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, visible) -> None:
     law = Law(
         "image_points",
         camera="cam",
@@ -240,7 +245,7 @@ def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, 
     moved = move(
         channel(law, kind="ragged", arrays=arrays), value, images={"cam": ImageMap.identity(SIZE)}
     )
-    assert moved["seen"].tolist() == np.reshape(wanted[:num_rows], (num_rows, *shape)).tolist()
+    assert moved["seen"].tolist() == np.reshape(visible[:num_rows], (num_rows, *shape)).tolist()
 
 
 def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_as_a_box() -> None:
@@ -292,5 +297,5 @@ def test_a_lens_is_undone_for_points_as_for_pixels() -> None:
         drawn = move(channel(law, kind="array"), dot, images=images)
         v, u = np.indices(drawn.shape)
         centre = np.array([(u * drawn).sum(), (v * drawn).sum()]) / drawn.sum()
-        value = of_boxes(np.array([[*place, *place]], np.float64))
+        value = boxes_value(np.array([[*place, *place]], np.float64))
         np.testing.assert_allclose(move(BOXES, value, images=images)["point"][0], centre, atol=0.15)

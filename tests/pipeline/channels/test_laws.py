@@ -51,8 +51,8 @@ def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> N
 
     moved = move(RADAR, measured(where, velocity), ego=ego, sensor2ego={"radar": radar2ego})
     matrix = ego.matrix
-    wanted = measured(where @ matrix[:3, :3].T + matrix[:3, 3], velocity @ matrix[:3, :3].T)
-    np.testing.assert_allclose(moved, wanted, atol=2e-4)
+    expected = measured(where @ matrix[:3, :3].T + matrix[:3, 3], velocity @ matrix[:3, :3].T)
+    np.testing.assert_allclose(moved, expected, atol=2e-4)
     with pytest.raises(SchemaError, match="frame of 'radar', whose place is unknown"):
         move(RADAR, moved, ego=ego)
 
@@ -92,11 +92,11 @@ def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
     moved = move(EGO_BOXES, value, ego=ego)
     matrix = ego.matrix
     corners = (CORNERS * size) @ rotation_matrices(q).T + centre
-    wanted = corners @ matrix[:3, :3].T + matrix[:3, 3]
+    expected_corners = corners @ matrix[:3, :3].T + matrix[:3, 3]
     box = moved["b"][0]
     turned = rotation_matrices(moved["q"][0])
-    of_box = (CORNERS * box[3:6]) @ turned.T + box[:3]
-    pairs = np.linalg.norm(of_box[:, None] - wanted[None], axis=-1)
+    box_corners = (CORNERS * box[3:6]) @ turned.T + box[:3]
+    pairs = np.linalg.norm(box_corners[:, None] - expected_corners[None], axis=-1)
     assert pairs.min(0).max() < 1e-3
     assert pairs.min(1).max() < 1e-3
     assert abs(box[6]) <= np.float32(math.pi)
@@ -169,8 +169,8 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
         c = math.cos(yaw)
         s = math.sin(yaw)
         along = c * offset[..., 0] + s * offset[..., 1]
-        left = c * offset[..., 1] - s * offset[..., 0]
-        sides = [length / 2 - abs(along), width / 2 - abs(left), height / 2 - abs(offset[..., 2])]
+        across = c * offset[..., 1] - s * offset[..., 0]
+        sides = [length / 2 - abs(along), width / 2 - abs(across), height / 2 - abs(offset[..., 2])]
         inner = np.minimum.reduce(sides)
         outer = -np.sqrt(sum(np.minimum(side, 0.0) ** 2 for side in sides))
         deepest = np.maximum(deepest, np.where(inner >= 0, inner, outer))
@@ -193,13 +193,15 @@ def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(seed) -> N
     moved = move(occupancy_channel(), grid, ego=ego)
     afresh = depth_inside(centres, ego.boxes3d(boxes.astype(np.float32)).astype(np.float64))
     back = centres @ ego.inverse[:3, :3].T + ego.inverse[:3, 3]
-    known = ((back > EXTENT[:3]) & (back < EXTENT[3:])).all(-1)
+    is_known = ((back > EXTENT[:3]) & (back < EXTENT[3:])).all(-1)
     half_cell = ego.scale * math.sqrt(0.4**2 + 0.4**2 + 0.5**2) + 1e-3
-    clear = known & (abs(afresh) > half_cell)
+    clear = is_known & (abs(afresh) > half_cell)
     np.testing.assert_array_equal(moved[clear], afresh[clear] > 0)
-    assert clear.sum() > 0.2 * known.sum()
-    unknown = ((back < np.array(EXTENT[:3]) - 1e-6) | (back > np.array(EXTENT[3:]) + 1e-6)).any(-1)
-    assert not moved[unknown].any()
+    assert clear.sum() > 0.2 * is_known.sum()
+    is_unknown = ((back < np.array(EXTENT[:3]) - 1e-6) | (back > np.array(EXTENT[3:]) + 1e-6)).any(
+        -1
+    )
+    assert not moved[is_unknown].any()
 
 
 @pytest.mark.parametrize("quarter", range(4))
@@ -214,11 +216,11 @@ def test_quarter_turns_flips_and_whole_cells_move_a_grid_exactly(quarter, flips)
         translation_m=(2.0, -3.0, 0.5),
     )
     moved = move(channel(law, kind="array", axes=("x", "y", "class"), frame="ego"), grid, ego=ego)
-    wanted = np.rot90(grid, quarter, (0, 1))
-    wanted = wanted[::-1] if flips[0] else wanted
-    wanted = wanted[:, ::-1] if flips[1] else wanted
+    expected = np.rot90(grid, quarter, (0, 1))
+    expected = expected[::-1] if flips[0] else expected
+    expected = expected[:, ::-1] if flips[1] else expected
     shifted = np.full_like(grid, -1)
-    shifted[2:, :-3] = wanted[:-2, 3:]
+    shifted[2:, :-3] = expected[:-2, 3:]
     np.testing.assert_array_equal(moved, shifted)
 
 

@@ -65,29 +65,33 @@ def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     weights *= rng.choice([1e-6, 0.3, 1 - 1e-6, 1], (length, 1)) / weights.sum(
         axis=1, keepdims=True
     )
-    known = rng.random(length) < data.draw(st.sampled_from([0, 0.5, 1]), "known")
+    is_known = rng.random(length) < data.draw(st.sampled_from([0, 0.5, 1]), "known")
     entry = channel("logits_topk", k, size, dtype=dtype)
     assert not list(broken_table([entry]))
-    back, written = there_and_back(Logits(indices, weights, known=known), entry)
+    back, written = there_and_back(Logits(indices, weights, known=is_known), entry)
     order = np.argsort(indices, axis=1)
-    wanted = np.take_along_axis(weights, order, axis=1)[known]
-    np.testing.assert_array_equal(back.known, known)
+    expected = np.take_along_axis(weights, order, axis=1)[is_known]
+    np.testing.assert_array_equal(back.known, is_known)
     np.testing.assert_array_equal(
-        back.indices[known], np.take_along_axis(indices, order, axis=1)[known]
+        back.indices[is_known], np.take_along_axis(indices, order, axis=1)[is_known]
     )
     assert back.indices.dtype == np.int32 and back.weights.dtype == back.tail.dtype == np.float32
     assert (
-        not back.weights[~known].any()
-        and not back.indices[~known].any()
-        and not back.tail[~known].any()
+        not back.weights[~is_known].any()
+        and not back.indices[~is_known].any()
+        and not back.tail[~is_known].any()
     )
-    np.testing.assert_allclose(back.tail[known], 1 - wanted.sum(axis=1), rtol=0.02, atol=1e-6)
-    np.testing.assert_allclose(back.weights[known].sum(axis=1) + back.tail[known], 1, atol=1e-5)
-    largest = wanted.max(axis=1, keepdims=True)
-    wanted = np.maximum(wanted, largest * math.exp(-24))
-    steps = np.ptp(np.log(wanted / largest), axis=1, keepdims=True) / 255 if dtype == "uint8" else 0
-    assert (np.abs(np.log(back.weights[known] / wanted)) <= 0.03 + steps).all()
-    if known.all() and length:
+    np.testing.assert_allclose(back.tail[is_known], 1 - expected.sum(axis=1), rtol=0.02, atol=1e-6)
+    np.testing.assert_allclose(
+        back.weights[is_known].sum(axis=1) + back.tail[is_known], 1, atol=1e-5
+    )
+    largest = expected.max(axis=1, keepdims=True)
+    expected = np.maximum(expected, largest * math.exp(-24))
+    steps = (
+        np.ptp(np.log(expected / largest), axis=1, keepdims=True) / 255 if dtype == "uint8" else 0
+    )
+    assert (np.abs(np.log(back.weights[is_known] / expected)) <= 0.03 + steps).all()
+    if is_known.all() and length:
         per_position = (len(written) - 8) / length
         codes = k + 4 if dtype == "uint8" else 2 * k + 2
         assert per_position - codes <= math.ceil(k * (2 + math.log2(size / k)) / 8) + 2
@@ -113,26 +117,26 @@ def test_the_bytes_are_those_of_the_document() -> None:
     )
     half = struct.pack("<e", math.log(2) / 255)
     third = struct.pack("<e", math.log(1 / 3))
-    wanted = bytes.fromhex("03000000 02000000 05")
-    wanted += bytes.fromhex("0f 05 00 ff") + half + third
-    wanted += bytes.fromhex("05 09 00 00") + struct.pack("<ee", 0, -math.inf)
-    assert KINDS["logits_topk"].encode(value, channel("logits_topk", 2, 10)) == wanted
+    expected = bytes.fromhex("03000000 02000000 05")
+    expected += bytes.fromhex("0f 05 00 ff") + half + third
+    expected += bytes.fromhex("05 09 00 00") + struct.pack("<ee", 0, -math.inf)
+    assert KINDS["logits_topk"].encode(value, channel("logits_topk", 2, 10)) == expected
 
 
 @pytest.mark.parametrize(
-    ("size", "k", "kind", "wanted"),
+    ("size", "k", "kind", "token_bytes"),
     [
         (128_256, 64, "logits_topk", 172),
         (128_256, 128, "logits_topk", 324),
         (128_256, 50, "logits_sampled", 83),
     ],
 )
-def test_bytes_a_token(size, k, kind, wanted) -> None:
+def test_bytes_a_token(size, k, kind, token_bytes) -> None:
     rng = np.random.default_rng(k)
     indices = np.stack([rng.choice(size, k, replace=False) for _ in range(100)])
     weights = np.full((100, k), 1 / k) if kind == "logits_topk" else None
     _, data = there_and_back(Logits(indices, weights), channel(kind, k, size, 100))
-    assert len(data) == 8 + 100 * wanted
+    assert len(data) == 8 + 100 * token_bytes
 
 
 TOPK = channel("logits_topk", 2, 10, 2)
@@ -284,34 +288,36 @@ def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
     """Positions that are not stored take a bit, and 37 bytes of arrays."""
     entry = channel("logits_topk", 4, 10)
     kind = KINDS["logits_topk"]
-    most = LOGITS.maximum // 37
+    max_positions = LOGITS.maximum // 37
 
     def member(positions: int) -> bytes:
         return np.array([positions, 0], "<u4").tobytes() + bytes(-(-positions // 8))
 
-    value = kind.decode(member(most), entry)
-    assert sum(part.nbytes for part in value.parts.values()) == most * 37 <= LOGITS.maximum
+    value = kind.decode(member(max_positions), entry)
+    assert sum(part.nbytes for part in value.parts.values()) == max_positions * 37 <= LOGITS.maximum
     with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
-        kind.decode(member(most + 1), entry)
+        kind.decode(member(max_positions + 1), entry)
     with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
-        kind.encode(Logits(np.broadcast_to(np.zeros(1, int), (most + 1, 4))), entry)
+        kind.encode(Logits(np.broadcast_to(np.zeros(1, int), (max_positions + 1, 4))), entry)
     # A sample without a value gets as many zeros, where the table says the length.
-    (text,) = broken_table([channel("logits_topk", 4, 10, most + 1)])
+    (text,) = broken_table([channel("logits_topk", 4, 10, max_positions + 1)])
     assert text and f"at most {LOGITS.maximum} are read" in text
 
 
 def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
-    most = 3 * (2 * 37)
-    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(maximum=most))
+    limit = 3 * (2 * 37)
+    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(maximum=limit))
     table = [channel("logits_topk", 4, 10, name=f"c{n}", field=f"c{n}.lgt") for n in range(4)]
     member = np.array([2, 0], "<u4").tobytes() + bytes(1)
     members = {entry.field: member for entry in table}
     assert len(selection.decode_values(members, table[:3], "k")) == 3
     assert not list(selection.check_members(members, table[:3], {}))
-    with pytest.raises(SchemaError, match=f"'c3' what the sample has of logits .* {most} are read"):
+    with pytest.raises(
+        SchemaError, match=f"'c3' what the sample has of logits .* {limit} are read"
+    ):
         selection.decode_values(members, table, "k")
     ((field, text),) = selection.check_members(members, table, {})
-    assert field == "c3.lgt" and f"at most {most} are read" in text
+    assert field == "c3.lgt" and f"at most {limit} are read" in text
 
 
 def test_a_head_that_promises_more_than_memory_is_refused() -> None:
@@ -327,11 +333,11 @@ def test_no_bytes_do_more_than_be_refused(data, is_topk) -> None:
     entry = channel("logits_topk" if is_topk else "logits_sampled", 2, 10)
     head = np.array([2, 1], "<u4").tobytes() if data[:1] < b"\x80" else b""
     try:
-        found = KINDS[entry.kind].decode(head + data, entry)
+        logits = KINDS[entry.kind].decode(head + data, entry)
     except SchemaError:
         return
-    assert found.indices.shape == (len(found.known), 2)
-    assert 0 <= found.indices.min(initial=0) <= found.indices.max(initial=0) < 10
+    assert logits.indices.shape == (len(logits.known), 2)
+    assert 0 <= logits.indices.min(initial=0) <= logits.indices.max(initial=0) < 10
 
 
 @pytest.mark.parametrize(
@@ -359,5 +365,5 @@ def test_no_bytes_do_more_than_be_refused(data, is_topk) -> None:
     ],
 )
 def test_tables_that_make_no_sense_are_refused(entry, says) -> None:
-    (found,) = broken_table([entry])
-    assert found and re.search(says, found)
+    (text,) = broken_table([entry])
+    assert text and re.search(says, text)

@@ -220,7 +220,7 @@ def test_an_unknown_kind_or_law_is_refused_unless_it_is_not_selected() -> None:
     new = channel(POINTS, name="new", kind="voxels", field="new.npy")
     table = (CAMERA, channel(ARRAY), new)
     assert list(broken_table(table, known_only=True)) == []
-    assert [one.name for one in select(table, ["it", "cam"], "here")] == ["cam", "it"]
+    assert [entry.name for entry in select(table, ["it", "cam"], "here")] == ["cam", "it"]
     with pytest.raises(
         ManifestError,
         match=r"'here': channel 'new': its kind 'voxels' is unknown; known: .*leave it out",
@@ -257,17 +257,17 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "value"), VALUES, ids=lambda one: getattr(one, "kind", ""))
+@pytest.mark.parametrize(("entry", "value"), VALUES, ids=lambda value: getattr(value, "kind", ""))
 def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
     kind = KINDS[entry.kind]
     assert list(kind.broken(entry)) == []
     data = kind.encode(value, entry)
     kind.check(data, entry)
-    again = kind.decode(memoryview(data), entry)
-    np.testing.assert_equal(again, value)
+    decoded = kind.decode(memoryview(data), entry)
+    np.testing.assert_equal(decoded, value)
     if isinstance(value, np.ndarray):
-        assert again.dtype == value.dtype
-    assert kind.encode(again, entry) == data
+        assert decoded.dtype == value.dtype
+    assert kind.encode(decoded, entry) == data
 
 
 @pytest.mark.parametrize(
@@ -380,8 +380,8 @@ def test_what_is_not_a_list_of_texts_is_refused(data) -> None:
 def test_lists_of_texts_are_json_that_others_read() -> None:
     value = ["Straße", 'a "b"\n', "\u2028", ""]
     assert json.loads(KINDS["texts"].encode(value, channel({"kind": "texts"}))) == value
-    made = json.dumps(value, indent=2).encode()
-    assert KINDS["texts"].decode(memoryview(made), channel({"kind": "texts"})) == value
+    indented = json.dumps(value, indent=2).encode()
+    assert KINDS["texts"].decode(memoryview(indented), channel({"kind": "texts"})) == value
 
 
 def test_images_of_other_bits_colours_and_formats_are_refused() -> None:
@@ -416,12 +416,14 @@ def test_members_are_checked_against_the_table_and_their_cameras() -> None:
     assert (
         list(check_members({"mask.png": encoded, "note.txt": b"x"}, table, {"cam": (5, 3)})) == []
     )
-    found = dict(check_members({"mask.png": encoded, "maybe.txt": b"\xff"}, table, {"cam": (8, 4)}))
-    assert found["mask.png"] == "3 x 2 pixels; on the image of 'cam' of 8 x 4 at 1/2 it has 4 x 2"
-    assert found["note.txt"] == "channel 'note' is missing, and the table does not say optional"
-    assert "is not UTF-8" in found["maybe.txt"]
-    (only,) = check_members({"mask.png": encoded, "note.txt": b"x"}, table, {})
-    assert "the sample has no image of camera 'cam'" in only[1]
+    faults = dict(
+        check_members({"mask.png": encoded, "maybe.txt": b"\xff"}, table, {"cam": (8, 4)})
+    )
+    assert faults["mask.png"] == "3 x 2 pixels; on the image of 'cam' of 8 x 4 at 1/2 it has 4 x 2"
+    assert faults["note.txt"] == "channel 'note' is missing, and the table does not say optional"
+    assert "is not UTF-8" in faults["maybe.txt"]
+    (fault,) = check_members({"mask.png": encoded, "note.txt": b"x"}, table, {})
+    assert "the sample has no image of camera 'cam'" in fault[1]
     values = decode_values({"note.txt": b"x"}, (note, maybe), "key")
     assert values == {"note": "x", "maybe": None}
     with pytest.raises(SchemaError, match="key") as caught:
@@ -434,14 +436,14 @@ def collate(entry: Channel, values: list[Any], shape: tuple[int, ...] = ()) -> A
 
 
 def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_distinguished() -> None:
-    one = np.ones((2, 3), np.int16)
-    two = np.full((2, 3), 2, np.int16)
-    stacked = collate(channel(ARRAY), [one, None, two])
-    np.testing.assert_array_equal(stacked, np.stack([one, 0 * one, two]))
+    ones = np.ones((2, 3), np.int16)
+    twos = np.full((2, 3), 2, np.int16)
+    stacked = collate(channel(ARRAY), [ones, None, twos])
+    np.testing.assert_array_equal(stacked, np.stack([ones, 0 * ones, twos]))
     assert collate(channel(ARRAY), [None, None]).shape == (2, 2, 3)
     assert collate(channel(MASK), [None], (5, 7)).shape == (1, 5, 7)
     with pytest.raises(SchemaError, match=r"values of \[2, 3\] and \[3, 2\] cannot be stacked"):
-        collate(channel(MASK), [one, one.T])
+        collate(channel(MASK), [ones, ones.T])
     points = [np.ones((4, 3), np.float32), None]
     assert collate(channel(POINTS), points) == points
     packed = collate(channel(TOKENS), [np.array([1, 2], np.int32), None, np.array([3], np.int32)])
@@ -474,8 +476,8 @@ backwards = LawCode(lambda _, __: iter(()), lambda value, _, __: value[::-1])
 def test_packages_add_kinds_and_laws_and_cannot_replace_ours(monkeypatch) -> None:
     def installed(group: str) -> list[EntryPoint]:
         return [
-            EntryPoint(name, f"{__name__}:{what}", group)
-            for name, what in (
+            EntryPoint(name, f"{__name__}:{attribute}", group)
+            for name, attribute in (
                 ("voxels", "voxels"),
                 ("backwards", "backwards"),
                 ("image", "voxels"),

@@ -76,14 +76,14 @@ def test_index_and_tars_tell_the_same(built) -> None:
             dataset.index.row(i)
             for i in range(shard.first_sample, shard.first_sample + shard.num_samples)
         ]
-        found = [
+        tar_members = [
             (*base_plus_ext(f.name), f.offset, f.length)
             for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)
         ]
-        stated = [
+        indexed = [
             (row.key, row.offset + m.offset, m.stored_bytes) for row in rows for m in row.members
         ]
-        assert [(key, offset, length) for key, _, offset, length in found] == stated
+        assert [(key, offset, length) for key, _, offset, length in tar_members] == indexed
         assert {row.shard for row in rows} == {number}
         assert [row.offset for row in rows] == [0, *(row.offset + row.length for row in rows[:-1])]
         assert rows[-1].offset + rows[-1].length + 1024 == shard.bytes
@@ -107,8 +107,8 @@ def test_some_members_can_be_read_alone(built) -> None:
     dataset = open_dataset(root)
     row = dataset.index.row(0)
     span = dataset.shard_path(row).read_bytes()[: row.length]
-    found = read_members(row, span, "train-000000.tar", {META, "cam_back.jpg", "no such.member"})
-    assert {k: bytes(v) for k, v in found.items()} == {
+    members = read_members(row, span, "train-000000.tar", {META, "cam_back.jpg", "no such.member"})
+    assert {k: bytes(v) for k, v in members.items()} == {
         k: raw[row.key][k] for k in (META, "cam_back.jpg")
     }
 
@@ -128,9 +128,9 @@ class TestDamage:
             row = dataset.index.row(number)
             path = dataset.shard_path(row)
             good = path.read_bytes()
-            for at in rng.sample(range(row.length), 40):
+            for position in rng.sample(range(row.length), 40):
                 damaged = bytearray(good)
-                damaged[row.offset + at] ^= rng.randrange(1, 256)
+                damaged[row.offset + position] ^= rng.randrange(1, 256)
                 path.write_bytes(damaged)
                 with pytest.raises(ChecksumError) as caught:
                     read_row(dataset, number)
@@ -144,10 +144,10 @@ class TestDamage:
         row = dataset.index.row(1)
         path = dataset.shard_path(row)
         good = path.read_bytes()
-        for left in (0, 1, row.length // 2, row.length - 1):
-            path.write_bytes(good[: row.offset + left])
+        for num_bytes in (0, 1, row.length // 2, row.length - 1):
+            path.write_bytes(good[: row.offset + num_bytes])
             with pytest.raises(
-                TruncatedShardError, match=f"got {left} of {row.length} bytes"
+                TruncatedShardError, match=f"got {num_bytes} of {row.length} bytes"
             ) as caught:
                 read_row(dataset, 1)
             assert (caught.value.shard, caught.value.offset, caught.value.key) == (
@@ -162,17 +162,17 @@ class TestDamage:
     ) -> None:
         good = (copy / INDEX_FILE).read_bytes()
         rng = random.Random(5)
-        for at in rng.sample(range(len(good)), 250):
+        for position in rng.sample(range(len(good)), 250):
             damaged = bytearray(good)
-            damaged[at] ^= rng.randrange(1, 256)
+            damaged[position] ^= rng.randrange(1, 256)
             (copy / INDEX_FILE).write_bytes(damaged)
             try:
-                found = read_all(copy)
+                members = read_all(copy)
             except FuelrailError as error:
                 assert str(error)
                 continue
-            assert found.keys() == built.raw.keys()
-            assert all(found[key].items() <= built.raw[key].items() for key in found)
+            assert members.keys() == built.raw.keys()
+            assert all(members[key].items() <= built.raw[key].items() for key in members)
 
     @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE, "shards.arrow", "blocks.sha256"])
     def test_cut_files_are_found_when_opened(self, copy, name) -> None:
@@ -268,11 +268,11 @@ class TestEntries:
             codec=data.draw(st.sampled_from(["raw", "zstd", "zstd-p20"])),
         )
         try:
-            found = read_members(row._replace(members=(entry,)), span, "S")
+            members = read_members(row._replace(members=(entry,)), span, "S")
         except FuelrailError as error:
             assert f"{row.key}.{entry.name}" in str(error)
         else:
-            assert found[entry.name] == built[1][row.key][entry.name]
+            assert members[entry.name] == built[1][row.key][entry.name]
 
     def test_entries_of_two_members_mixed_up(self, opened) -> None:
         _, row, span = opened
@@ -358,5 +358,5 @@ class TestSequence:
             dataset[1]
 
     def test_it_prints_in_a_line(self, built):
-        shown = repr(open_dataset(built.root))
-        assert shown == f"Dataset(tiny at '{built.root}': 7 samples in 3 shards; train 5, val 2)"
+        text = repr(open_dataset(built.root))
+        assert text == f"Dataset(tiny at '{built.root}': 7 samples in 3 shards; train 5, val 2)"

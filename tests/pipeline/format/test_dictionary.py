@@ -59,9 +59,9 @@ def test_it_pays_for_small_members(dictionary):
 @settings(max_examples=30, deadline=None)
 def test_members_round_trip(dictionary, raw, level):
     stored = codecs.encode("zstd-dict", raw, level=level, dictionary=dictionary)
-    again = pickle.loads(pickle.dumps(dictionary))
+    unpickled = pickle.loads(pickle.dumps(dictionary))
     for size in (len(raw), None):
-        assert codecs.decode("zstd-dict", stored, size, dictionary=again) == raw
+        assert codecs.decode("zstd-dict", stored, size, dictionary=unpickled) == raw
 
 
 def test_names():
@@ -72,10 +72,11 @@ def test_names():
 
 
 def test_another_dictionary_is_recognised_by_its_id(dictionary):
-    other = train_dictionary(samples(2), 4096, 3)
-    stored = codecs.encode("zstd-dict", b"x" * 100, dictionary=other)
+    second_dictionary = train_dictionary(samples(2), 4096, 3)
+    stored = codecs.encode("zstd-dict", b"x" * 100, dictionary=second_dictionary)
     with pytest.raises(
-        CodecError, match=rf"needs the dictionary {other.id}, zstd\.dict is {dictionary.id}"
+        CodecError,
+        match=rf"needs the dictionary {second_dictionary.id}, zstd\.dict is {dictionary.id}",
     ):
         codecs.decode("zstd-dict", stored, 100, dictionary=dictionary)
     with pytest.raises(CodecError, match="stored with a dictionary, and the dataset has none"):
@@ -124,8 +125,8 @@ class TestDataset:
 
     def test_a_missing_or_another_file(self, root):
         file = root / DICTIONARY_FILE
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-1] + b"?")
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + b"?")
         with pytest.raises(
             ManifestError,
             match=r"zstd\.dict' is not the file that dataset\.json describes .* --repair",

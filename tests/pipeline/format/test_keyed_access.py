@@ -59,18 +59,18 @@ def test_any_channels_of_any_sample(built, data) -> None:
     number = data.draw(st.integers(-7, 6))
     channels = data.draw(st.none() | st.lists(st.sampled_from(ALL), unique=True))
     sample = dataset[number]
-    found = dataset.read(number, channels)
-    wanted = {
+    values = dataset.read(number, channels)
+    expected = {
         "meta": sample.meta,
         "geometry": sample.geometry,
         "boxes": sample.boxes,
         **sample.images,
         **sample.points,
     }
-    assert set(found) == {name for name in wanted if channels is None or name in channels}
+    assert set(values) == {name for name in expected if channels is None or name in channels}
     assert "cam_back" not in dataset.read(2)
     assert set(dataset.read(number, "meta")) == {"meta"}
-    for name, value in found.items():
+    for name, value in values.items():
         if name in CAMERAS:
             assert value == raw[sample.key][f"{name}.jpg"]
         elif name == LIDAR:
@@ -91,14 +91,14 @@ def test_an_unknown_channel_is_named(built) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "error", "words"),
+    ("offset", "error", "words"),
     [
         (-512, IndexFileError, r"no member 'clip-0000-000001\.cam_front\.jpg'"),
         (40, ChecksumError, r"member 'cam_front\.jpg': checksum mismatch"),
     ],
 )
 def test_damage_in_a_part_is_found_by_its_header_or_its_digest(
-    tiny_dataset, tmp_path, at, error, words
+    tiny_dataset, tmp_path, offset, error, words
 ) -> None:
     dataset = open_dataset(
         tiny_dataset({"train": (2,)}, size=(64, 48), copy_to=tmp_path / "d").root
@@ -107,7 +107,7 @@ def test_damage_in_a_part_is_found_by_its_header_or_its_digest(
     front = next(entry for entry in row.members if entry.name == "cam_front.jpg")
     path = dataset.shard_path(row)
     data = bytearray(path.read_bytes())
-    data[row.offset + front.offset + at] ^= 1
+    data[row.offset + front.offset + offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(error, match=words):
         dataset.read(1, ["cam_front"])
@@ -134,14 +134,14 @@ def test_a_damaged_key_in_the_index_is_not_a_missing_key(tiny_dataset, tmp_path)
 @pytest.mark.network
 def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
     root = tiny_dataset({"train": (4,)}, size=(640, 480)).root
-    here = open_dataset(root)
+    local = open_dataset(root)
     with FaultServer(root) as server:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         before = len(server.requests)
-        found = dataset.read(3, channels=["cam_front"])
+        values = dataset.read(3, channels=["cam_front"])
         (request,) = server.requests[before:]
-        assert found == here.read(3, ["cam_front"])
-        entry = next(entry for entry in here.index.row(3).members if entry.name == "cam_front.jpg")
+        assert values == local.read(3, ["cam_front"])
+        entry = next(entry for entry in local.index.row(3).members if entry.name == "cam_front.jpg")
         assert (request.name, request.end - request.start) == (
             "train-000000.tar",
             entry.stored_bytes + 512,
@@ -151,7 +151,7 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
         assert dataset["clip-0000-000002"].key == "clip-0000-000002"
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
         copy = pickle.loads(pickle.dumps(dataset))
-        assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, here[1].key)
+        assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, local[1].key)
 
 
 @pytest.mark.network
@@ -162,9 +162,9 @@ def test_one_request_for_a_sample_whose_tables_are_here(
     monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
     with FaultServer(root) as server:
 
-        def requested(which, **options) -> list[str]:
+        def requested(key, **options) -> list[str]:
             before = len(server.requests)
-            dataset.read(which, **options)
+            dataset.read(key, **options)
             return [request.name for request in server.requests[before:]]
 
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
@@ -271,9 +271,11 @@ def test_a_wrong_place_in_the_table_of_keys_is_not_taken(
 ) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
     monkeypatch.setattr(samples.SampleIndex, "has_row", lambda *_: False)
-    found = keys.KeyTable.find
+    find_rows = keys.KeyTable.find
     monkeypatch.setattr(
-        keys.KeyTable, "find", lambda *given: [one._replace(offset=0) for one in found(*given)]
+        keys.KeyTable,
+        "find",
+        lambda *arguments: [entry._replace(offset=0) for entry in find_rows(*arguments)],
     )
     with FaultServer(root) as server:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
@@ -318,9 +320,9 @@ def test_a_relative_path_holds_when_the_process_changes_its_folder(
 def test_what_a_notebook_shows(built) -> None:
     page = open_dataset(built[0])._repr_html_()
     assert "<td>train</td><td>7</td><td>2</td><td>2</td>" in page
-    found = re.findall(r"data:image/jpeg;base64,([^\"]+)\"><figcaption>(\w+)<", page)
-    assert [channel for _, channel in found] == list(CAMERAS)
-    for data, _ in found:
+    figures = re.findall(r"data:image/jpeg;base64,([^\"]+)\"><figcaption>(\w+)<", page)
+    assert [channel for _, channel in figures] == list(CAMERAS)
+    for data, _ in figures:
         assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)
 
 

@@ -42,7 +42,7 @@ def start(epoch, samples, *, restored=True, place=None):
     )
 
 
-def reached(epoch, samples, why="state"):
+def reach_record(epoch, samples, why="state"):
     return PlaceReached((epoch, samples), why)
 
 
@@ -52,12 +52,12 @@ def path(tmp_path):
     file = LedgerFile(tmp_path / "a.ledger")
     file.append(SETUP, start(0, 0, restored=False))
     for place in range(4, 100, 16):
-        file.append(reached(0, place))
+        file.append(reach_record(0, place))
     file.append(start(0, 52))
     file.append(
         SampleReplaced(since=(0, 52), rank=0, epoch=0, position=57, key="bad", replaced_by="good")
     )
-    file.append(reached(1, 0, "epoch"))
+    file.append(reach_record(1, 0, "epoch"))
     file.append(start(1, 0))
     return file.path
 
@@ -82,14 +82,18 @@ def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
     refused = 0
     for _ in range(num):
         kind = draw.randrange(5)
-        at = draw.randrange(len(valid))
-        number = next(number for number, end in enumerate(ends) if at < end)
+        position = draw.randrange(len(valid))
+        number = next(number for number, end in enumerate(ends) if position < end)
         if kind == 0:  # another byte
-            data = valid[:at] + bytes([valid[at] ^ draw.randrange(1, 256)]) + valid[at + 1 :]
+            data = (
+                valid[:position]
+                + bytes([valid[position] ^ draw.randrange(1, 256)])
+                + valid[position + 1 :]
+            )
         elif kind == 1:  # a byte more
-            data = valid[:at] + bytes([draw.randrange(256)]) + valid[at:]
+            data = valid[:position] + bytes([draw.randrange(256)]) + valid[position:]
         elif kind == 2:  # some bytes less
-            data = valid[:at] + valid[at + draw.randrange(1, 9) :]
+            data = valid[:position] + valid[position + draw.randrange(1, 9) :]
         elif kind == 3:  # a record less, with others behind it
             number = draw.randrange(len(lines) - 1)
             data = b"".join(lines[:number] + lines[number + 1 :])
@@ -102,26 +106,26 @@ def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
             data == valid
         ):  # a byte more that is equal to its neighbour is the same text; so is a cut of nothing
             continue
-        found = wrong_record(path, data, valid)
-        if found is None:
+        wrong = wrong_record(path, data, valid)
+        if wrong is None:
             assert kind in (2, 3), (
                 "only a cut at the end of a record is a ledger of an earlier time"
             )
             continue
         refused += 1
-        assert number - 1 <= found <= number + 1 if kind in (1, 2) else found == number
+        assert number - 1 <= wrong <= number + 1 if kind in (1, 2) else wrong == number
     assert refused > 0.98 * num
 
 
 def test_a_record_that_a_kill_has_cut_is_removed_by_the_next_run(path):
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'0123 {"record":"rea')
+    data = path.read_bytes()
+    path.write_bytes(data + b'0123 {"record":"rea')
     with pytest.raises(LedgerError, match=r"record 12 has no end: a run was killed"):
         read_ledger(path)
     assert len(read_ledger(path, open_end=True).records) == 12
-    LedgerFile(path).append(reached(1, 8))
-    assert read_ledger(path).records[-1] == reached(1, 8)
-    assert path.read_bytes().startswith(whole)
+    LedgerFile(path).append(reach_record(1, 8))
+    assert read_ledger(path).records[-1] == reach_record(1, 8)
+    assert path.read_bytes().startswith(data)
 
 
 @pytest.mark.parametrize("text", ["these are notes\nof mine\n", "hello", "[]", '{"a": 1}\n'])
@@ -134,52 +138,55 @@ def test_another_file_is_not_called_a_damaged_ledger(tmp_path, text, open_end):
 
 
 def test_two_writers_are_noticed(path):
-    one = LedgerFile(path)
-    other = LedgerFile(path)
-    one.append(reached(1, 8))
-    assert not other.is_newest()
+    first_writer = LedgerFile(path)
+    second_writer = LedgerFile(path)
+    first_writer.append(reach_record(1, 8))
+    assert not second_writer.is_newest()
     with pytest.raises(LedgerError, match="was written to by another loader"):
-        other.append(reached(1, 4))
-    one.append(reached(1, 12), in_place_of_last=True)
-    assert [one.place for one in read_ledger(path).records[-2:]] == [(1, 0), (1, 12)]
+        second_writer.append(reach_record(1, 4))
+    first_writer.append(reach_record(1, 12), in_place_of_last=True)
+    assert [first_writer.place for first_writer in read_ledger(path).records[-2:]] == [
+        (1, 0),
+        (1, 12),
+    ]
 
 
 def test_another_writer_is_noticed_by_the_last_record_and_not_by_the_size(path):
     """A state that replaces the last one is often as long."""
-    one = LedgerFile(path)
-    one.append(reached(1, 8))
-    other = LedgerFile(path)
+    first_writer = LedgerFile(path)
+    first_writer.append(reach_record(1, 8))
+    second_writer = LedgerFile(path)
     num_bytes = path.stat().st_size
-    one.append(reached(1, 9), in_place_of_last=True)
+    first_writer.append(reach_record(1, 9), in_place_of_last=True)
     assert path.stat().st_size == num_bytes
-    assert not other.is_newest()
+    assert not second_writer.is_newest()
     for is_in_place in (False, True):
         with pytest.raises(LedgerError, match="was written to by another loader"):
-            other.append(reached(1, 12), in_place_of_last=is_in_place)
-    one.append(reached(1, 12))
-    assert [one.place[1] for one in read_ledger(path).records[-2:]] == [9, 12]
+            second_writer.append(reach_record(1, 12), in_place_of_last=is_in_place)
+    first_writer.append(reach_record(1, 12))
+    assert [first_writer.place[1] for first_writer in read_ledger(path).records[-2:]] == [9, 12]
 
 
 def test_a_whole_record_in_the_place_of_a_cut_one_is_another_writers(path):
-    whole = path.read_bytes()
-    one = LedgerFile(path)
-    one.append(reached(1, 8))
-    size_of_record = path.stat().st_size - len(whole)
-    path.write_bytes(whole + b"x" * size_of_record)
-    one = LedgerFile(path)
-    other = LedgerFile(path)
-    one.append(reached(1, 8))
-    assert path.stat().st_size == len(whole) + size_of_record
+    data = path.read_bytes()
+    first_writer = LedgerFile(path)
+    first_writer.append(reach_record(1, 8))
+    size_of_record = path.stat().st_size - len(data)
+    path.write_bytes(data + b"x" * size_of_record)
+    first_writer = LedgerFile(path)
+    second_writer = LedgerFile(path)
+    first_writer.append(reach_record(1, 8))
+    assert path.stat().st_size == len(data) + size_of_record
     with pytest.raises(LedgerError, match="was written to by another loader"):
-        other.append(reached(1, 8))
-    assert read_ledger(path).records[-1] == reached(1, 8)
+        second_writer.append(reach_record(1, 8))
+    assert read_ledger(path).records[-1] == reach_record(1, 8)
 
 
 def test_a_link_is_followed_within_the_folder_and_no_file_is_made_outside(path, tmp_path):
     link = tmp_path / "link.ledger"
     link.symlink_to(path.name)
-    LedgerFile(link).append(reached(1, 8))
-    assert link.is_symlink() and read_ledger(path).records[-1] == reached(1, 8)
+    LedgerFile(link).append(reach_record(1, 8))
+    assert link.is_symlink() and read_ledger(path).records[-1] == reach_record(1, 8)
     outside = tmp_path / "outside" / "new.ledger"
     outside.parent.mkdir()
     runs = tmp_path / "runs"
@@ -218,17 +225,17 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
     file = LedgerFile(tmp_path / "a.ledger")
     digests = [BatchDigest((0, number), 0, 1, f"{number:016x}") for number in range(60_000)]
     file.append(SETUP, start(0, 0), *digests, sync=False)
-    file.append(*(reached(0, number) for number in range(3000)), sync=False)
+    file.append(*(reach_record(0, number) for number in range(3000)), sync=False)
     before_s = time.process_time()
     assert len(read_ledger(file.path).records) == 63_002
     assert time.process_time() - before_s < 5
 
 
 @pytest.mark.parametrize(
-    ("records", "what"),
+    ("records", "message"),
     [
-        ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
-        ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
+        ([reach_record(0, 4)], "record 0 is the first one, and must be a setup"),
+        ([SETUP, reach_record(0, 4)], "record 1 follows a setup, and must be a start"),
         (
             [
                 RunSetup(
@@ -239,56 +246,72 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
             "record 0 has version 2; this Fuelrail reads 1",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 4)],
+            [SETUP, start(0, 8), reach_record(0, 4)],
             r"record 2 reaches \(0, 4\), which is before the place reached last",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 12), reached(2, 0)],
+            [SETUP, start(0, 8), reach_record(0, 12), reach_record(2, 0)],
             "record 3 reaches .* more than an epoch behind",
         ),
         (
-            [SETUP, start(0, 8), reached(0, 2**62)],
+            [SETUP, start(0, 8), reach_record(0, 2**62)],
             r"record 2 is of no known form: .* at `\$.place\[1\]`",
         ),
     ],
 )
-def test_records_in_another_order_are_refused(tmp_path, records, what):
+def test_records_in_another_order_are_refused(tmp_path, records, message):
     LedgerFile(tmp_path / "a.ledger").append(*records)
-    with pytest.raises(LedgerError, match=what):
+    with pytest.raises(LedgerError, match=message):
         read_ledger(tmp_path / "a.ledger")
 
 
-def seen(*records):
-    kept, lost = seen_by_weights([SETUP, *records])
-    return [(one.start.place, one.end, one.skipped) for one in kept], [one.record for one in lost]
+def summarize_segments(*records):
+    segments, lost = seen_by_weights([SETUP, *records])
+    return [(part.start.place, part.end, part.skipped) for part in segments], [
+        part.record for part in lost
+    ]
 
 
 def test_what_the_weights_have_seen():
     first = start(0, 0, restored=False)
-    assert seen(first) == ([((0, 0), (0, 0), False)], [])
+    assert summarize_segments(first) == ([((0, 0), (0, 0), False)], [])
     # Killed after the state at 40: what came behind it is thrown away, whether it is known or not.
-    run = (first, reached(0, 40), reached(0, 80))
-    assert seen(*run, start(0, 40)) == ([((0, 0), (0, 40), False), ((0, 40), (0, 40), False)], [])
-    kept, _ = seen_by_weights([SETUP, *run, start(0, 40)])
-    assert kept[0].trained == (0, 80)
+    run = (first, reach_record(0, 40), reach_record(0, 80))
+    assert summarize_segments(*run, start(0, 40)) == (
+        [((0, 0), (0, 40), False), ((0, 40), (0, 40), False)],
+        [],
+    )
+    segments, _ = seen_by_weights([SETUP, *run, start(0, 40)])
+    assert segments[0].trained == (0, 80)
     # The mark is lost, the state is not.
-    assert seen(first, start(0, 40), reached(0, 60))[0] == [
+    assert summarize_segments(first, start(0, 40), reach_record(0, 60))[0] == [
         ((0, 0), (0, 40), False),
         ((0, 40), (0, 60), False),
     ]
     # The end of an epoch would have been noted: what was trained without this ledger is not known.
-    assert seen(first, start(5, 0))[0] == [((0, 0), (0, 0), False), ((5, 0), (5, 0), True)]
+    assert summarize_segments(first, start(5, 0))[0] == [
+        ((0, 0), (0, 0), False),
+        ((5, 0), (5, 0), True),
+    ]
     # Without a state nobody knows that a run has come there.
-    assert seen(first, reached(0, 8), start(1, 0, restored=False))[0][1] == ((1, 0), (1, 0), True)
+    assert summarize_segments(first, reach_record(0, 8), start(1, 0, restored=False))[0][1] == (
+        (1, 0),
+        (1, 0),
+        True,
+    )
     # Back behind the start of a segment: nothing of it is left.
-    assert seen(*run, start(0, 40), reached(0, 96), start(0, 20), reached(1, 4)) == (
+    assert summarize_segments(
+        *run, start(0, 40), reach_record(0, 96), start(0, 20), reach_record(1, 4)
+    ) == (
         [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)],
         [4],
     )
     # Fewer positions are left than a step takes: the next epoch comes, and nothing was skipped.
-    assert seen(first, reached(0, 98), start(0, 98, place=(1, 0)), reached(1, 8))[0] == [
+    assert summarize_segments(
+        first, reach_record(0, 98), start(0, 98, place=(1, 0)), reach_record(1, 8)
+    )[0] == [
         ((0, 0), (0, 98), False),
         ((1, 0), (1, 8), False),
     ]
-    assert seen(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
-    assert seen(*run, first, reached(0, 4)) == ([((0, 0), (0, 4), False)], [1])
+    assert summarize_segments(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
+    assert summarize_segments(*run, first, reach_record(0, 4)) == ([((0, 0), (0, 4), False)], [1])

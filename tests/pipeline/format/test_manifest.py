@@ -44,7 +44,7 @@ TOP = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y"
 
 
 def manifest(**changes: Any) -> Manifest:
-    whole = Manifest(
+    example = Manifest(
         format=FORMAT,
         version=FORMAT_VERSION,
         name="straße",
@@ -73,21 +73,21 @@ def manifest(**changes: Any) -> Manifest:
         files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
         provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
     )
-    return msgspec.structs.replace(whole, **changes)
+    return msgspec.structs.replace(example, **changes)
 
 
-def signed(**changes: Any) -> bytes:
+def sign_manifest(**changes: Any) -> bytes:
     """The file with a right fingerprint, whatever else is wrong."""
     return encode_manifest(manifest(**changes))
 
 
-GOOD = signed()
+GOOD = sign_manifest()
 
 
 def test_round_trip() -> None:
-    found = decode_manifest(GOOD, "here")
-    assert found == manifest(fingerprint=found.fingerprint, digest=found.digest)
-    assert encode_manifest(found) == GOOD
+    decoded = decode_manifest(GOOD, "here")
+    assert decoded == manifest(fingerprint=decoded.fingerprint, digest=decoded.digest)
+    assert encode_manifest(decoded) == GOOD
 
 
 def test_the_file_is_indented_json_with_a_closing_newline() -> None:
@@ -110,16 +110,16 @@ NOT_COVERED = (
 
 
 def test_fingerprint_is_what_plain_python_computes() -> None:
-    found = json.loads(
-        signed(
+    content = json.loads(
+        sign_manifest(
             files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))
         )
     )
-    stated = found["fingerprint"]
-    covered = {name: value for name, value in found.items() if name not in NOT_COVERED}
+    stated = content["fingerprint"]
+    covered = {name: value for name, value in content.items() if name not in NOT_COVERED}
     covered["files"] = [
         file
-        for file in found["files"]
+        for file in content["files"]
         if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
     ]
     canonical = json.dumps(
@@ -149,7 +149,7 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
         {"files": (*manifest().files, FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64))},
     ]
     parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
-    other: list[dict[str, Any]] = [
+    uncovered: list[dict[str, Any]] = [
         {"name": "other"},
         {"seed": 8},
         {"order_unit": "clip"},
@@ -161,21 +161,21 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
         {"digest": "f"},
         {"files": (*manifest().files, parquet)},
     ]
-    assert {name for change in covered + other for name in change} == set(
+    assert {name for change in covered + uncovered for name in change} == set(
         Manifest.__struct_fields__
     )
     assert len(
         {fingerprint(manifest())} | {fingerprint(manifest(**change)) for change in covered}
     ) == 1 + len(covered)
-    assert {fingerprint(manifest(**change)) for change in other} == {fingerprint(manifest())}
+    assert {fingerprint(manifest(**change)) for change in uncovered} == {fingerprint(manifest())}
 
 
 def test_digest_is_what_plain_python_computes() -> None:
-    found = json.loads(GOOD)
-    stated = found["digest"]
-    found["digest"] = ""
+    content = json.loads(GOOD)
+    stated = content["digest"]
+    content["digest"] = ""
     canonical = json.dumps(
-        found, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        content, sort_keys=True, separators=(",", ":"), ensure_ascii=False
     ).encode()
     assert hashlib.sha256(canonical).hexdigest() == stated
 
@@ -187,23 +187,23 @@ def test_channels_are_cameras_then_lidars_then_boxes() -> None:
     assert manifest().extra_channels == ()
 
 
-def of_file(name: str) -> bytes:
-    return signed(files=(FileEntry(name=name, bytes=1, sha256=""),))
+def sign_with_file(name: str) -> bytes:
+    return sign_manifest(files=(FileEntry(name=name, bytes=1, sha256=""),))
 
 
-def of_train(*entry: int) -> bytes:
+def sign_with_train_split(*entry: int) -> bytes:
     """First sample, samples, first shard, shards and clips of the split ``train``."""
-    return signed(splits=manifest().splits | {"train": SplitEntry(*entry)})
+    return sign_manifest(splits=manifest().splits | {"train": SplitEntry(*entry)})
 
 
-def renamed(name: str) -> bytes:
-    return signed(
+def sign_with_split_name(name: str) -> bytes:
+    return sign_manifest(
         splits={name if key == "val" else key: entry for key, entry in manifest().splits.items()}
     )
 
 
-def of_camera(name: str) -> bytes:
-    return signed(channels=(camera_channel(msgspec.structs.replace(FRONT, channel=name)),))
+def sign_with_camera(name: str) -> bytes:
+    return sign_manifest(channels=(camera_channel(msgspec.structs.replace(FRONT, channel=name)),))
 
 
 def without(name: str) -> bytes:
@@ -214,16 +214,16 @@ def without(name: str) -> bytes:
 
 ANCESTOR = Ancestor(fingerprint="0" * 64, name="", num_samples=1, made_by="", parents=())
 TWICE = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
-OTHER = "not a Fuelrail manifest"
+NOT_FUELRAIL = "not a Fuelrail manifest"
 HEAD = b'{"format": "fuelrail-dataset", "version": '
 REFUSED = [
     (b"", "is not JSON"),
     (GOOD[:-3], "is not JSON"),
     (b"\xff", "is not JSON"),
     (b"[" * 100_000, "is not JSON"),
-    (b"[]", f"{OTHER}: its format is not 'fuelrail-dataset'"),
-    (b"{}", OTHER),
-    (b'{"format": "webdataset"}', OTHER),
+    (b"[]", f"{NOT_FUELRAIL}: its format is not 'fuelrail-dataset'"),
+    (b"{}", NOT_FUELRAIL),
+    (b'{"format": "webdataset"}', NOT_FUELRAIL),
     (
         b'{"format": "fuelrail-dataset"}',
         "has format version none; this reads 1: use the Fuelrail that wrote it",
@@ -244,9 +244,9 @@ REFUSED = [
             (b'"unix"', b'"clip"'),
         )
     ),
-    (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
+    (sign_manifest(num_samples=10), "the splits hold 9 samples, stated are 10"),
     (
-        signed(
+        sign_manifest(
             splits=manifest().splits
             | {
                 "val": SplitEntry(
@@ -256,12 +256,12 @@ REFUSED = [
         ),
         "10 samples, stated are 9",
     ),
-    (of_train(1, 7, 0, 2, 2), "'train' does not continue at"),
-    (of_train(0, 7, 0, 1, 2), "'val' does not continue at"),
-    (of_train(0, 7, 0, 0, 2), "7 samples and no shard"),
-    (of_train(0, 7, 0, 8, 2), "'train' does not continue at"),
+    (sign_with_train_split(1, 7, 0, 2, 2), "'train' does not continue at"),
+    (sign_with_train_split(0, 7, 0, 1, 2), "'val' does not continue at"),
+    (sign_with_train_split(0, 7, 0, 0, 2), "7 samples and no shard"),
+    (sign_with_train_split(0, 7, 0, 8, 2), "'train' does not continue at"),
     *(
-        (of_file(name), "is not a plain file name")
+        (sign_with_file(name), "is not a plain file name")
         for name in (
             "",
             ".",
@@ -274,12 +274,12 @@ REFUSED = [
             "dataset.json",
         )
     ),
-    (of_file("a\x1b[2J"), "'a\\x1b[2J' is not a plain file name"),
-    (of_file("a" * 300), "... (300 characters)' is not a plain file name"),
-    (signed(files=2 * manifest().files), "file 'index.arrow' occurs twice"),
-    (signed(channels=TWICE), "channel 'cam_front' occurs twice"),
+    (sign_with_file("a\x1b[2J"), "'a\\x1b[2J' is not a plain file name"),
+    (sign_with_file("a" * 300), "... (300 characters)' is not a plain file name"),
+    (sign_manifest(files=2 * manifest().files), "file 'index.arrow' occurs twice"),
+    (sign_manifest(channels=TWICE), "channel 'cam_front' occurs twice"),
     *(
-        (of_camera(name), "' does not match [a-z0-9_]")
+        (sign_with_camera(name), "' does not match [a-z0-9_]")
         for name in (
             "",
             "CAM_FRONT",
@@ -289,20 +289,23 @@ REFUSED = [
             "cam_front\n",
         )
     ),
-    *((renamed(name), "' does not match") for name in ("", "Train", "1st", "../train", "train\n")),
+    *(
+        (sign_with_split_name(name), "' does not match")
+        for name in ("", "Train", "1st", "../train", "train\n")
+    ),
     (
-        signed(channels=2_000 * (camera_channel(FRONT),)),
+        sign_manifest(channels=2_000 * (camera_channel(FRONT),)),
         "`array` of length <= 1024 - at `$.channels`; bring it back",
     ),
-    (signed(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
-    (signed(provenance={"recipe": 5}), "provenance.recipe is not an object"),
-    (signed(compression={"codecs": 5}), "compression.codecs does not map"),
-    (signed(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
+    (sign_manifest(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
+    (sign_manifest(provenance={"recipe": 5}), "provenance.recipe is not an object"),
+    (sign_manifest(compression={"codecs": 5}), "compression.codecs does not map"),
+    (sign_manifest(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
     (
-        signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)),
+        sign_manifest(lineage=Lineage(ancestors=(ANCESTOR,) * 129)),
         "`array` of length <= 128 - at `$.lineage.ancestors`",
     ),
-    (signed() + b" " * (16 << 20), "more than a manifest may have"),
+    (sign_manifest() + b" " * (16 << 20), "more than a manifest may have"),
 ]
 
 
@@ -382,47 +385,55 @@ def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> No
         load_manifest(tmp_path, LAYERS)
 
 
-def named(number: int) -> str:
+def make_fingerprint(number: int) -> str:
     """A fingerprint for each number."""
     return f"{number:064x}"
 
 
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
-    one, two, three = map(named, (1, 2, 3))
-    first = manifest(name="a", fingerprint=one)
-    second = manifest(name="b", fingerprint=two)
-    both = manifest(name="ab", fingerprint=three, lineage=Lineage.from_parents([first, second]))
-    found = Lineage.from_parents([both, first])
-    assert found.parents == (three, one)
-    assert [(each.fingerprint, each.parents) for each in found.ancestors] == [
-        (three, (one, two)),
-        (one, ()),
-        (two, ()),
+    first_print, second_print, joined_print = map(make_fingerprint, (1, 2, 3))
+    first = manifest(name="a", fingerprint=first_print)
+    second = manifest(name="b", fingerprint=second_print)
+    joined = manifest(
+        name="ab", fingerprint=joined_print, lineage=Lineage.from_parents([first, second])
+    )
+    lineage = Lineage.from_parents([joined, first])
+    assert lineage.parents == (joined_print, first_print)
+    assert [(ancestor.fingerprint, ancestor.parents) for ancestor in lineage.ancestors] == [
+        (joined_print, (first_print, second_print)),
+        (first_print, ()),
+        (second_print, ()),
     ]
-    assert decode_manifest(signed(lineage=found), "here").lineage == found
+    assert decode_manifest(sign_manifest(lineage=lineage), "here").lineage == lineage
 
 
 def test_a_lineage_keeps_the_nearest_ancestors() -> None:
-    chain = [manifest(fingerprint=named(0))]
+    chain = [manifest(fingerprint=make_fingerprint(0))]
     for number in range(1, 200):
-        chain.append(manifest(fingerprint=named(number), lineage=Lineage.from_parents(chain[-1:])))
-    found = chain[-1].lineage.ancestors
-    assert [one.fingerprint for one in found] == [named(number) for number in range(198, 70, -1)]
-    decode_manifest(signed(lineage=chain[-1].lineage), "here")
+        chain.append(
+            manifest(fingerprint=make_fingerprint(number), lineage=Lineage.from_parents(chain[-1:]))
+        )
+    ancestors = chain[-1].lineage.ancestors
+    assert [ancestor.fingerprint for ancestor in ancestors] == [
+        make_fingerprint(number) for number in range(198, 70, -1)
+    ]
+    decode_manifest(sign_manifest(lineage=chain[-1].lineage), "here")
 
 
 @pytest.mark.parametrize("text", ["../../x", "", "1" * 63, "A" * 64, "1" * 64 + "\n"])
 def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
-    good = Ancestor(fingerprint=named(1), name="a", num_samples=1, made_by="x", parents=())
+    good = Ancestor(
+        fingerprint=make_fingerprint(1), name="a", num_samples=1, made_by="x", parents=()
+    )
     for lineage in (
         Lineage(parents=(text,)),
         Lineage(ancestors=(msgspec.structs.replace(good, fingerprint=text),)),
-        Lineage(ancestors=(msgspec.structs.replace(good, parents=(named(2), text)),)),
+        Lineage(ancestors=(msgspec.structs.replace(good, parents=(make_fingerprint(2), text)),)),
     ):
         with pytest.raises(
             ManifestError, match=r"`str` matching regex .*\[0-9a-f\]\{64\}.* - at `\$.lineage\."
         ):
-            decode_manifest(signed(lineage=lineage), "here")
+            decode_manifest(sign_manifest(lineage=lineage), "here")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +460,7 @@ def plain_sealed(content: dict[str, Any]) -> bytes:
         return hashlib.sha256(text.encode()).hexdigest()
 
     covered = {name: value for name, value in content.items() if name not in NOT_COVERED}
-    covered["files"] = [one for one in content["files"] if one["name"] == "index.arrow"]
+    covered["files"] = [file for file in content["files"] if file["name"] == "index.arrow"]
     content = content | {"fingerprint": digest(covered), "digest": ""}
     return json.dumps(content | {"digest": digest(content)}).encode()
 
@@ -494,7 +505,7 @@ def test_which_defaults_a_channel_and_its_law_may_state(more, law, is_taken) -> 
 
 @pytest.mark.parametrize("name", ["boxes", "meta", "geometry", "lidar_top_sweeps"])
 def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
-    other = msgspec.convert(
+    entry = msgspec.convert(
         {
             **RASTER,
             "name": name,
@@ -506,4 +517,6 @@ def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
     with pytest.raises(
         ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"
     ):
-        decode_manifest(signed(channels=(camera_channel(FRONT), lidar_channel(TOP), other)), "here")
+        decode_manifest(
+            sign_manifest(channels=(camera_channel(FRONT), lidar_channel(TOP), entry)), "here"
+        )

@@ -94,7 +94,8 @@ def test_offsets_and_length_are_those_of_the_span(key, members) -> None:
     joined = b"".join(span.pieces)
     assert span.length == len(joined)
     assert [
-        joined[at : at + len(data)] for at, data in zip(span.offsets, members.values(), strict=True)
+        joined[position : position + len(data)]
+        for position, data in zip(span.offsets, members.values(), strict=True)
     ] == list(members.values())
 
 
@@ -102,8 +103,8 @@ def test_offsets_and_length_are_those_of_the_span(key, members) -> None:
 @given(SHARDS)
 def test_pythons_tarfile_reads_every_member_with_normal_attributes(samples) -> None:
     with tarfile.open(fileobj=io.BytesIO(pack(samples)), mode="r:") as tar:
-        found = {info.name: tar.extractfile(info).read() for info in tar}
-        assert found == {
+        contents = {info.name: tar.extractfile(info).read() for info in tar}
+        assert contents == {
             f"{key}.{field}": data
             for key, members in samples.items()
             for field, data in members.items()
@@ -249,39 +250,39 @@ def frame(members: list[FoundMember]) -> list[tuple[int, int, int]]:
     return [(f.header_offset, f.offset, f.length) for f in members]
 
 
-FOUND = list(iter_members(PACKED, shard=SHARD))
-CONTENT = {at for f in FOUND for at in range(f.offset, f.offset + f.length)}
+PACKED_MEMBERS = list(iter_members(PACKED, shard=SHARD))
+CONTENT = {position for f in PACKED_MEMBERS for position in range(f.offset, f.offset + f.length)}
 # A pax record has no checksum in a tar. Damage there is another name, which the index and the span's digest tell.
 PAX_NAMES = {
-    at
-    for f in FOUND
+    position
+    for f in PACKED_MEMBERS
     if f.offset > f.header_offset + BLOCK_BYTES
-    for at in range(f.header_offset, f.offset)
+    for position in range(f.header_offset, f.offset)
 }
 
 
 @given(st.sampled_from(sorted(CONTENT)), st.integers(1, 255))
-def test_damage_in_content_leaves_the_frame_alone(at, flip) -> None:
+def test_damage_in_content_leaves_the_frame_alone(position, flip) -> None:
     damaged = bytearray(PACKED)
-    damaged[at] ^= flip
-    assert list(iter_members(damaged, shard=SHARD)) == FOUND
+    damaged[position] ^= flip
+    assert list(iter_members(damaged, shard=SHARD)) == PACKED_MEMBERS
 
 
 @pytest.mark.costly
 def test_every_damaged_byte_of_headers_and_padding_is_found() -> None:
-    for at in sorted(set(range(len(PACKED))) - CONTENT):
+    for position in sorted(set(range(len(PACKED))) - CONTENT):
         damaged = bytearray(PACKED)
-        damaged[at] ^= (0x01, 0x10, 0xFF)[at % 3]
+        damaged[position] ^= (0x01, 0x10, 0xFF)[position % 3]
         try:
-            found = list(iter_members(damaged, shard=SHARD))
+            members = list(iter_members(damaged, shard=SHARD))
         except ShardError as error:
             assert error.shard == SHARD
             assert error.offset is not None
-            assert error.offset <= at
+            assert error.offset <= position
         else:
-            assert at in PAX_NAMES
-            assert frame(found) == frame(FOUND)
-            assert [f.name for f in found] != [f.name for f in FOUND]
+            assert position in PAX_NAMES
+            assert frame(members) == frame(PACKED_MEMBERS)
+            assert [f.name for f in members] != [f.name for f in PACKED_MEMBERS]
 
 
 def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
@@ -316,5 +317,5 @@ def test_members_are_known_by_their_headers(length) -> None:
     assert not are_members(span, key="j" + key[1:], fields=fields, offsets=offsets, sizes=sizes)
     if length < 99:  # of longer names the rest is not compared
         assert not are_members(span, key=key, fields=fields[::-1], offsets=offsets, sizes=sizes)
-        for other in (key[1:], key + "k", "", "%d", "\u00e9" + key):
-            assert not are_members(span, key=other, fields=fields, offsets=offsets, sizes=sizes)
+        for wrong_key in (key[1:], key + "k", "", "%d", "\u00e9" + key):
+            assert not are_members(span, key=wrong_key, fields=fields, offsets=offsets, sizes=sizes)

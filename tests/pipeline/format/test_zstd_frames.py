@@ -48,13 +48,13 @@ def build(samples):
         entries = tuple(
             MemberEntry(
                 name=name,
-                offset=at,
+                offset=offset,
                 stored_bytes=len(content),
                 raw_bytes=len(content),
                 codec="raw",
                 xxh3=xxhash.xxh3_64_intdigest(content),
             )
-            for (name, content), at in zip(members.items(), packed.offsets, strict=True)
+            for (name, content), offset in zip(members.items(), packed.offsets, strict=True)
         )
         rows.append(
             IndexRow(
@@ -100,8 +100,10 @@ def test_arbitrary_samples_come_back_one_by_one_and_as_a_whole(samples):
         )
         assert head[first.offset :] == samples[row.key][first.name]
     tar = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
-    found = [(m.name, tar[m.offset : m.offset + m.length]) for m in iter_members(tar, shard="tar")]
-    assert found == [
+    contents = [
+        (m.name, tar[m.offset : m.offset + m.length]) for m in iter_members(tar, shard="tar")
+    ]
+    assert contents == [
         (f"{key}.{name}", data)
         for key, members in samples.items()
         for name, data in members.items()
@@ -145,9 +147,9 @@ class TestTools:
             ["zstd", "-dcq", root / SHARD], check=True, capture_output=True
         ).stdout
         with pyzstd.SeekableZstdFile(str(root / SHARD)) as file:
-            for at in (len(plain) - 700, 5000, 0):
-                file.seek(at)
-                assert file.read(600) == plain[at : at + 600]
+            for start in (len(plain) - 700, 5000, 0):
+                file.seek(start)
+                assert file.read(600) == plain[start : start + 600]
 
 
 class TestDamage:

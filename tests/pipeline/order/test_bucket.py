@@ -36,33 +36,33 @@ CASES = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="
 BUCKET = Bucket(by="tokens", bounds=BOUNDS, window=64)
 
 
-def by_the_letter(samples, values, bounds, window, size, seed, epoch):
+def bucket_plainly(samples, values, bounds, window, size, seed, epoch):
     """Section 10 of ORDER.md, in plain lists: batches of (sample, valid)."""
-    found = []
+    batches_shown = []
     waiting = {bound: [] for bound in bounds}
-    made = {bound: [] for bound in bounds}
+    full_batches = {bound: [] for bound in bounds}
     num_windows = -(-len(samples) // window)
     for number in range(num_windows):
         for sample in samples[number * window : (number + 1) * window]:
             bound = min(bound for bound in bounds if values[sample] <= bound)
             waiting[bound].append((sample, True))
             if len(waiting[bound]) == size:
-                made[bound].append(waiting[bound])
+                full_batches[bound].append(waiting[bound])
                 waiting[bound] = []
         if number == num_windows - 1:
             for bound, rest in waiting.items():
                 if rest:
-                    again = [(sample, False) for sample, _ in rest * size]
-                    made[bound].append((rest + again)[:size])
-        batches = [batch for bound in bounds for batch in made[bound]]
-        made = {bound: [] for bound in bounds}
+                    padding = [(sample, False) for sample, _ in rest * size]
+                    full_batches[bound].append((rest + padding)[:size])
+        batches = [batch for bound in bounds for batch in full_batches[bound]]
+        full_batches = {bound: [] for bound in bounds}
         places = np.arange(len(batches))
         if len(batches):
-            shown = KeyedPermutation(
+            shuffled = KeyedPermutation(
                 len(batches), derive_key("order buckets", seed, epoch, number)
             )(places)
-            found += [batches[at] for at in shown.tolist()]
-    return found
+            batches_shown += [batches[place] for place in shuffled.tolist()]
+    return batches_shown
 
 
 @settings(deadline=None, max_examples=60)
@@ -83,15 +83,17 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
     samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(
         np.arange(len(values))
     ).tolist()
-    expected = by_the_letter(
+    expected = bucket_plainly(
         samples, values=values, bounds=bounds, window=window, size=size, seed=seed, epoch=epoch
     )
-    found = order.epoch(epoch)
-    entries = found.entries(np.arange(len(found)))
+    batches = order.epoch(epoch)
+    entries = batches.entries(np.arange(len(batches)))
     pairs = list(zip(entries.samples.tolist(), entries.valid.tolist(), strict=True))
     assert pairs == [pair for batch in expected for pair in batch]
     for bucket, (sample, _) in zip(entries.flags["bucket"].tolist(), pairs, strict=True):
-        assert bucket == min(at for at, bound in enumerate(bounds) if values[sample] <= bound)
+        assert bucket == min(
+            number for number, bound in enumerate(bounds) if values[sample] <= bound
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -128,7 +130,7 @@ ORDERS = {
 """What buckets go with."""
 
 
-def ranks_of(spec, size, batch=24, **options):
+def make_ranks(spec, size, batch=24, **options):
     return [
         BatchSampler(
             DATA, spec, global_batch=batch, world=World(rank, size), entries=True, **options
@@ -143,19 +145,19 @@ def test_the_same_batches_of_one_bucket_come_on_any_ranks(name):
     if name == "model":
         values = np.searchsorted((400, 10_000, 400**2), TOKENS**2)
     for epoch in range(2):
-        alone = ranks_of(ORDERS[name], 1)[0]
+        alone = make_ranks(ORDERS[name], 1)[0]
         batches = [alone[step] for step in range(epoch * len(alone), (epoch + 1) * len(alone))]
         for size in (2, 12):
-            worlds = ranks_of(ORDERS[name], size)
+            worlds = make_ranks(ORDERS[name], size)
             for step, batch in enumerate(batches, epoch * len(alone)):
                 parts = [sampler[step] for sampler in worlds]
                 assert {len(part) for part in parts} == {24 // size}
-                found = [entry for part in parts for entry in part]
+                entries = [entry for part in parts for entry in part]
                 expected = list(batch)
                 if name == "balanced":
-                    found = sorted(found)
+                    entries = sorted(entries)
                     expected = sorted(expected)
-                assert found == expected
+                assert entries == expected
         for batch in batches:
             assert (
                 len({values[entry.row] for entry in batch})
@@ -174,7 +176,7 @@ def test_weighted_epochs_in_buckets_differ_in_length_and_are_whole():
     spec = OrderSpec(
         seed=1, bucket=BUCKET, weights=(AttributeWeights(attribute="tokens"),), epoch_length=500
     )
-    (sampler,) = ranks_of(spec, 1)
+    (sampler,) = make_ranks(spec, 1)
     lengths = []
     for _ in range(5):
         expected = len(sampler)
@@ -208,23 +210,25 @@ def stops_and_changes(spec, num_stops, seed):
     epochs = 0
     for _ in range(num_stops):
         worlds = [
-            sampler.count() for sampler in ranks_of(spec, draw.choice([1, 2, 3, 4, 6, 8, 12, 24]))
+            sampler.count() for sampler in make_ranks(spec, draw.choice([1, 2, 3, 4, 6, 8, 12, 24]))
         ]
         if state is not None:
-            for one in worlds:
-                one.load_state_dict(json.loads(state))
+            for rank_sampler in worlds:
+                rank_sampler.load_state_dict(json.loads(state))
         for number, batches in enumerate(zip(*worlds, strict=True), 1):
-            rows += [entry.row for one in batches for entry in one if entry.valid]
-            states = {json.dumps(one.state_dict()) for one in worlds}
+            for rank_batch in batches:
+                rows += [entry.row for entry in rank_batch if entry.valid]
+            states = {json.dumps(rank_sampler.state_dict()) for rank_sampler in worlds}
             assert len(states) == 1
             if number >= draw.randint(1, 12):
                 break
         (state,) = states
         epochs = json.loads(state)["epoch"]
-    (whole,) = ranks_of(spec, 1)
-    expected = [
-        entry.row for _ in range(epochs + 1) for batch in whole for entry in batch if entry.valid
-    ]
+    (undivided,) = make_ranks(spec, 1)
+    expected = []
+    for _ in range(epochs + 1):
+        for batch in undivided:
+            expected += [entry.row for entry in batch if entry.valid]
     assert rows == expected[: len(rows)]
     assert all(
         sorted(rows[NUM * epoch : NUM * (epoch + 1)]) == list(range(NUM)) for epoch in range(epochs)
@@ -238,15 +242,18 @@ def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing(num_stops):
 
 
 def test_a_copy_of_the_sampler_and_its_state():
-    (sampler,) = ranks_of(ORDERS["plain"], 1)
+    (sampler,) = make_ranks(ORDERS["plain"], 1)
     assert pickle.loads(pickle.dumps(sampler))[3] == sampler[3]
-    for other in (ranks_of(ORDERS["plain"], 1, batch=12)[0], ranks_of(ORDERS["rigs"], 1)[0]):
+    for another_sampler in (
+        make_ranks(ORDERS["plain"], 1, batch=12)[0],
+        make_ranks(ORDERS["rigs"], 1)[0],
+    ):
         with pytest.raises(StateMismatchError, match=r"global_batch|bucket"):
-            other.load_state_dict(sampler.state_dict())
+            another_sampler.load_state_dict(sampler.state_dict())
 
 
 def test_the_next_epoch_is_counted_while_this_one_is_read():
-    order = ranks_of(ORDERS["plain"], 1)[0]._rows.order
+    order = make_ranks(ORDERS["plain"], 1)[0]._rows.order
     epoch = order.epoch(0)
     epoch.entries(np.arange(len(epoch) // 2))
     assert 1 < len(order._counts[1].sums) <= order.num_windows

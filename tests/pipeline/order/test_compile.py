@@ -63,14 +63,14 @@ def attribute(dataset, name):
     return np.array(Attributes(dataset, "train").read((name,))[name].to_pylist())
 
 
-def whole(order, epoch=0):
+def read_epoch(order, epoch=0):
     return order.epoch(epoch)(np.arange(order.epoch_length))
 
 
 def test_a_plain_order_is_the_order_itself(dataset):
     order = compile_order(OrderSpec(seed=3), dataset)
     assert order.epoch_length == order.num_selected == NUM
-    assert np.array_equal(np.sort(whole(order)), np.arange(NUM))
+    assert np.array_equal(np.sort(read_epoch(order)), np.arange(NUM))
     assert order.identity == {"version": 1, "kind": "shuffled", "seed": 3}
 
 
@@ -82,9 +82,9 @@ def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
     order = compile_order(OrderSpec(**kind, filter="night and num_car >= 1"), dataset)
     expected = np.flatnonzero(attribute(dataset, "night") & (attribute(dataset, "num_car") >= 1))
     assert order.num_selected == order.epoch_length == len(expected)
-    assert np.array_equal(np.sort(whole(order, 5)), expected)
+    assert np.array_equal(np.sort(read_epoch(order, 5)), expected)
     if kind["kind"] == "sequential":
-        assert np.array_equal(whole(order), expected)
+        assert np.array_equal(read_epoch(order), expected)
 
 
 @pytest.mark.parametrize("text", ["True", "1 < 2", "not False", "night or True", "2 in (1, 2)"])
@@ -97,7 +97,7 @@ def test_a_filter_that_always_holds_selects_all(dataset, text):
     assert compile_order(OrderSpec(stages=stages), dataset).epoch_length == NUM
     spec = OrderSpec(kind="sequential", filter=text)
     table = Table(rows, spec, None, None)
-    assert whole(compile_table(spec, table, table.lengths)).tolist() == [0, 1, 2]
+    assert read_epoch(compile_table(spec, table, table.lengths)).tolist() == [0, 1, 2]
     with pytest.raises(OrderError, match="selects no sample"):
         compile_order(OrderSpec(filter=f"not ({text})"), dataset)
 
@@ -109,20 +109,20 @@ def test_the_index_is_among_the_attributes(dataset):
     )
     clips = np.array(dataset.index.texts("clip_id").to_pylist())
     assert np.array_equal(
-        whole(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007"))
+        read_epoch(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007"))
     )
 
 
 @pytest.mark.parametrize("name", ["keys.txt", "keys.csv"])
 def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
-    known = dataset.index.texts("key").to_pylist()
-    keys = [known[i] for i in (50, 3, 3, 77, 20)]
+    index_keys = dataset.index.texts("key").to_pylist()
+    keys = [index_keys[i] for i in (50, 3, 3, 77, 20)]
     if name == "keys.csv":
         csv.write_csv(pa.table({"key": keys, "note": keys}), tmp_path / name)
     else:
         (tmp_path / name).write_text("# hand-picked\n\n" + "\n".join(f"  {key} " for key in keys))
     order = compile_order(OrderSpec(kind="sequential", subset=str(tmp_path / name)), dataset)
-    assert whole(order).tolist() == [3, 20, 50, 77]
+    assert read_epoch(order).tolist() == [3, 20, 50, 77]
     assert str(tmp_path) not in str(order.identity)
 
 
@@ -133,18 +133,20 @@ def test_class_balance_has_its_own_epoch_length(dataset):
     held = (attribute(dataset, "num_car") > 0).sum() + (attribute(dataset, "num_bus") > 0).sum()
     assert order.epoch_length == held // 2 * 2
     buses = attribute(dataset, "num_bus") > 0
-    assert buses[whole(order)].sum() >= order.epoch_length // 2 - 1
+    assert buses[read_epoch(order)].sum() >= order.epoch_length // 2 - 1
 
 
 def test_equal_weights_change_nothing_but_the_epoch_length(dataset):
     order = compile_order(
         OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)), dataset
     )
-    assert np.array_equal(whole(order), whole(compile_order(OrderSpec(), dataset)))
+    assert np.array_equal(read_epoch(order), read_epoch(compile_order(OrderSpec(), dataset)))
     twice = compile_order(
         OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM), dataset
     )
-    assert set(whole(twice).tolist()) == set(np.flatnonzero(attribute(dataset, "night")).tolist())
+    assert set(read_epoch(twice).tolist()) == set(
+        np.flatnonzero(attribute(dataset, "night")).tolist()
+    )
 
 
 MIX = Mix(attribute="night", ratios={"true": 3, "false": 1})
@@ -156,11 +158,11 @@ def test_a_mix_has_exact_shares_in_every_block(dataset, kind):
     chosen = attribute(dataset, "num_car") > 0
     night = attribute(dataset, "night")
     for epoch in range(3):
-        samples = whole(order, epoch)
+        samples = read_epoch(order, epoch)
         assert (night[samples.reshape(-1, 4)].sum(axis=1) == 3).all()
         assert set(samples.tolist()) == set(np.flatnonzero(chosen).tolist())
     assert np.array_equal(order.selected(), np.flatnonzero(chosen))
-    totals = sum(np.bincount(whole(order, epoch), minlength=NUM) for epoch in range(40))
+    totals = sum(np.bincount(read_epoch(order, epoch), minlength=NUM) for epoch in range(40))
     of_value = np.bincount(night[chosen], minlength=2)
     shares = order.epoch_length * np.array([1, 3]) / 4 / of_value
     assert np.abs(totals[chosen] / 40 - shares[night[chosen].astype(int)]).max() < 0.2
@@ -174,17 +176,17 @@ def test_a_mix_of_one_value_and_weights_within_the_parts(dataset):
     order = compile_order(OrderSpec(mix=MIX, weights=(heavy,), epoch_length=400), dataset)
     assert order.epoch_length == 400
     cars = attribute(dataset, "num_car")
-    assert (cars[whole(order)] > 0).all()
-    totals = sum(np.bincount(whole(order, epoch), minlength=NUM) for epoch in range(40))
+    assert (cars[read_epoch(order)] > 0).all()
+    totals = sum(np.bincount(read_epoch(order, epoch), minlength=NUM) for epoch in range(40))
     assert np.abs(totals[nights] / 40 - 300 * cars[nights] / cars[nights].sum()).max() < 0.3
 
 
 def test_compositions_are_those_of_every_release(by_clip):
     # Saved training states rely on these, as on the values in test_permutation.py.
     mixed = compile_order(OrderSpec(seed=7, filter="num_car > 0", mix=MIX), by_clip)
-    assert whole(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
+    assert read_epoch(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
     spec = OrderSpec(kind="windowed", window=2, seed=7, filter="num_car > 0", weights=(NIGHT,))
-    assert whole(compile_order(spec, by_clip), 1)[:12].tolist() == [
+    assert read_epoch(compile_order(spec, by_clip), 1)[:12].tolist() == [
         71,
         64,
         70,
@@ -203,7 +205,7 @@ def test_compositions_are_those_of_every_release(by_clip):
 def test_windows_that_drop_leave_out_clip_starts(dataset):
     window = FrameWindow(frames=(-2, -1, 0), stride=2, pad="drop")
     order = compile_order(OrderSpec(kind="sequential"), dataset, window=window)
-    assert np.array_equal(whole(order), np.flatnonzero(dataset.index.column("frame") >= 4))
+    assert np.array_equal(read_epoch(order), np.flatnonzero(dataset.index.column("frame") >= 4))
     masked = FrameWindow(frames=(-2, -1, 0), stride=2, pad="mask")
     assert compile_order(OrderSpec(), dataset, window=masked).epoch_length == NUM
 
@@ -252,10 +254,10 @@ SPECS = [
     st.integers(0, 60),
 )
 def test_any_composition_resumes_anywhere_in_any_world(
-    by_frame, spec, size, other, factor, num_steps
+    by_frame, spec, size, second_size, factor, num_steps
 ):
     order = compile_order(spec, by_frame)
-    global_batch = size * other * factor
+    global_batch = size * second_size * factor
     plan = Batching(order.epoch_length, global_batch, World(), drop_last=False)
     number, step = Walk(Cursor(), plan).place(num_steps)
     cursor = Cursor(number, plan.consumed(step))
@@ -268,8 +270,8 @@ def test_any_composition_resumes_anywhere_in_any_world(
         ]
         return np.concatenate([epoch(cursor.rest(rank).positions(0)) for rank in ranks]).tolist()
 
-    expected = whole(order, cursor.epoch)[cursor.rest(plan).positions(0)].tolist()
-    assert batch(1) == batch(size) == batch(other) == expected
+    expected = read_epoch(order, cursor.epoch)[cursor.rest(plan).positions(0)].tolist()
+    assert batch(1) == batch(size) == batch(second_size) == expected
 
 
 def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
@@ -280,9 +282,9 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         (tmp_path / name).write_text(f"key,weight\n{keys[0]},{weight}\n")
 
     def identity(global_batch=None, **fields):
-        made = compile_order(OrderSpec(**fields), dataset, global_batch=global_batch)
-        encoded = msgspec.json.encode(made.identity)
-        assert msgspec.json.decode(encoded) == made.identity
+        order = compile_order(OrderSpec(**fields), dataset, global_batch=global_batch)
+        encoded = msgspec.json.encode(order.identity)
+        assert msgspec.json.decode(encoded) == order.identity
         return encoded
 
     subsets = [{"subset": str(tmp_path / name)} for name in ("a.txt", "b.txt")]
@@ -317,7 +319,7 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         identity(weights=(FileWeights(file=str(tmp_path / name)),)) for name in ("a.csv", "c.csv")
     ]
     assert same[0] == same[1]
-    assert not any(str(tmp_path).encode() in each for each in different)
+    assert not any(str(tmp_path).encode() in identity_bytes for identity_bytes in different)
 
 
 @pytest.mark.parametrize(
@@ -363,14 +365,14 @@ def test_a_subset_outside_of_the_filter_leaves_nothing(by_clip, tmp_path):
 
 
 def test_unknown_keys_are_counted_and_named(tmp_path):
-    known = pa.chunked_array([["a", "b"], ["c"]])
+    index_keys = pa.chunked_array([["a", "b"], ["c"]])
     (tmp_path / "keys.txt").write_text("a\nx\ny\n")
     with pytest.raises(
         OrderError, match="names 2 of 3 keys that are not in the split, such as 'x'"
     ):
-        read_keys(str(tmp_path / "keys.txt"), known)
+        read_keys(str(tmp_path / "keys.txt"), index_keys)
     (tmp_path / "keys.txt").write_text("# nothing\n")
-    assert read_keys(str(tmp_path / "keys.txt"), known).tolist() == []
+    assert read_keys(str(tmp_path / "keys.txt"), index_keys).tolist() == []
 
 
 def test_attributes_that_do_not_fit_the_index_are_refused(tmp_path):
@@ -401,10 +403,10 @@ def test_all_orders_answer_one_protocol(dataset, spec, shape):
     epoch = order.epoch(1)
     positions = np.random.default_rng(shape).integers(0, len(epoch), shape)
     entries = epoch.entries(positions)
-    whole = epoch.entries(np.arange(len(epoch)))
-    for name in whole.flags:
-        assert np.array_equal(entries.flags[name], whole.flags[name][positions])
-    for part, whole_part in zip(entries[:3], whole[:3], strict=True):
+    all_entries = epoch.entries(np.arange(len(epoch)))
+    for name in all_entries.flags:
+        assert np.array_equal(entries.flags[name], all_entries.flags[name][positions])
+    for part, whole_part in zip(entries[:3], all_entries[:3], strict=True):
         assert np.array_equal(part, whole_part[positions])
     assert len(epoch) == order.epoch_length
     assert [column.dtype for column in entries[:3]] == [np.int64, np.int64, bool]

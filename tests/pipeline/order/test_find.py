@@ -61,19 +61,20 @@ def rows(data, spec, blocks=None, mix=None, global_batch=4):
 
 def check(order, epoch, sizes):
     """Compare `find` with a search, for all samples of all parts at once and for some twice."""
-    shown = order.epoch(epoch)
-    entries = shown.entries(np.arange(len(shown)))
+    plan = order.epoch(epoch)
+    entries = plan.entries(np.arange(len(plan)))
     for part, size in enumerate(sizes):
-        asked = np.append(np.arange(size), np.arange(size)[::-7])
-        which, positions = shown.find(asked, part)
+        samples = np.append(np.arange(size), np.arange(size)[::-7])
+        indices, positions = plan.find(samples, part)
         expected = [
-            np.flatnonzero((entries.samples == one) & (entries.parts == part)) for one in asked
+            np.flatnonzero((entries.samples == sample) & (entries.parts == part))
+            for sample in samples
         ]
         assert np.array_equal(
-            which, np.repeat(np.arange(len(asked)), [len(one) for one in expected])
+            indices, np.repeat(np.arange(len(samples)), [len(places) for places in expected])
         )
         assert np.array_equal(positions, np.concatenate(expected))
-        assert len(shown.find([], part).indices) == 0
+        assert len(plan.find([], part).indices) == 0
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -136,10 +137,10 @@ def test_a_sample_that_does_not_exist_is_refused():
 def test_find_of_a_hundred_million_rows_gives_back_the_sample(spec, blocks, mix):
     num = 10**8
     data = num if mix is None else {"a": num, "b": num // 3}
-    shown = rows(data, spec, blocks, mix).epoch(5)
-    wanted = np.random.default_rng(0).integers(0, len(shown), 20)
-    parts, samples, _, _ = shown.entries(wanted)
+    plan = rows(data, spec, blocks, mix).epoch(5)
+    drawn = np.random.default_rng(0).integers(0, len(plan), 20)
+    parts, samples, _, _ = plan.entries(drawn)
     for part, sample, position in zip(
-        parts.tolist(), samples.tolist(), wanted.tolist(), strict=True
+        parts.tolist(), samples.tolist(), drawn.tolist(), strict=True
     ):
-        assert position in shown.find([sample], part).positions
+        assert position in plan.find([sample], part).positions

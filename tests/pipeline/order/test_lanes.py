@@ -51,7 +51,9 @@ def test_a_selection_cuts_clips_where_it_leaves_frames_out(lengths, data):
         if exists:
             assert (clips[now], frames[now]) == (clips[before], frames[before] + 1)
     chosen = set(selected.tolist())
-    place = {pair: at for at, pair in enumerate(zip(clips.tolist(), frames.tolist(), strict=True))}
+    place = {
+        pair: row for row, pair in enumerate(zip(clips.tolist(), frames.tolist(), strict=True))
+    }
     has_previous = [place.get((clips[s], frames[s] - 1)) in chosen for s in samples.tolist()]
     assert prev_exists.tolist() == has_previous
 

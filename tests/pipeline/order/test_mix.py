@@ -75,14 +75,14 @@ def test_identity_holds_ratios_and_all_parts():
 RATIOS = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
 
 
-def stages_of(ratios, lengths, ramps):
+def make_stages(ratios, lengths, ramps):
     """Stages of some numbers of blocks; and the block."""
-    named = [dict(zip("abc", each, strict=True)) for each in ratios]
-    block = int(np.lcm.reduce([sum(each) for each in ratios]))
+    named = [dict(zip("abc", shares, strict=True)) for shares in ratios]
+    block = int(np.lcm.reduce([sum(shares) for shares in ratios]))
     ends = [block * int(end) for end in np.cumsum(lengths)]
     stages = [
-        MixStage(ratios=one, until=end, ramp=r)
-        for one, end, r in zip(named, ends, ramps, strict=False)
+        MixStage(ratios=stage_ratios, until=end, ramp=r)
+        for stage_ratios, end, r in zip(named, ends, ramps, strict=False)
     ]
     return [*stages, MixStage(ratios=named[-1])], block
 
@@ -95,15 +95,18 @@ def stages_of(ratios, lengths, ramps):
 def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, lengths, ramps):
     lengths = lengths[: len(ratios) - 1]
     ramps = ramps[: len(ratios) - 1]
-    stages, block = stages_of(ratios, lengths, ramps)
+    stages, block = make_stages(ratios, lengths, ramps)
     assume(block <= MAX_BLOCK)
     before, counts = MixSchedule(stages, "abc").blocks(np.arange(sum(lengths) + 20))
     assert (counts >= 0).all()
     assert (counts.sum(axis=1) == block).all()
     assert (before[0] == 0).all()
     assert (np.diff(before, axis=0) == counts[:-1]).all()
-    shares = [[Fraction(ratio * block, sum(each)) for ratio in each] for each in ratios]
-    at = 0
+    shares = [
+        [Fraction(ratio * block, sum(stage_ratios)) for ratio in stage_ratios]
+        for stage_ratios in ratios
+    ]
+    first_block = 0
     for number, length in enumerate([*lengths, 20]):
         old = shares[number]
         new = shares[min(number + 1, len(shares) - 1)]
@@ -111,9 +114,9 @@ def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, le
         for step in range(length):
             for part, (a, b) in enumerate(zip(old, new, strict=True)):
                 exact = a * step + (Fraction((b - a) * step * step, 2 * length) if is_ramp else 0)
-                off = abs(int(before[at + step, part] - before[at, part]) - exact)
+                off = abs(int(before[first_block + step, part] - before[first_block, part]) - exact)
                 assert off < 2 if is_ramp else off == 0
-        at += length
+        first_block += length
 
 
 def test_two_datasets_are_less_than_one_sample_off_a_ramp():
@@ -137,44 +140,45 @@ def make_staged(stages, sizes=(50, 70, 40), **options):
         stages,
         OrderSpec(**options),
         data,
-        lambda _, name, own, __: CompiledOrder(own, {}, [data[name]]),
+        lambda _, name, dataset_spec, __: CompiledOrder(dataset_spec, {}, [data[name]]),
     )
 
 
 def test_each_dataset_continues_through_the_stages_of_a_schedule():
     """Whatever the ratios, the samples of a dataset are its own epochs, one after the other."""
-    stages, block = stages_of([(5, 1, 0), (1, 1, 1), (0, 2, 1)], (9, 4), (True, True))
+    stages, block = make_stages([(5, 1, 0), (1, 1, 1), (0, 2, 1)], (9, 4), (True, True))
     mix = make_staged(stages, seed=4)
     assert (block, mix.epoch_length) == (6, 20 * 6), (
         "the last stage's ratios decide an epoch's length"
     )
     entries = [mix.epoch(epoch).entries(np.arange(mix.epoch_length)) for epoch in range(3)]
     parts, samples = (
-        np.concatenate([getattr(one, name) for one in entries]) for name in ("parts", "samples")
+        np.concatenate([getattr(epoch_entries, name) for epoch_entries in entries])
+        for name in ("parts", "samples")
     )
     _, counts = mix.schedule.blocks(np.arange(3 * 20))
     for part, order in enumerate(mix.orders):
-        taken = samples[parts == part]
-        own = np.concatenate([order.epoch(e)(np.arange(order.epoch_length)) for e in range(10)])
-        assert taken.tolist() == own[: len(taken)].tolist()
+        mixed = samples[parts == part]
+        alone = np.concatenate([order.epoch(e)(np.arange(order.epoch_length)) for e in range(10)])
+        assert mixed.tolist() == alone[: len(mixed)].tolist()
         assert (parts.reshape(-1, block) == part).sum(axis=1).tolist() == counts[:, part].tolist()
-    one = mix.epoch(1).entries(np.array([30]))
-    assert (one.parts[0], one.samples[0]) == (entries[1].parts[30], entries[1].samples[30])
+    entry = mix.epoch(1).entries(np.array([30]))
+    assert (entry.parts[0], entry.samples[0]) == (entries[1].parts[30], entries[1].samples[30])
 
 
 def test_a_schedule_of_one_stage_is_a_plain_mix():
     plain = make_staged({"a": 3, "b": 1, "c": 2})
     staged = make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})])
     for name in ("parts", "samples"):
-        both = [
+        columns = [
             getattr(mix.epoch(2).entries(np.arange(mix.epoch_length)), name).tolist()
             for mix in (plain, staged)
         ]
-        assert both[0] == both[1]
+        assert columns[0] == columns[1]
 
 
 def test_a_state_names_the_stages():
-    stages, _ = stages_of([(5, 1, 0), (1, 1, 1)], (9,), (True,))
+    stages, _ = make_stages([(5, 1, 0), (1, 1, 1)], (9,), (True,))
     assert make_staged(stages).identity["mix"] == [
         {"ratios": {"a": 5, "b": 1, "c": 0}, "until": 54, "ramp": True},
         {"ratios": {"a": 1, "b": 1, "c": 1}, "until": None, "ramp": False},

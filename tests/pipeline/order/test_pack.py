@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import random
@@ -37,17 +38,17 @@ PACK = Pack(budget=1024, cost="tokens", window=100)
 VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="utf-8"))
 
 
-def by_the_letter(costs, budget, most=None):
+def pack_plainly(costs, budget, max_samples=None):
     """Section 10 of ORDER.md, in plain lists."""
-    most = len(costs) if most is None else most
-    packs = [[] for _ in range(max(-(-sum(costs) // budget), -(-len(costs) // most)))]
-    for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
-        open_packs = [pack for pack in packs if len(pack) < most]
+    max_samples = len(costs) if max_samples is None else max_samples
+    packs = [[] for _ in range(max(-(-sum(costs) // budget), -(-len(costs) // max_samples)))]
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        open_packs = [pack for pack in packs if len(pack) < max_samples]
         emptiest = min(open_packs, key=lambda pack: sum(costs[i] for i in pack), default=None)
-        if emptiest is None or sum(costs[i] for i in emptiest) + costs[at] > budget:
+        if emptiest is None or sum(costs[i] for i in emptiest) + costs[row] > budget:
             emptiest = []
             packs.append(emptiest)
-        emptiest.append(at)
+        emptiest.append(row)
     return [sorted(pack) for pack in packs]
 
 
@@ -64,11 +65,11 @@ def dealt_by_the_letter(costs, num_groups):
 def test_a_window_is_packed_by_the_letter(data):
     budget = data.draw(st.integers(1, 60))
     costs = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=40))
-    most = data.draw(st.none() | st.integers(1, 6))
-    packs, num = pack_window(np.array(costs), budget, most)
-    expected = by_the_letter(costs, budget, most)
+    max_samples = data.draw(st.none() | st.integers(1, 6))
+    packs, num = pack_window(np.array(costs), budget, max_samples)
+    expected = pack_plainly(costs, budget, max_samples)
     assert [np.flatnonzero(packs == pack).tolist() for pack in range(num)] == expected
-    assert all(0 < sum(costs[at] for at in pack) <= budget for pack in expected)
+    assert all(0 < sum(costs[row] for row in pack) <= budget for pack in expected)
 
 
 @given(
@@ -81,24 +82,24 @@ def test_a_batch_is_dealt_by_the_letter(costs, num_groups, repeats):
     assert deal(np.array(costs), num_groups).tolist() == dealt_by_the_letter(costs, num_groups)
 
 
-def on_ranks(sampler, ranks):
+def split_by_rank(sampler, ranks):
     """The sampler of each rank of a world, all with one compiled order."""
-    found = [copy.copy(sampler) for _ in range(ranks)]
-    for rank, one in enumerate(found):
-        one._batching = replace(sampler._batching, world=World(rank, ranks))
-    return found
+    samplers = [copy.copy(sampler) for _ in range(ranks)]
+    for rank, rank_sampler in enumerate(samplers):
+        rank_sampler._batching = replace(sampler._batching, world=World(rank, ranks))
+    return samplers
 
 
-def packs_of(sampler, steps):
+def read_packs(sampler, steps):
     """The packs of a rank's batches, as lists of entries."""
-    found = []
+    packs_by_step = []
     for step in steps:
         batch = sampler[step]
         packs = {}
         for entry in batch:
             packs.setdefault(entry.pack, []).append(entry)
-        found.append([packs[number] for number in sorted(packs)])
-    return found
+        packs_by_step.append([packs[number] for number in sorted(packs)])
+    return packs_by_step
 
 
 def test_no_positions_have_no_samples():
@@ -115,14 +116,14 @@ def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
         for window in range(-(-NUM // 100)):
             positions = np.arange(100 * window, min(100 * (window + 1), NUM))
             samples = position_map(OrderSpec(seed=11), [NUM], epoch)(positions)
-            packs = by_the_letter(TOKENS[samples].tolist(), 1024)
-            shown = KeyedPermutation(len(packs), derive_key("order packs", 11, epoch, window))(
+            packs = pack_plainly(TOKENS[samples].tolist(), 1024)
+            places = KeyedPermutation(len(packs), derive_key("order packs", 11, epoch, window))(
                 np.arange(len(packs))
             )
-            expected += [samples[packs[pack]].tolist() for pack in shown.tolist()]
-        found = list(sampler)
-        assert found == expected
-        assert sorted(row for pack in found for row in pack) == list(range(NUM))
+            expected += [samples[packs[pack]].tolist() for pack in places.tolist()]
+        drawn_packs = list(sampler)
+        assert drawn_packs == expected
+        assert sorted(row for pack in drawn_packs for row in pack) == list(range(NUM))
 
 
 @pytest.mark.parametrize("case", VECTORS["packs"], ids=lambda case: case["name"])
@@ -192,16 +193,21 @@ ORDERS = {
 def test_the_same_packs_come_on_any_ranks(name, drop_last):
     alone = BatchSampler(DATA, ORDERS[name], global_batch=64, drop_last=drop_last, entries=True)
     for step in (0, len(alone) - 1, len(alone)):
-        found = []
+        by_ranks = []
         for ranks in (1, 4, 64):
-            of_ranks = [packs_of(sampler, [step])[0] for sampler in on_ranks(alone, ranks)]
-            assert {len(one) for one in of_ranks} == ({64 // ranks} if name != "samples" else {1})
-            found.append([[entry.row for entry in pack] for one in of_ranks for pack in one])
+            packs_by_rank = [
+                read_packs(sampler, [step])[0] for sampler in split_by_rank(alone, ranks)
+            ]
+            assert {len(rank_packs) for rank_packs in packs_by_rank} == (
+                {64 // ranks} if name != "samples" else {1}
+            )
+            all_packs = itertools.chain.from_iterable(packs_by_rank)
+            by_ranks.append([[entry.row for entry in pack] for pack in all_packs])
         if name == "samples":
-            found = [sorted(row for rows in packs for row in rows) for packs in found]
+            by_ranks = [sorted(row for rows in packs for row in rows) for packs in by_ranks]
         elif name == "balanced":
-            found = [sorted(packs) for packs in found]
-        assert found[0] == found[1] == found[2]
+            by_ranks = [sorted(packs) for packs in by_ranks]
+        assert by_ranks[0] == by_ranks[1] == by_ranks[2]
 
 
 def test_threads_read_the_same_packs_at_once():
@@ -212,8 +218,8 @@ def test_threads_read_the_same_packs_at_once():
     ] * 2
     random.Random(0).shuffle(places)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda place: order.epoch(place[0])([place[1]]).tolist(), places))
-    assert found == [expected.epoch(epoch)([position]).tolist() for epoch, position in places]
+        packs = list(pool.map(lambda place: order.epoch(place[0])([place[1]]).tolist(), places))
+    assert packs == [expected.epoch(epoch)([position]).tolist() for epoch, position in places]
 
 
 @pytest.mark.parametrize("spec", [ORDERS["plain"], ORDERS["balanced"]])
@@ -238,7 +244,7 @@ def test_the_packs_of_a_mix_of_datasets():
     )
     costs = np.concatenate([TOKENS, TOKENS[:150] + 300])
     rows = []
-    for packs in packs_of(sampler, range(len(sampler))):
+    for packs in read_packs(sampler, range(len(sampler))):
         assert all(costs[[entry.row for entry in pack]].sum() <= 2048 for pack in packs)
         rows += [entry.row for pack in packs for entry in pack if entry.valid]
     counts = np.bincount(rows, minlength=NUM + 150)
@@ -256,7 +262,10 @@ def test_fill_and_balance_of_the_lengths_of_a_text_model():
     packed = OrderSpec(pack=Pack(budget=8192, cost="c"), balance=Balance(cost="c"))
     for spec, batch in ((packed, 64), (OrderSpec(balance=Balance(cost="c")), 1024)):
         sampler = BatchSampler({"c": lengths}, spec, global_batch=batch)
-        loads = [[lengths[one[step]].sum() for one in on_ranks(sampler, 64)] for step in range(4)]
+        loads = [
+            [lengths[rank_sampler[step]].sum() for rank_sampler in split_by_rank(sampler, 64)]
+            for step in range(4)
+        ]
         assert (np.max(loads, 1) / np.mean(loads, 1)).mean() <= 1.05
 
 
@@ -268,7 +277,7 @@ def test_balance_cannot_help_where_one_sample_fills_a_pack():
     dearest = {}
     for packs_a_rank in (1, 4):
         sampler = BatchSampler({"tokens": lengths}, spec, global_batch=8 * packs_a_rank)
-        ranks = on_ranks(sampler, 8)
+        ranks = split_by_rank(sampler, 8)
         costs = [
             [sum(1200 * n + n * n for n in lengths[rank[step]].tolist()) for rank in ranks]
             for step in range(len(sampler))
@@ -308,15 +317,19 @@ def stops_and_changes(spec, num_stops, seed):
             if state is not None:
                 counted[-1].load_state_dict(json.loads(state))
         for number, batches in enumerate(zip(*counted, strict=True), 1):
-            rows += [entry.row for one in batches for entry in one if entry.valid]
-            states = [json.dumps(one.state_dict()) for one in counted]
+            for rank_batch in batches:
+                rows += [entry.row for entry in rank_batch if entry.valid]
+            states = [json.dumps(rank_sampler.state_dict()) for rank_sampler in counted]
             assert len(set(states)) == 1
             if number >= draw.randint(1, 8):
                 break
         state = states[0]
         epochs = json.loads(state)["epoch"]
-    whole = BatchSampler(DATA, spec, global_batch=1, drop_last=False)
-    expected = [row for _ in range(epochs + 1) for batch in whole for row in batch]
+    undivided = BatchSampler(DATA, spec, global_batch=1, drop_last=False)
+    expected = []
+    for _ in range(epochs + 1):
+        for batch in undivided:
+            expected += batch
     if spec.balance is None:
         assert rows == expected[: len(rows)]
     for epoch in range(epochs):
@@ -330,38 +343,38 @@ def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing(name, num_stops)
     stops_and_changes(ORDERS[name], num_stops, seed=3)
 
 
-FEW = {"n": np.random.default_rng(0).integers(1, 60, 40)}
-FEW_SPEC = OrderSpec(pack=Pack(60, "n", window=7))
-FEW_LENGTHS = [26, 25, 25, 25, 25, 24, 27, 25, 26, 25, 25, 26]
+SHORT_DATA = {"n": np.random.default_rng(0).integers(1, 60, 40)}
+SHORT_SPEC = OrderSpec(pack=Pack(60, "n", window=7))
+SHORT_LENGTHS = [26, 25, 25, 25, 25, 24, 27, 25, 26, 25, 25, 26]
 
 
 def test_an_epoch_with_fewer_packs_than_the_batch_is_passed_over():
-    whole = BatchSampler(FEW, FEW_SPEC, global_batch=26)
-    order = whole._rows.order
-    assert [order.length(epoch) for epoch in range(12)] == FEW_LENGTHS
+    undivided = BatchSampler(SHORT_DATA, SHORT_SPEC, global_batch=26)
+    order = undivided._rows.order
+    assert [order.length(epoch) for epoch in range(12)] == SHORT_LENGTHS
     epochs = [0, 6, 8, 11]
     expected = [
         [row for pack in range(26) for row in order.epoch(epoch)([pack]).tolist()]
         for epoch in epochs
     ]
-    iterated = [(len(whole), list(whole)) for _ in epochs]
+    iterated = [(len(undivided), list(undivided)) for _ in epochs]
     assert iterated == [(1, [batch]) for batch in expected]
-    assert [whole[step] for step in range(4)] == expected
+    assert [undivided[step] for step in range(4)] == expected
     for ranks in (1, 2, 13):
-        by_rank = on_ranks(BatchSampler(FEW, FEW_SPEC, global_batch=26), ranks)
+        by_rank = split_by_rank(BatchSampler(SHORT_DATA, SHORT_SPEC, global_batch=26), ranks)
         loaders = [sampler.count() for sampler in by_rank]
         for step, batch in enumerate(expected):
             assert [row for loader in loaders for rows in loader for row in rows] == batch
             states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
             assert all(state == states[0] for state in states)
-            resumed = BatchSampler(FEW, FEW_SPEC, global_batch=26)
+            resumed = BatchSampler(SHORT_DATA, SHORT_SPEC, global_batch=26)
             resumed.load_state_dict(states[0])
             assert step == 3 or list(resumed) == [expected[step + 1]]
 
 
 def test_a_ledger_counts_the_steps_of_a_run_that_passes_over_epochs(tmp_path):
     path = tmp_path / "run.ledger"
-    loader = BatchSampler(FEW, FEW_SPEC, global_batch=26, ledger=path).count()
+    loader = BatchSampler(SHORT_DATA, SHORT_SPEC, global_batch=26, ledger=path).count()
     for _ in range(3):
         assert len(list(loader)) == 1
     history = RunHistory(path)
@@ -372,7 +385,7 @@ def test_a_ledger_counts_the_steps_of_a_run_that_passes_over_epochs(tmp_path):
 
 def test_a_run_without_any_further_full_batch_ends_with_an_error(monkeypatch):
     monkeypatch.setattr(batching, "MAX_EMPTY_EPOCHS", 4)
-    sampler = BatchSampler(FEW, FEW_SPEC, global_batch=26)
+    sampler = BatchSampler(SHORT_DATA, SHORT_SPEC, global_batch=26)
     assert len(list(sampler)) == 1
     words = (
         r"none of the epochs [12] \.\. [45] has a full global batch of 26 packs, the last one has"
@@ -391,18 +404,20 @@ def test_an_epoch_of_which_nothing_is_left_is_passed_over():
     order = sampler._rows.order
     lengths = [order.length(epoch) for epoch in range(30)]
     assert set(lengths) == {0, 1}
-    shown = [order.epoch(epoch)([0]).tolist() for epoch in range(30) if lengths[epoch]]
-    assert [sampler[step] for step in range(len(shown))] == shown
-    assert [next(iter(list(sampler))) for _ in shown] == shown
+    rows = [order.epoch(epoch)([0]).tolist() for epoch in range(30) if lengths[epoch]]
+    assert [sampler[step] for step in range(len(rows))] == rows
+    assert [next(iter(list(sampler))) for _ in rows] == rows
 
 
 def test_a_copy_of_the_sampler_and_its_state():
     sampler = BatchSampler(DATA, ORDERS["plain"], global_batch=4)
     copy = pickle.loads(pickle.dumps(sampler))
     assert copy[3] == sampler[3]
-    other = BatchSampler({**DATA, "tokens": TOKENS[::-1]}, ORDERS["plain"], global_batch=4)
+    another_sampler = BatchSampler(
+        {**DATA, "tokens": TOKENS[::-1]}, ORDERS["plain"], global_batch=4
+    )
     with pytest.raises(StateMismatchError, match="pack_costs"):
-        other.load_state_dict(sampler.state_dict())
+        another_sampler.load_state_dict(sampler.state_dict())
 
 
 def test_the_next_epoch_is_counted_while_this_one_is_read():
@@ -417,14 +432,14 @@ def test_the_next_epoch_is_counted_while_this_one_is_read():
 
 def test_a_sample_is_found_in_its_pack():
     epoch = BatchSampler(DATA, ORDERS["weights"], global_batch=1)._rows.order.epoch(1)
-    which, positions = epoch.find(np.arange(0, NUM, 7))
-    found = {
+    indices, positions = epoch.find(np.arange(0, NUM, 7))
+    pairs_found = {
         (sample, position)
-        for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)
+        for sample, position in zip((indices * 7).tolist(), positions.tolist(), strict=True)
     }
     packs = epoch.entries(np.arange(len(epoch)))
     pairs = zip(packs.samples.tolist(), packs.flags["pack"].tolist(), strict=True)
-    assert found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
+    assert pairs_found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
 
 
 def test_costs_are_whole_numbers_rounded_up():
@@ -506,5 +521,5 @@ def test_what_is_refused(make, words):
 
 def test_a_sample_above_the_budget_is_truncated_where_that_is_asked():
     spec = OrderSpec(pack=Pack(budget=10, cost="c", truncate=True))
-    found = list(BatchSampler({"c": [25, 4, 6]}, spec, global_batch=1))
-    assert sorted(map(sorted, found)) == [[0], [1, 2]]
+    packs = list(BatchSampler({"c": [25, 4, 6]}, spec, global_batch=1))
+    assert sorted(map(sorted, packs)) == [[0], [1, 2]]

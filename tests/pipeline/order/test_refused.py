@@ -137,11 +137,11 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     ),
     *(
         (
-            partial(at, [0, position]),
+            partial(read_rows, [0, position]),
             OrderError,
             rf"(position|value) {position} is outside 0 .. {last}",
         )
-        for at, last in (
+        for read_rows, last in (
             (position_map(OrderSpec(), SMALL, 0), 14),
             (position_map(OrderSpec(kind="windowed", window=2), SMALL, 0), 14),
             (position_map(OrderSpec(kind="sequential"), SMALL, 0), 14),

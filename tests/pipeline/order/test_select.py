@@ -138,7 +138,7 @@ def test_long_expressions_are_cut_in_messages():
 @given(st.text(max_size=30))
 def test_any_text_is_a_filter_or_an_order_error(text):
     try:
-        found = select(text)
+        rows = select(text)
     except OrderError:
         return
-    assert set(found) <= {0, 1, 2, 3}
+    assert set(rows) <= {0, 1, 2, 3}

@@ -56,11 +56,11 @@ def test_orders_are_those_of_every_release(spec, epoch, samples):
 
 
 def test_a_billion_samples_are_ordered_as_in_every_release():
-    at = [0, 1, 2, 10**9 // 2, 10**9 - 1]
+    positions = [0, 1, 2, 10**9 // 2, 10**9 - 1]
     shuffled = position_map(OrderSpec(seed=7), LARGE, 3)
     windowed = position_map(OrderSpec(kind="windowed", seed=7, window=2), LARGE, 3)
-    assert shuffled(at).tolist() == [473407553, 887283042, 622802318, 979023553, 357266510]
-    assert windowed(at).tolist() == [555671733, 396774567, 396904436, 57589754, 305200159]
+    assert shuffled(positions).tolist() == [473407553, 887283042, 622802318, 979023553, 357266510]
+    assert windowed(positions).tolist() == [555671733, 396774567, 396904436, 57589754, 305200159]
 
 
 @given(specs(), SHARDS, EPOCHS)
@@ -91,10 +91,10 @@ def test_shards_that_are_very_short_beside_others_change_nothing_but_the_time(sh
 def test_memory_does_not_grow_with_the_number_of_samples():
     def peak_bytes(num_samples):
         spec = OrderSpec(kind="shuffled", seed=1)
-        at = np.linspace(0, num_samples - 1, 1024).astype(np.int64)
+        positions = np.linspace(0, num_samples - 1, 1024).astype(np.int64)
         tracemalloc.start()
         try:
-            position_map(spec, [num_samples], 0)(at)
+            position_map(spec, [num_samples], 0)(positions)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

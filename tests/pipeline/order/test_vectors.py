@@ -106,7 +106,7 @@ SLIPS = {
 """Wrong implementations of ORDER.md, as changes of the reference: the text that is right, and one that is not."""
 
 
-def computed(case) -> dict:
+def compute_results(case) -> dict:
     """The results of a case, by the product."""
     match case["kind"]:
         case "key":
@@ -148,11 +148,11 @@ def computed(case) -> dict:
             names = "abcd"[: len(orders)]
             stages = [
                 MixStage(
-                    ratios=dict(zip(names, one["ratios"], strict=True)),
-                    until=one["until"],
-                    ramp=one["ramp"],
+                    ratios=dict(zip(names, stage["ratios"], strict=True)),
+                    until=stage["until"],
+                    ramp=stage["ramp"],
                 )
-                for one in case["stages"] or ()
+                for stage in case["stages"] or ()
             ]
             schedule = MixSchedule(stages, names) if stages else None
             ratios = schedule.final if schedule else case["ratios"]
@@ -162,10 +162,12 @@ def computed(case) -> dict:
             return {"datasets": entries.parts.tolist(), "samples": entries.samples.tolist()}
         case "stages":
             columns = {}
-            for d, one in enumerate(case["stages"]):
+            for d, stage in enumerate(case["stages"]):
                 weights = dict(
                     zip(
-                        one["selected"], one["weights"] or [1.0] * len(one["selected"]), strict=True
+                        stage["selected"],
+                        stage["weights"] or [1.0] * len(stage["selected"]),
+                        strict=True,
                     )
                 )
                 columns[f"in{d}"] = [row in weights for row in range(case["rows"])]
@@ -173,18 +175,18 @@ def computed(case) -> dict:
             stages = [
                 OrderStage(
                     filter=f"in{d}",
-                    until=one["until"],
-                    ramp=one["ramp"],
-                    weights=(AttributeWeights(attribute=f"w{d}"),) if one["weights"] else (),
+                    until=stage["until"],
+                    ramp=stage["ramp"],
+                    weights=(AttributeWeights(attribute=f"w{d}"),) if stage["weights"] else (),
                 )
-                for d, one in enumerate(case["stages"])
+                for d, stage in enumerate(case["stages"])
             ]
             spec = OrderSpec(
                 seed=case["seed"], stages=tuple(stages), epoch_length=case["epoch_length"]
             )
             order = compile_table(spec, Table(columns, spec, None, None), [case["rows"]])
-            assert [one.epoch_length for one in order.orders] == [
-                one["epoch_length"] for one in case["stages"]
+            assert [stage_order.epoch_length for stage_order in order.orders] == [
+                stage["epoch_length"] for stage in case["stages"]
             ]
             return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
         case "parts":
@@ -287,7 +289,9 @@ def line(case) -> str:
             text = f"parts {' '.join(map(str, numbers))} {counted(ratios)}"
             for value, _ in case["ratios"]:
                 rows = [
-                    row for row, own in enumerate(case["attribute_values"]) if as_text(own) == value
+                    row
+                    for row, attribute in enumerate(case["attribute_values"])
+                    if as_text(attribute) == value
                 ]
                 weights = [case["weights"][row] for row in rows] if case["weights"] else []
                 text += f" {counted(rows)} {counted(weights)}"
@@ -298,9 +302,9 @@ def line(case) -> str:
             return f"window {case['pad']} {case['stride']} {counts}"
         case "stages":
             text = f"stages {case['seed']} {case['epoch']} {case['epoch_length']} {len(case['stages'])}"
-            for one in case["stages"]:
-                head = f"{one['until'] or 0} {int(one['ramp'])} {counted(one['selected'])}"
-                text += f" {head} {counted(one['weights'] or [])} {one['epoch_length']}"
+            for mix_stage in case["stages"]:
+                head = f"{mix_stage['until'] or 0} {int(mix_stage['ramp'])} {counted(mix_stage['selected'])}"
+                text += f" {head} {counted(mix_stage['weights'] or [])} {mix_stage['epoch_length']}"
             return f"{text} {counted(case['positions'])}"
         case "batch":
             names = ("epoch_length", "global_batch", "ranks", "rank", "step", "start")
@@ -313,7 +317,7 @@ def line(case) -> str:
             return f"{head} {counted(case.get('hidden', []))} {counted(case['positions'])}"
 
 
-def compiled(compiler: str, program: Path, source: str, *options: str) -> Path:
+def compile_program(compiler: str, program: Path, source: str, *options: str) -> Path:
     file = program.with_suffix(".c")
     file.write_text(source, encoding="utf-8")
     warnings = ("-Wall", "-Wextra", "-Werror")
@@ -323,7 +327,7 @@ def compiled(compiler: str, program: Path, source: str, *options: str) -> Path:
     return program
 
 
-def printed(program: Path, cases: list) -> list[list[str]]:
+def run_program(program: Path, cases: list) -> list[list[str]]:
     """What a program prints for some cases, in words; fewer where it stops."""
     text = "".join(f"{line(case)}\n" for case in cases)
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # it frees nothing, on purpose
@@ -344,10 +348,10 @@ def expected_words(case) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiler() -> str:
-    found = shutil.which("cc")
-    if found is None:
+    path = shutil.which("cc")
+    if path is None:
         pytest.skip("no C compiler (cc) is installed")
-    return found
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +360,7 @@ def sanitizers(compiler, tmp_path_factory) -> tuple[str, ...]:
     options = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     program = tmp_path_factory.mktemp("sanitizers") / "empty"
     try:
-        compiled(compiler, program, "int main(void) { return 0; }\n", *options)
+        compile_program(compiler, program, "int main(void) { return 0; }\n", *options)
     except subprocess.CalledProcessError:
         return ()
     return options
@@ -384,14 +388,14 @@ def test_the_vectors_are_of_this_version_and_of_every_kind() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["kind"])
 def test_the_product_gives_the_vectors(case) -> None:
-    assert computed(case) == {name: case[name] for name in RESULTS if name in case}
+    assert compute_results(case) == {name: case[name] for name in RESULTS if name in case}
 
 
 def test_the_reference_in_c_gives_the_vectors(tmp_path, compiler, sanitizers) -> None:
     """Each access of memory is checked."""
     source = REFERENCE.read_text(encoding="utf-8")
-    program = compiled(compiler, tmp_path / "order", source, *sanitizers)
-    for case, words in zip(CASES, printed(program, CASES), strict=True):
+    program = compile_program(compiler, tmp_path / "order", source, *sanitizers)
+    for case, words in zip(CASES, run_program(program, CASES), strict=True):
         assert words == expected_words(case), case
 
 
@@ -400,14 +404,14 @@ def test_the_reference_in_c_takes_a_ramp_of_any_number_of_changes(
 ) -> None:
     """More than 1,024, which the product refuses, must not reach beyond its memory."""
     source = REFERENCE.read_text(encoding="utf-8")
-    program = compiled(compiler, tmp_path / "order", source, *sanitizers)
+    program = compile_program(compiler, tmp_path / "order", source, *sanitizers)
     stages = [
         {"ratios": [3000, 0], "until": 4 * 3000, "ramp": True},
         {"ratios": [0, 3000], "until": None, "ramp": False},
     ]
     case = {"kind": "mix", "seed": 1, "epoch": 0, "ratios": None, "stages": stages}
     case |= {"lengths": [50, 60], "blocks_per_epoch": 4, "positions": list(range(0, 12000, 999))}
-    (words,) = printed(program, [case])
+    (words,) = run_program(program, [case])
     assert len(words) == 2 * len(case["positions"])
     assert set(words[::2]) == {"0", "1"}
 
@@ -417,8 +421,8 @@ def test_the_vectors_tell_a_wrong_implementation(slip, tmp_path, compiler) -> No
     right, wrong = SLIPS[slip]
     source = REFERENCE.read_text(encoding="utf-8")
     assert right in source
-    program = compiled(compiler, tmp_path / "order", source.replace(right, wrong), "-w")
-    assert printed(program, CASES) != [expected_words(case) for case in CASES]
+    program = compile_program(compiler, tmp_path / "order", source.replace(right, wrong), "-w")
+    assert run_program(program, CASES) != [expected_words(case) for case in CASES]
 
 
 @pytest.mark.parametrize("case", FILTERS["cases"], ids=lambda case: case["filter"])

@@ -58,8 +58,8 @@ def test_the_search_finds_what_bisection_finds(ticks, data):
     ends = np.cumsum(ticks)
     near = [end + step for end in ends.tolist() for step in (-1, 0, 1)]
     drawn = data.draw(st.lists(st.integers(0, int(ends[-1]) - 1), max_size=20))
-    wanted = np.array([tick for tick in near + drawn if 0 <= tick < ends[-1]])
-    assert np.array_equal(TickSearch(ends)(wanted), np.searchsorted(ends, wanted, side="right"))
+    sought = np.array([tick for tick in near + drawn if 0 <= tick < ends[-1]])
+    assert np.array_equal(TickSearch(ends)(sought), np.searchsorted(ends, sought, side="right"))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 40))
@@ -85,8 +85,8 @@ def test_copies_begin_where_it_says(weights, length, key, data):
     assert epoch.first_copies(range(len(weights) + 1)) == [
         int((samples < i).sum()) for i in range(len(weights) + 1)
     ]
-    at = data.draw(st.lists(st.integers(0, length - 1), max_size=9))
-    assert epoch(np.array(at, dtype=np.int64)).tolist() == samples[at].tolist()
+    positions = data.draw(st.lists(st.integers(0, length - 1), max_size=9))
+    assert epoch(np.array(positions, dtype=np.int64)).tolist() == samples[positions].tolist()
 
 
 def test_equal_weights_of_equal_length_are_every_sample_once():
@@ -129,9 +129,9 @@ def test_texts_may_be_coded_and_columns_are_named_once():
     by_city = AttributeWeights(attribute="city", values={"a": 3, "c": 0})
     by_night = AttributeWeights(attribute="night", values={"true": 2}, default=0.5)
     coded = table.set_column(0, "city", table["city"].dictionary_encode())
-    for one in (table, coded):
-        assert compute_weights([by_city], one).tolist() == [3, 1, 1, 0]
-        assert compute_weights([by_city, by_night], one).tolist() == [6, 0.5, 0.5, 0]
+    for columns in (table, coded):
+        assert compute_weights([by_city], columns).tolist() == [3, 1, 1, 0]
+        assert compute_weights([by_city, by_night], columns).tolist() == [6, 0.5, 0.5, 0]
     assert columns_of([by_city, by_night, by_city]) == ("city", "night")
 
 

@@ -48,24 +48,24 @@ def table(pairs):
     return ClipTable.build(np.array(clips), np.array(frames))
 
 
-def plain(pairs, window, sample):
+def find_window(pairs, window, sample):
     """The window of one sample, found by looking."""
-    place = {pair: at for at, pair in enumerate(pairs)}
+    place = {pair: row for row, pair in enumerate(pairs)}
     clip, frame = pairs[sample]
     inside = sorted(f for c, f in pairs if c == clip)
-    found = []
+    frames_found = []
     for offset in window.frames:
-        wanted = frame + offset * window.stride
-        present = wanted in inside
+        sought = frame + offset * window.stride
+        present = sought in inside
         if not present:
             beyond = (
-                [f for f in inside if f > wanted]
+                [f for f in inside if f > sought]
                 if offset < 0
-                else [f for f in inside[::-1] if f < wanted]
+                else [f for f in inside[::-1] if f < sought]
             )
-            wanted = beyond[0] if window.pad == "repeat_edge" else frame
-        found.append((place[clip, wanted], present))
-    return found
+            sought = beyond[0] if window.pad == "repeat_edge" else frame
+        frames_found.append((place[clip, sought], present))
+    return frames_found
 
 
 @given(stored_clips(), frame_windows())
@@ -76,8 +76,8 @@ def test_windows_are_those_found_by_looking(pairs, window):
     assert rows.shape == present.shape == (len(pairs), len(window.frames))
     assert rows.dtype == np.int64
     for sample in samples.tolist():
-        found = list(zip(rows[sample].tolist(), present[sample].tolist(), strict=True))
-        assert found == plain(pairs, window, sample)
+        frames = list(zip(rows[sample].tolist(), present[sample].tolist(), strict=True))
+        assert frames == find_window(pairs, window, sample)
     assert np.array_equal(lookup.complete(), present.all(axis=1))
 
 
@@ -115,9 +115,9 @@ def timed_clips(draw):
         st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12), min_size=1, max_size=5)
     )
     rows = [
-        (clip, at, ms * 1_000_000)
-        for clip, of in enumerate(times)
-        for at, ms in enumerate(sorted(of))
+        (clip, number, ms * 1_000_000)
+        for clip, clip_times in enumerate(times)
+        for number, ms in enumerate(sorted(clip_times))
     ]
     return draw(st.permutations(rows))
 
@@ -132,32 +132,44 @@ def time_windows(draw):
         max_staleness_s=draw(st.sampled_from([None, 0.0, 0.02, 0.1])),
         pad=draw(st.sampled_from(PADS)),
     )
-    others = draw(st.lists(st.integers(-300, 300), max_size=3, unique=True))
-    own = {"speed": ChannelWindow(seconds=tuple(ms / 1e3 for ms in others))} if others else {}
-    return TimeWindow({"img": images, **own})
+    speed_offsets = draw(st.lists(st.integers(-300, 300), max_size=3, unique=True))
+    speed = (
+        {"speed": ChannelWindow(seconds=tuple(ms / 1e3 for ms in speed_offsets))}
+        if speed_offsets
+        else {}
+    )
+    return TimeWindow({"img": images, **speed})
 
 
-def read_by_time(rows, window, sample):
+def find_time_window(rows, window, sample):
     """The frames of a sample by looking at all times of its clip, one after the other."""
     clip, _, now = rows[sample]
-    known = sorted((time, at) for at, (of, _, time) in enumerate(rows) if of == clip)
+    clip_rows = sorted(
+        (time, row) for row, (row_clip, _, time) in enumerate(rows) if row_clip == clip
+    )
     images = window.channels["img"]
-    found = []
+    frames = []
     for offset in images.offsets_ns:
-        wanted = now + offset
+        sought = now + offset
         if images.interpolation == "hold":
-            before = [one for one in known if one[0] <= wanted]
-            time, at = before[-1] if before else known[0]
-            there = bool(before) and (wanted <= known[-1][0] or images.max_staleness_s is not None)
+            before = [clip_row for clip_row in clip_rows if clip_row[0] <= sought]
+            time, row = before[-1] if before else clip_rows[0]
+            is_present = bool(before) and (
+                sought <= clip_rows[-1][0] or images.max_staleness_s is not None
+            )
         else:
-            time, at = min(known, key=lambda one: (abs(one[0] - wanted), one[0]))
-            steps = [b[0] - a[0] for a, b in pairwise(known)] or [0]
-            there = known[0][0] - steps[0] // 2 <= wanted <= known[-1][0] + steps[-1] // 2
-            there = there or images.max_staleness_s is not None
+            time, row = min(
+                clip_rows, key=lambda clip_row: (abs(clip_row[0] - sought), clip_row[0])
+            )
+            steps = [b[0] - a[0] for a, b in pairwise(clip_rows)] or [0]
+            is_present = (
+                clip_rows[0][0] - steps[0] // 2 <= sought <= clip_rows[-1][0] + steps[-1] // 2
+            )
+            is_present = is_present or images.max_staleness_s is not None
         if images.max_staleness_s is not None:
-            there = there and abs(time - wanted) <= images.max_staleness_s * 1e9
-        found.append((at if there or images.pad == "repeat_edge" else sample, there))
-    return found
+            is_present = is_present and abs(time - sought) <= images.max_staleness_s * 1e9
+        frames.append((row if is_present or images.pad == "repeat_edge" else sample, is_present))
+    return frames
 
 
 @given(timed_clips(), time_windows())
@@ -170,26 +182,26 @@ def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
     num_frames = len(window.frames)
     assert samples.shape == present.shape == (len(rows), lookup.num_rows)
     for sample in range(len(rows)):
-        found = list(
+        frames = list(
             zip(
                 samples[sample, :num_frames].tolist(),
                 present[sample, :num_frames].tolist(),
                 strict=True,
             )
         )
-        assert found == read_by_time(rows, window, sample)
+        assert frames == find_time_window(rows, window, sample)
         # What channels of other times need: the samples of the clip before and after each of these times.
-        about = samples[sample, num_frames:].tolist()
+        neighbours = samples[sample, num_frames:].tolist()
         assert present[sample, num_frames:].all()
-        of_clip = {times[at]: at for at, clip in enumerate(clips) if clip == clips[sample]}
-        assert set(about) <= set(of_clip.values())
+        row_by_time = {times[row]: row for row, clip in enumerate(clips) if clip == clips[sample]}
+        assert set(neighbours) <= set(row_by_time.values())
         for offset in window.own_offsets:
-            wanted = times[sample] + offset
+            sought = times[sample] + offset
             for near in (
-                max((time for time in of_clip if time <= wanted), default=None),
-                min((time for time in of_clip if time >= wanted), default=None),
+                max((time for time in row_by_time if time <= sought), default=None),
+                min((time for time in row_by_time if time >= sought), default=None),
             ):
-                assert near is None or of_clip[near] in about
+                assert near is None or row_by_time[near] in neighbours
 
 
 @given(
@@ -210,10 +222,10 @@ def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, 
     in_steps = window_lookup(table, FrameWindow(frames=frames, stride=stride, pad=pad))
     for interpolation in ("nearest", "hold"):
         images = ChannelWindow(seconds=seconds, interpolation=interpolation, pad=pad)
-        found = window_lookup(table, TimeWindow({"img": images}))(np.arange(2 * length))
+        in_seconds = window_lookup(table, TimeWindow({"img": images}))(np.arange(2 * length))
         expected = in_steps(np.arange(2 * length))
-        assert np.array_equal(found.present, expected.present)
-        assert np.array_equal(found.samples, expected.samples)
+        assert np.array_equal(in_seconds.present, expected.present)
+        assert np.array_equal(in_seconds.samples, expected.samples)
 
 
 def test_times_that_do_not_ascend_are_refused_with_the_samples():
@@ -234,7 +246,7 @@ def test_a_window_of_seconds_comes_from_a_dict_by_name():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("value", "words"),
     [
         ({"img": [-0.5]}, "needs the offset 0"),
         ({"img": {"seconds": [0], "interpolation": "linear"}}, "is 'nearest' or 'hold'"),
@@ -252,6 +264,6 @@ def test_a_window_of_seconds_comes_from_a_dict_by_name():
         ({}, "window"),
     ],
 )
-def test_windows_that_are_none_are_refused(given, words):
+def test_windows_that_are_none_are_refused(value, words):
     with pytest.raises(FuelrailError, match=re.escape(words)):
-        as_window(given)
+        as_window(value)

@@ -22,9 +22,9 @@ from fuelrail.pipeline.order.weights import AttributeWeights
 from fuelrail.pipeline.order.windows import FrameWindow
 
 NUM = 41
-CLIPS = [f"clip {at // 5}" for at in range(NUM)]
+CLIPS = [f"clip {row // 5}" for row in range(NUM)]
 COLUMNS = {
-    "key": [f"{clip} frame {at}" for at, clip in enumerate(CLIPS)],
+    "key": [f"{clip} frame {row}" for row, clip in enumerate(CLIPS)],
     "clip_id": CLIPS,
     "night": np.arange(NUM) % 3 == 0,
     "loss": (np.arange(NUM) * 7 % 11) / 4,
@@ -62,11 +62,13 @@ def blocks(fields):
     return 6 if fields.get("kind") == "windowed" else None
 
 
-def rows_of(names):
-    return np.array([at for at in range(NUM) if CLIPS[at] in names or COLUMNS["key"][at] in names])
+def find_rows(names):
+    return np.array(
+        [row for row in range(NUM) if CLIPS[row] in names or COLUMNS["key"][row] in names]
+    )
 
 
-def order_of(fields, without=(), seed=3, global_batch=4, data=COLUMNS, mix=None):
+def make_order(fields, without=(), seed=3, global_batch=4, data=COLUMNS, mix=None):
     spec = OrderSpec(seed=seed, without=without, **fields)
     return OrderedRows(
         data=data,
@@ -81,38 +83,45 @@ def order_of(fields, without=(), seed=3, global_batch=4, data=COLUMNS, mix=None)
 
 def groups(order, epoch):
     """What the epoch shows: the samples of each pack, of each lane without padding, or of each position."""
-    shown = order.epoch(epoch)
-    entries = shown.entries(np.arange(len(shown)))
+    plan = order.epoch(epoch)
+    entries = plan.entries(np.arange(len(plan)))
     pairs = list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True))
     if "lane" in entries.flags:
         lanes = entries.flags["lane"]
         return [
-            [pairs[at] for at in np.flatnonzero((lanes == lane) & entries.valid)]
-            for lane in range(shown.num_lanes)
+            [pairs[position] for position in np.flatnonzero((lanes == lane) & entries.valid)]
+            for lane in range(plan.num_lanes)
         ]
     pack = entries.flags.get("pack", np.arange(len(pairs)))
-    return [[pairs[at] for at in np.flatnonzero(pack == one)] for one in range(len(shown))]
+    return [
+        [pairs[position] for position in np.flatnonzero(pack == number)]
+        for number in range(len(plan))
+    ]
 
 
-def check(order, whole, epoch, hidden):
+def check(order, undivided, epoch, hidden):
     """Compare an order with the whole one by a search, and its inverse with one."""
-    left = [[one for one in group if one not in hidden] for group in groups(whole, epoch)]
-    is_lanes = "lane" in whole.epoch(epoch).entries([0]).flags
-    assert groups(order, epoch) == (left if is_lanes else [group for group in left if group])
-    shown = order.epoch(epoch)
-    assert len(shown) == (max(map(len, left)) * len(left) if is_lanes else sum(map(bool, left)))
-    entries = shown.entries(np.arange(len(shown)))
-    positions = entries.flags.get("pack", np.arange(len(shown)))
+    remaining = [[row for row in group if row not in hidden] for group in groups(undivided, epoch)]
+    is_lanes = "lane" in undivided.epoch(epoch).entries([0]).flags
+    assert groups(order, epoch) == (
+        remaining if is_lanes else [group for group in remaining if group]
+    )
+    plan = order.epoch(epoch)
+    assert len(plan) == (
+        max(map(len, remaining)) * len(remaining) if is_lanes else sum(map(bool, remaining))
+    )
+    entries = plan.entries(np.arange(len(plan)))
+    positions = entries.flags.get("pack", np.arange(len(plan)))
     for part in range(2):
-        asked = np.arange(NUM)
-        here = [
-            np.sort(positions[(entries.parts == part) & (entries.samples == one)]) for one in asked
+        rows = np.arange(NUM)
+        positions_by_row = [
+            np.sort(positions[(entries.parts == part) & (entries.samples == row)]) for row in rows
         ]
-        if part and not np.concatenate(here).size:
+        if part and not np.concatenate(positions_by_row).size:
             continue
-        which, found = shown.find(asked, part)
-        assert np.array_equal(which, np.repeat(asked, list(map(len, here))))
-        assert np.array_equal(found, np.concatenate(here))
+        indices, positions_found = plan.find(rows, part)
+        assert np.array_equal(indices, np.repeat(rows, list(map(len, positions_by_row))))
+        assert np.array_equal(positions_found, np.concatenate(positions_by_row))
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -125,51 +134,58 @@ def check(order, whole, epoch, hidden):
 )
 def test_what_is_left_keeps_its_order(name, names, seed, epoch, global_batch):
     fields = ORDERS[name]
-    hidden = {(0, row) for row in rows_of(names).tolist()}
-    whole = order_of(fields, seed=seed, global_batch=global_batch)
+    hidden = {(0, row) for row in find_rows(names).tolist()}
+    undivided = make_order(fields, seed=seed, global_batch=global_batch)
     try:
-        order = order_of(fields, (tuple(names),), seed, global_batch)
+        order = make_order(fields, (tuple(names),), seed, global_batch)
     except OrderError as error:
         assert "nothing is left" in str(error)
         return
-    check(order, whole, epoch, hidden)
-    twice = order_of(fields, (tuple(names), ("clip 5", "clip 0")), seed, global_batch)
+    check(order, undivided, epoch, hidden)
+    twice = make_order(fields, (tuple(names), ("clip 5", "clip 0")), seed, global_batch)
     check(
         pickle.loads(pickle.dumps(twice)),
-        whole,
+        undivided,
         epoch,
-        hidden | {(0, at) for at in rows_of(["clip 5", "clip 0"])},
+        hidden | {(0, row) for row in find_rows(["clip 5", "clip 0"])},
     )
     if "pack" not in fields and "balance" not in fields:
-        assert set(order.selected()) == set(whole.selected()) - {row for _, row in hidden}
+        assert set(order.selected()) == set(undivided.selected()) - {row for _, row in hidden}
         assert order.num_selected == len(order.selected())
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=8, deadline=None)
-@given(names=NAMES, others=NAMES, seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 9))
-def test_names_may_be_of_any_dataset_of_a_mix(mix, names, others, seed, epoch):
+@given(names=NAMES, second_names=NAMES, seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 9))
+def test_names_may_be_of_any_dataset_of_a_mix(mix, names, second_names, seed, epoch):
     second = {name: column[5:30] for name, column in COLUMNS.items() if name in ("key", "clip_id")}
     second = {name: [f"b {text}" for text in column] for name, column in second.items()}
     data = {"a": {name: COLUMNS[name] for name in ("key", "clip_id")}, "b": second}
-    of_second = {
-        at
-        for at in range(25)
-        if {second["clip_id"][at], second["key"][at]} & {f"b {one}" for one in others}
+    hidden_of_second = {
+        row
+        for row in range(25)
+        if {second["clip_id"][row], second["key"][row]}
+        & {f"b {text_name}" for text_name in second_names}
     }
-    if not of_second:
+    if not hidden_of_second:
         return
-    known = [f"b {one}" for one in others if f"b {one}" in {*second["clip_id"], *second["key"]}]
-    order = order_of({}, ((*names, *known),), seed, data=data, mix=MIXES[mix])
-    hidden = {(0, row) for row in rows_of(names).tolist()} | {(1, row) for row in of_second}
-    whole = order_of({}, (), seed, data=data, mix=MIXES[mix])
-    left = [group for group in groups(whole, epoch) if group[0] not in hidden]
-    assert groups(order, epoch) == left
+    stored_names = [
+        f"b {text_name}"
+        for text_name in second_names
+        if f"b {text_name}" in {*second["clip_id"], *second["key"]}
+    ]
+    order = make_order({}, ((*names, *stored_names),), seed, data=data, mix=MIXES[mix])
+    hidden = {(0, row) for row in find_rows(names).tolist()} | {
+        (1, row) for row in hidden_of_second
+    }
+    undivided = make_order({}, (), seed, data=data, mix=MIXES[mix])
+    remaining = [group for group in groups(undivided, epoch) if group[0] not in hidden]
+    assert groups(order, epoch) == remaining
     with pytest.raises(
         OrderError,
         match=r"1 names are neither a key nor a clip of the samples there are, such as 'c'",
     ):
-        order_of({}, ((*names, "c"),), seed, data=data, mix=MIXES[mix])
+        make_order({}, ((*names, "c"),), seed, data=data, mix=MIXES[mix])
 
 
 def sampler(fields, without=(), rank=0, size=1, global_batch=4, drop_last=True, **options):
@@ -193,31 +209,31 @@ def test_a_run_that_continues_without_them_is_one_that_never_had_them(name, drop
     """From each state of the whole run: it is refused where a sample was shown, else the tail is the same."""
     fields = ORDERS[name]
     names = ("clip 3", COLUMNS["key"][22])
-    hidden = set(rows_of(names).tolist())
-    whole = sampler(fields, drop_last=drop_last).count()
+    hidden = set(find_rows(names).tolist())
+    undivided = sampler(fields, drop_last=drop_last).count()
     never = sampler(fields, (names,), drop_last=drop_last)
     expected = [never[step] for step in range(24)]
-    shown = set()
+    rows_shown = set()
     num_clean = 0
-    run = iter(whole)
+    run = iter(undivided)
     for step in range(14):
-        state = json.loads(json.dumps(whole.state_dict()))
+        state = json.loads(json.dumps(undivided.state_dict()))
         tail = sampler(fields, (names,), drop_last=drop_last)
-        if shown & hidden:
+        if rows_shown & hidden:
             with pytest.raises(StateMismatchError, match="showed what `without` names at position"):
                 tail.load_state_dict(state)
         else:
             num_clean += 1
             tail.load_state_dict(state)
-            found = [batch for _ in range(3) for batch in tail.count()]
-            assert found[: 24 - step] == expected[step : step + len(found)]
+            batches = [batch for _ in range(3) for batch in tail.count()]
+            assert batches[: 24 - step] == expected[step : step + len(batches)]
         batch = next(run, None)
         if batch is None:
-            run = iter(whole)
+            run = iter(undivided)
             batch = next(run)
-        if not shown & hidden:
+        if not rows_shown & hidden:
             assert set(batch) & hidden or batch == expected[step]
-        shown.update(batch)
+        rows_shown.update(batch)
     assert num_clean
     assert all(not hidden & set(batch) for batch in expected)
 
@@ -234,15 +250,17 @@ def test_any_number_of_ranks_continues(name):
                 sampler(fields, without=(names,), rank=rank, size=size, global_batch=8)
                 for rank in range(size)
             ]
-            assert [[row for one in ranks for row in one[step]] for step in range(3)] == expected
+            assert [
+                [row for rank_sampler in ranks for row in rank_sampler[step]] for step in range(3)
+            ] == expected
     state = sampler(fields, global_batch=8).state_dict()
     for size in (1, 2, 8):
         ranks = [
             sampler(fields, without=(names,), rank=rank, size=size, global_batch=8)
             for rank in range(size)
         ]
-        for one in ranks:
-            one.load_state_dict(state)
+        for rank_sampler in ranks:
+            rank_sampler.load_state_dict(state)
         assert [
             sorted(row for batch in batches for row in batch)
             for batches in zip(*ranks, strict=True)
@@ -251,16 +269,19 @@ def test_any_number_of_ranks_continues(name):
 
 def test_64_ranks():
     names = tuple(range(100, 300, 7))
-    data = {"key": [str(at) for at in range(4096)]}
+    data = {"key": [str(row_number) for row_number in range(4096)]}
     spec = OrderSpec(without=(tuple(map(str, names)),))
     ranks = [
         fr.order.BatchSampler(data, spec, global_batch=128, world=World(rank, 64))
         for rank in range(64)
     ]
-    found = [row for batches in zip(*ranks, strict=True) for batch in batches for row in batch]
-    whole = fr.order.BatchSampler(data, OrderSpec(), global_batch=1)
-    left = [row for (row,) in whole if row not in names]
-    assert found == left[: len(left) // 128 * 128]
+    rows = []
+    for batches in zip(*ranks, strict=True):
+        for batch in batches:
+            rows += batch
+    undivided = fr.order.BatchSampler(data, OrderSpec(), global_batch=1)
+    remaining = [row_number for (row_number,) in undivided if row_number not in names]
+    assert rows == remaining[: len(remaining) // 128 * 128]
 
 
 WINDOWS = {
@@ -272,29 +293,30 @@ WINDOWS = {
 @pytest.mark.parametrize("pad", WINDOWS)
 def test_a_window_lacks_the_frames(pad):
     names = (COLUMNS["key"][12], "clip 5")
-    hidden = set(rows_of(names).tolist())
+    hidden = set(find_rows(names).tolist())
     options = {"window": WINDOWS[pad], "entries": True, "global_batch": 1}
-    whole = sampler({}, **options)
+    undivided = sampler({}, **options)
     thin = sampler({}, (names,), **options)
-    found = [one for (one,) in thin]
+    thin_entries = [sample_entry for (sample_entry,) in thin]
     expected = [
-        one
-        for (one,) in whole
-        if one.row not in hidden and not (pad == "drop" and hidden & {*one.frames})
+        sample_entry
+        for (sample_entry,) in undivided
+        if sample_entry.row not in hidden
+        and not (pad == "drop" and hidden & {*sample_entry.frames})
     ]
-    assert [one.row for one in found] == [one.row for one in expected]
-    for one, before in zip(found, expected, strict=True):
-        assert not hidden & set(one.frames)
-        same = [at for at, frame in enumerate(before.frames) if frame not in hidden]
-        assert [one.frames[at] for at in same if before.present[at]] == [
-            before.frames[at] for at in same if before.present[at]
+    assert [entry.row for entry in thin_entries] == [entry.row for entry in expected]
+    for sample_entry, before in zip(thin_entries, expected, strict=True):
+        assert not hidden & set(sample_entry.frames)
+        same = [place for place, frame in enumerate(before.frames) if frame not in hidden]
+        assert [sample_entry.frames[place] for place in same if before.present[place]] == [
+            before.frames[place] for place in same if before.present[place]
         ]
-        assert not any(one.present[at] for at in range(3) if at not in same)
-    counted = whole.count()
+        assert not any(sample_entry.present[place] for place in range(3) if place not in same)
+    counted = undivided.count()
     dirty = False
-    whole.load_state_dict(sampler({}, **options).state_dict())
+    undivided.load_state_dict(sampler({}, **options).state_dict())
     for (entry,) in counted:
-        state = whole.state_dict()
+        state = undivided.state_dict()
         dirty |= bool(hidden & {entry.row, *entry.frames})
         if dirty:
             with pytest.raises(StateMismatchError, match="load a state from before it"):
@@ -305,23 +327,25 @@ def test_a_window_lacks_the_frames(pad):
 
 def test_a_second_deletion_continues_a_run_with_the_first():
     first = ("clip 3",)
-    one = sampler({}, (first,)).count()
-    second = (COLUMNS["key"][one.sampler[4][2]],)
-    both = sampler({}, (first, second))
-    for step, batch in enumerate(one):
-        assert (batch == both[step]) == (step < 4)
-        state = one.state_dict()
+    first_sampler = sampler({}, (first,)).count()
+    second = (COLUMNS["key"][first_sampler.sampler[4][2]],)
+    second_sampler = sampler({}, (first, second))
+    for step, batch in enumerate(first_sampler):
+        assert (batch == second_sampler[step]) == (step < 4)
+        state = first_sampler.state_dict()
         if step < 4:
-            both.load_state_dict(state)
-            assert list(both.count()) == [both[at] for at in range(step + 1, both.steps_per_epoch)]
+            second_sampler.load_state_dict(state)
+            assert list(second_sampler.count()) == [
+                second_sampler[number] for number in range(step + 1, second_sampler.steps_per_epoch)
+            ]
         else:
             with pytest.raises(
                 StateMismatchError, match="showed what `without` names at position 18 of epoch 0"
             ):
-                both.load_state_dict(state)
-    for other in ((second,), (), (second, first)):
+                second_sampler.load_state_dict(state)
+    for deletions in ((second,), (), (second, first)):
         with pytest.raises(StateMismatchError, match="another training sequence"):
-            sampler({}, other).load_state_dict(state)
+            sampler({}, deletions).load_state_dict(state)
 
 
 def test_names_from_a_file_and_wrong_ones(tmp_path):
@@ -332,16 +356,16 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
         data=COLUMNS, spec=spec, blocks=None, mix=None, window=None, global_batch=4, entries=False
     ).order
     assert set(rows.selected()) == set(range(NUM)) - set(
-        rows_of(["clip 4", "clip 1", COLUMNS["key"][2]])
+        find_rows(["clip 4", "clip 1", COLUMNS["key"][2]])
     )
     with pytest.raises(OrderError, match="nothing is left"):
-        order_of({}, (tuple(CLIPS),))
+        make_order({}, (tuple(CLIPS),))
     with pytest.raises(
         OrderError, match=r"2 names are neither a key nor a clip of .*, such as 'nobody'"
     ):
-        order_of({}, (("nobody", "nowhere", "clip 1"),))
+        make_order({}, (("nobody", "nowhere", "clip 1"),))
     with pytest.raises(OrderError, match="cannot be read"):
-        order_of({}, (str(tmp_path / "none.txt"),))
+        make_order({}, (str(tmp_path / "none.txt"),))
     with pytest.raises(OrderError, match="without"):
         OrderSpec(without=(3,))
     with pytest.raises(OrderError, match="without"):
@@ -350,8 +374,6 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
 
 def test_what_is_left_of_a_million_rows():
     data = {"key": np.arange(10**6).astype(str)}
-    order = order_of({}, (tuple(map(str, range(0, 10**6, 10_000))),), data=data)
-    whole = order_of({}, data=data).epoch(0)(np.arange(10**6))
-    assert np.array_equal(
-        order.epoch(0)(np.arange(len(order.epoch(0)))), whole[whole % 10_000 != 0]
-    )
+    order = make_order({}, (tuple(map(str, range(0, 10**6, 10_000))),), data=data)
+    rows = make_order({}, data=data).epoch(0)(np.arange(10**6))
+    assert np.array_equal(order.epoch(0)(np.arange(len(order.epoch(0)))), rows[rows % 10_000 != 0])

@@ -99,8 +99,10 @@ class TestServer:
             for expected in (5, 6):
                 with urllib.request.urlopen(server.url, timeout=10) as answer:
                     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-                    found = {metric.name: metric.value for metric in parse(answer.read().decode())}
-                assert found["fuelrail_batches_total"] == expected
+                    figures = {
+                        metric.name: metric.value for metric in parse(answer.read().decode())
+                    }
+                assert figures["fuelrail_batches_total"] == expected
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(server.url, timeout=10)
         assert threading.active_count() == before

@@ -36,9 +36,9 @@ def clock(monkeypatch):
 
 def test_without_a_terminal_a_line_a_period_shows_the_last_text(clock):
     stream = Lines()
-    with Progress("starting", Console(file=stream, width=200), every_s=0.01) as shown:
+    with Progress("starting", Console(file=stream, width=200), every_s=0.01) as progress:
         clock.now = 150.0
-        shown.update("step 7")
+        progress.update("step 7")
         stream.written.clear()
         assert stream.written.wait(30)
     assert stream.getvalue().splitlines()[-1] == "50 s: step 7"
@@ -47,31 +47,31 @@ def test_without_a_terminal_a_line_a_period_shows_the_last_text(clock):
 
 def test_a_short_command_prints_nothing(clock):
     stream = io.StringIO()
-    with Progress("starting", Console(file=stream)) as shown:
-        shown.update("step 1", 0.5)
+    with Progress("starting", Console(file=stream)) as progress:
+        progress.update("step 1", 0.5)
     assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize(
-    ("passed_s", "left"), [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")]
+    ("passed_s", "remaining"), [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")]
 )
-def test_the_time_left_is_that_of_the_rate_so_far(clock, passed_s, left):
+def test_the_time_left_is_that_of_the_rate_so_far(clock, passed_s, remaining):
     stream = io.StringIO()
-    with Progress("starting", Console(file=stream, force_terminal=True, width=80)) as shown:
+    with Progress("starting", Console(file=stream, force_terminal=True, width=80)) as progress:
         clock.now += 500.0  # imports count nowhere
-        shown.update("step 0", 0.0)
+        progress.update("step 0", 0.0)
         clock.now += passed_s
-        shown.update("step 25 of 100", 0.25)
-        assert shown._text == f"step 25 of 100, {left} left"
-        shown.update("step 100 of 100", 1.0)
-        assert shown._text == "step 100 of 100"
+        progress.update("step 25 of 100", 0.25)
+        assert progress._text == f"step 25 of 100, {remaining} left"
+        progress.update("step 100 of 100", 1.0)
+        assert progress._text == "step 100 of 100"
 
 
 def test_an_update_is_due_every_ten_seconds(clock):
-    shown = Progress("starting", Console(file=io.StringIO()))
-    assert not shown.due()
+    progress = Progress("starting", Console(file=io.StringIO()))
+    assert not progress.due()
     clock.now += 11.0
-    assert shown.due()
-    shown.update("more")
-    assert not shown.due()
+    assert progress.due()
+    progress.update("more")
+    assert not progress.due()
     assert Progress("starting", Console(file=io.StringIO(), force_terminal=True)).due()

@@ -113,16 +113,16 @@ class TestOrder:
         pipeline.close()
 
     def test_a_thread_that_waited_makes_half_of_what_there_is_room_for_in_a_row(self):
-        made = []
-        work = [Stage("a", lambda item: made.append(item) or item, 1, 6, in_bursts=True)]
+        items = []
+        work = [Stage("a", lambda item: items.append(item) or item, 1, 6, in_bursts=True)]
         pipeline = Pipeline(iter(range(20)), work, name="test")
         # The one after those that have room is made, too, and waits.
-        for taken, number in ((0, 7), (2, 7), (3, 10), (5, 10), (6, 13)):
-            while pipeline._taken < taken:
+        for num_taken, number in ((0, 7), (2, 7), (3, 10), (5, 10), (6, 13)):
+            while pipeline._taken < num_taken:
                 next(pipeline)
-            wait_until(lambda number=number: len(made) >= number)
+            wait_until(lambda number=number: len(items) >= number)
             time.sleep(0.02)
-            assert len(made) == number
+            assert len(items) == number
         pipeline.close()
 
 
@@ -238,11 +238,11 @@ class TestClocks:
         pipeline.close()
 
     def test_the_observer_sees_every_item_with_the_batch_it_becomes_a_part_of(self):
-        seen = []
+        reports = []
         stages = [Stage("a", int, 3, 4), Stage("g", list, 1, 2, group=4), Stage("t", list, 1, 2)]
-        run(range(10), *stages, observer=lambda *reported: seen.append(reported))
-        assert all(begin <= end for _, _, _, begin, end in seen)
-        assert sorted((stage, item, batch) for stage, item, batch, _, _ in seen) == sorted(
+        run(range(10), *stages, observer=lambda *reported: reports.append(reported))
+        assert all(begin <= end for _, _, _, begin, end in reports)
+        assert sorted((stage, item, batch) for stage, item, batch, _, _ in reports) == sorted(
             [("a", n, n // 4) for n in range(10)]
             + [(stage, n, n) for stage in ("g", "t", "wait") for n in range(3)]
         )

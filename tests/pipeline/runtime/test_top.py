@@ -29,7 +29,7 @@ class Stats(NamedTuple):
     bad_samples: int = 0
 
 
-def at(second, waiting):
+def make_metrics(second, waiting):
     """A loader that did 5 batches of 4 samples a second; decoding is busy, collating starved."""
     stages = (
         StageClock(
@@ -67,27 +67,31 @@ def at(second, waiting):
 
 
 def view(waiting):
-    return top.compare(top.digest(at(3, waiting), 100.0), top.digest(at(5, waiting), 102.0))
+    return top.compare(
+        top.digest(make_metrics(3, waiting), 100.0), top.digest(make_metrics(5, waiting), 102.0)
+    )
 
 
 def test_rates_and_shares_are_those_of_the_interval():
-    seen = view(0.4)
-    assert (seen.rank, seen.batches_per_s, seen.samples_per_s, seen.images_per_s) == (
+    figures = view(0.4)
+    assert (figures.rank, figures.batches_per_s, figures.samples_per_s, figures.images_per_s) == (
         "2",
         5,
         20,
         120,
     )
-    assert seen.waiting == pytest.approx(0.4)
-    assert seen.stages[0] == ("decode", 2, 20, pytest.approx(0.95), pytest.approx(0.05), 0, 6, 8)
-    assert seen.bottleneck == "decode"
+    assert figures.waiting == pytest.approx(0.4)
+    assert figures.stages[0] == ("decode", 2, 20, pytest.approx(0.95), pytest.approx(0.05), 0, 6, 8)
+    assert figures.bottleneck == "decode"
     assert view(0.01).bottleneck is None, "a trainer that is fed is not held up"
 
 
 def test_a_loader_that_began_again_does_not_count_backwards():
-    seen = top.compare(top.digest(at(5, 0.1), 100.0), top.digest(at(1, 0.1), 101.0))
-    assert seen.batches_per_s == 0
-    assert all(row.items_per_s == 0 for row in seen.stages)
+    figures = top.compare(
+        top.digest(make_metrics(5, 0.1), 100.0), top.digest(make_metrics(1, 0.1), 101.0)
+    )
+    assert figures.batches_per_s == 0
+    assert all(row.items_per_s == 0 for row in figures.stages)
 
 
 def test_what_is_drawn():
@@ -105,7 +109,7 @@ def test_what_is_drawn():
 @pytest.mark.costly
 def test_the_command_reads_a_real_endpoint(capsys):
     seconds = itertools.count(1)
-    with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
+    with MetricsServer(lambda: make_metrics(next(seconds), 0.2), port=0) as server:
         address = server.url.removeprefix("http://").removesuffix("/metrics")
         assert main(["top", address, "--once", "--interval", "0.05"]) == 0
     assert "rank 2" in capsys.readouterr().out
@@ -114,11 +118,11 @@ def test_the_command_reads_a_real_endpoint(capsys):
 @pytest.mark.costly
 def test_the_function_returns_what_the_command_shows():
     seconds = itertools.count(1)
-    seen = []
-    with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
-        (one,) = top.top(server.url, once=True, interval=0.05, progress=seen.append)
-    assert seen == [[one]]
-    assert (one.rank, one.bottleneck) == ("2", "decode")
+    reports = []
+    with MetricsServer(lambda: make_metrics(next(seconds), 0.2), port=0) as server:
+        (figures,) = top.top(server.url, once=True, interval=0.05, progress=reports.append)
+    assert reports == [[figures]]
+    assert (figures.rank, figures.bottleneck) == ("2", "decode")
 
 
 def test_it_ends_with_the_trainer():
@@ -130,7 +134,7 @@ def test_it_ends_with_the_trainer():
         if len(drawn) == 3:
             # From another thread than the server's own, which is the one that answers here.
             threading.Thread(target=server.close).start()
-        return at(len(drawn), 0.2)
+        return make_metrics(len(drawn), 0.2)
 
     server = MetricsServer(collect, port=0)
     top.show([server.url], top.TopOptions(interval=0.05), console)

@@ -17,16 +17,16 @@ def test_results_come_in_order(num_threads):
 
 
 def test_items_are_taken_as_they_are_needed():
-    taken = []
+    numbers = []
 
     def items():
         for number in range(1000):
-            taken.append(number)
+            numbers.append(number)
             yield number
 
     results = in_threads(str, items(), 2)
     assert next(results) == "0"
-    assert len(taken) == 4
+    assert len(numbers) == 4
     results.close()
 
 

@@ -44,9 +44,9 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 def test_bytes_are_those_of_the_library_in_any_order_and_are_read_back(named) -> None:
     ours = write_tensors(named)
     assert ours == safetensors.numpy.save(named) == write_tensors(dict(reversed(named.items())))
-    found = read_tensors(ours)
-    assert found.keys() == named.keys()
-    assert all(same(found[name], array) for name, array in named.items())
+    arrays = read_tensors(ours)
+    assert arrays.keys() == named.keys()
+    assert all(same(arrays[name], array) for name, array in named.items())
 
 
 @given(
@@ -68,10 +68,10 @@ def test_stacked_records_are_those_written_one_by_one(named, num_records) -> Non
 def test_parts_are_those_written_one_by_one(counts, dtypes) -> None:
     shapes = [(), (3,), (2, 2), (0,)]
     named = {
-        f"a{at}": np.arange(sum(counts) * math.prod(shape)).reshape(-1, *shape).astype(dtype)
+        f"a{index}": np.arange(sum(counts) * math.prod(shape)).reshape(-1, *shape).astype(dtype)
         if shape != (0,)
         else np.zeros((sum(counts), 0), dtype)
-        for at, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=False))
+        for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=False))
     }
     ends = np.cumsum([0, *counts]).tolist()
     cut = [{name: array[a:b] for name, array in named.items()} for a, b in itertools.pairwise(ends)]
@@ -82,8 +82,8 @@ def test_layout_in_memory_does_not_matter() -> None:
     array = np.arange(12, dtype="<f4").reshape(3, 4)
     wide = np.zeros((3, 8), "<f4")
     wide[:, ::2] = array
-    for other in (np.asfortranarray(array), wide[:, ::2], array.astype(">f4")):
-        assert write_tensors({"a": other}) == write_tensors({"a": array})
+    for layout in (np.asfortranarray(array), wide[:, ::2], array.astype(">f4")):
+        assert write_tensors({"a": layout}) == write_tensors({"a": array})
 
 
 def test_tensors_are_read_only_views() -> None:

@@ -53,10 +53,10 @@ def png(width: int, height: int, bits: int, color_type: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT") + chunk(b"IEND")
 
 
-def edited(encoded: bytes, marker: int, offset: int, new: bytes) -> bytes:
+def replace_bytes(encoded: bytes, marker: int, offset: int, new: bytes) -> bytes:
     """The file with bytes replaced at ``offset`` behind the first such marker."""
-    at = encoded.index(bytes((0xFF, marker))) + 2 + offset
-    return encoded[:at] + new + encoded[at + len(new) :]
+    start = encoded.index(bytes((0xFF, marker))) + 2 + offset
+    return encoded[:start] + new + encoded[start + len(new) :]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
     assert probe(encode(PICTURE, progressive=True)).progressive
     assert not probe(encode(PICTURE)).progressive
     assert probe(encode(PICTURE, restart_marker_blocks=3)).restart_interval == 3
-    four = probe(edited(encode(PICTURE), 0xE0, 2, b"JFIF"))
+    four = probe(replace_bytes(encode(PICTURE), 0xE0, 2, b"JFIF"))
     assert not four.is_cmyk
 
 
@@ -98,12 +98,12 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
 )
 def test_sampling_factors_have_names(value: int, name: str) -> None:
     # The luma's factors in the frame header: marker, length 2, precision 1, size 4, count 1, id 1.
-    assert probe(edited(encode(PICTURE), 0xC0, 9, bytes((value,)))).subsampling == name
+    assert probe(replace_bytes(encode(PICTURE), 0xC0, 9, bytes((value,)))).subsampling == name
 
 
 @pytest.mark.parametrize("value", [0x33, 0x44, 0x43])
 def test_sampling_factors_that_no_decoder_takes_are_refused(value: int) -> None:
-    odd = edited(encode(PICTURE), 0xC0, 9, bytes((value,)))
+    odd = replace_bytes(encode(PICTURE), 0xC0, 9, bytes((value,)))
     with pytest.raises(OSError, match="broken data stream"):
         Image.open(io.BytesIO(odd)).load()
     with pytest.raises(ImageError, match=f"sampling factors {value:02x} 11 11 is not supported"):
@@ -164,12 +164,15 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
             b"\xff\xd8\xff\xc0\x00\x05\x08\x00\x10\xff\xda\x00\x04\x00\x00",
             "frame header of 5 bytes",
         ),
-        (edited(encode(PICTURE), SOF, 2, b"\x0c"), "12-bit JPEG is not supported: re-encode"),
-        (edited(encode(PICTURE), SOF, 3, b"\0\0"), "size of 49x0 pixels"),
-        (edited(encode(PICTURE), SOF, 5, b"\0\0"), "size of 0x35 pixels"),
-        (edited(encode(PICTURE), SOF, 9, b"\x05"), "sampling factors 05 11 11"),
         (
-            edited(encode(PICTURE), SOF, 3, b"\xff\xff\xff\xff"),
+            replace_bytes(encode(PICTURE), SOF, 2, b"\x0c"),
+            "12-bit JPEG is not supported: re-encode",
+        ),
+        (replace_bytes(encode(PICTURE), SOF, 3, b"\0\0"), "size of 49x0 pixels"),
+        (replace_bytes(encode(PICTURE), SOF, 5, b"\0\0"), "size of 0x35 pixels"),
+        (replace_bytes(encode(PICTURE), SOF, 9, b"\x05"), "sampling factors 05 11 11"),
+        (
+            replace_bytes(encode(PICTURE), SOF, 3, b"\xff\xff\xff\xff"),
             f"65535x65535 pixels is over the limit of {MAX_PIXELS}",
         ),
         (encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc3", 1), "lossless JPEG is not supported"),
@@ -205,20 +208,20 @@ def test_what_cannot_be_taken_is_named(encoded: bytes, message: str) -> None:
         probe(encoded)
 
 
-def with_size(encoded: bytes, width: int, height: int) -> bytes:
+def set_size(encoded: bytes, width: int, height: int) -> bytes:
     marker = SOF if bytes((0xFF, SOF)) in encoded else 0xC2
-    return edited(encoded, marker, 3, struct.pack(">HH", height, width))
+    return replace_bytes(encoded, marker, 3, struct.pack(">HH", height, width))
 
 
-def with_scans(encoded: bytes, count: int) -> bytes:
+def add_scans(encoded: bytes, count: int) -> bytes:
     return encoded + b"\xff\xda\0\x02" * (count - encoded.count(b"\xff\xda"))
 
 
 def test_scans_times_pixels_are_limited() -> None:
     progressive = encode(PICTURE, progressive=True)
     for width, height, num_scans in ((8000, 8000, 12), (3840, 2160, MAX_SCANS)):
-        assert probe(with_scans(with_size(progressive, width, height), num_scans)).progressive
-    hostile = with_scans(with_size(progressive, 8000, 8000), 95)
+        assert probe(add_scans(set_size(progressive, width, height), num_scans)).progressive
+    hostile = add_scans(set_size(progressive, 8000, 8000), 95)
     with pytest.raises(
         ImageError, match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}"
     ):
@@ -226,18 +229,18 @@ def test_scans_times_pixels_are_limited() -> None:
 
 
 def test_baseline_files_of_many_scans_are_limited_too() -> None:
-    encoded = with_size(encode(PICTURE), 8000, 8000)
+    encoded = set_size(encode(PICTURE), 8000, 8000)
     start = encoded.index(b"\xff\xda")
     one_by_one = encoded[:start] + b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" + encoded[start + 14 :]
     assert probe(one_by_one).width == 8000
     with pytest.raises(ImageError, match="8000x8000 pixels has 95 scans"):
-        probe(with_scans(one_by_one, 95))
+        probe(add_scans(one_by_one, 95))
     assert (
-        probe(with_scans(encoded, 95)).width == 8000
+        probe(add_scans(encoded, 95)).width == 8000
     )  # decoders refuse a scan after one of all components
 
 
-def with_pixel_data(encoded: bytes, packed: bytes) -> bytes:
+def set_pixel_data(encoded: bytes, packed: bytes) -> bytes:
     return encoded[:33] + chunk(b"IDAT", packed) + chunk(b"IEND")
 
 
@@ -261,7 +264,7 @@ def test_png_data_are_as_many_as_the_header_says(
 ) -> None:
     raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
     encoded = encode(PICTURE, "png")
-    hostile = with_pixel_data(encoded, change(raw))
+    hostile = set_pixel_data(encoded, change(raw))
     for refuse in (unpack_png, lambda png: pictures.check_pixels(png, "png", None)):
         with pytest.raises(ImageError, match=message):
             refuse(hostile)
@@ -288,7 +291,7 @@ def test_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
     width, height = wh
     picture = natural(*wh)
     raw = bytearray()
-    for left, top, step_x, step_y in (
+    for first_x, first_y, step_x, step_y in (
         (0, 0, 8, 8),
         (4, 0, 8, 8),
         (0, 4, 4, 8),
@@ -297,16 +300,16 @@ def test_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
         (1, 0, 2, 2),
         (0, 1, 1, 2),
     ):
-        part = picture[top::step_y, left::step_x]
+        part = picture[first_y::step_y, first_x::step_x]
         raw += b"".join(b"\0" + row.tobytes() for row in part if len(row))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 1)
     encoded = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-    whole = with_pixel_data(encoded, zlib.compress(raw))
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(unpack_png(whole)))), picture)
+    interlaced = set_pixel_data(encoded, zlib.compress(raw))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(unpack_png(interlaced)))), picture)
     with pytest.raises(ImageError, match="more data"):
-        unpack_png(with_pixel_data(encoded, zlib.compress(raw + b"\0")))
+        unpack_png(set_pixel_data(encoded, zlib.compress(raw + b"\0")))
     with pytest.raises(ImageError, match="was cut"):
-        unpack_png(with_pixel_data(encoded, zlib.compress(raw[:-1])))
+        unpack_png(set_pixel_data(encoded, zlib.compress(raw[:-1])))
 
 
 def test_the_limit_of_pixels_can_be_set() -> None:
@@ -346,9 +349,9 @@ def test_the_end_of_pngs_is_found_whatever_follows() -> None:
 def test_png_checksums() -> None:
     encoded = encode(PICTURE, "png")
     unpack_png(encoded)
-    for at in (40, len(encoded) // 2, len(encoded) - 30):
+    for position in (40, len(encoded) // 2, len(encoded) - 30):
         damaged = bytearray(encoded)
-        damaged[at] ^= 1
+        damaged[position] ^= 1
         with pytest.raises(ImageError, match=r"fails its checksum|no end chunk"):
             unpack_png(damaged)
     with pytest.raises(ImageError, match="no end chunk: the file was cut"):

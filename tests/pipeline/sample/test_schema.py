@@ -50,7 +50,7 @@ def boxes(count: int = 4) -> Boxes:
 
 def meta(**changes) -> Meta:
     camera = CameraMeta(token="t", timestamp_ns=1, width=160, height=90)
-    whole = Meta(
+    example = Meta(
         schema=SCHEMA,
         dataset="d",
         key="clip-0-000001",
@@ -71,7 +71,7 @@ def meta(**changes) -> Meta:
         tags={"night": True, "where": {"city": "ü"}},
         stats={"num_boxes": 2},
     )
-    return msgspec.structs.replace(whole, **changes)
+    return msgspec.structs.replace(example, **changes)
 
 
 def same_bits(a: Geometry | Boxes, b: Geometry | Boxes) -> bool:
@@ -106,9 +106,9 @@ class TestArrays:
 
     def test_arrays_are_read_only_views(self) -> None:
         data = encode_arrays(geometry())
-        found = decode_arrays(data, Geometry)
-        for f in fields(found):
-            array = getattr(found, f.name)
+        decoded = decode_arrays(data, Geometry)
+        for f in fields(decoded):
+            array = getattr(decoded, f.name)
             assert not array.flags.writeable
             assert np.shares_memory(array, np.frombuffer(data, np.uint8))
 
@@ -171,8 +171,8 @@ class TestArrays:
 class TestPoints:
     @given(hnp.arrays("<f4", st.tuples(st.integers(0, 20), st.integers(0, 6))))
     def test_round_trip_is_exact(self, points) -> None:
-        found = decode_points(encode_points(points))
-        assert (found.dtype, found.shape, found.tobytes()) == (
+        decoded = decode_points(encode_points(points))
+        assert (decoded.dtype, decoded.shape, decoded.tobytes()) == (
             points.dtype,
             points.shape,
             points.tobytes(),
@@ -222,16 +222,16 @@ class TestSample:
         )
 
     def test_boxes_may_be_absent(self) -> None:
-        some = members()
-        del some[BOXES]
-        assert decode_sample(meta().key, some).boxes is None
+        encoded = members()
+        del encoded[BOXES]
+        assert decode_sample(meta().key, encoded).boxes is None
 
     @pytest.mark.parametrize("name", [META, GEOMETRY])
     def test_a_needed_member_is_missed(self, name) -> None:
-        some = members()
-        del some[name]
+        encoded = members()
+        del encoded[name]
         with pytest.raises(SchemaError, match="the member is missing") as caught:
-            decode_sample(meta().key, some)
+            decode_sample(meta().key, encoded)
         assert (caught.value.key, caught.value.member) == (meta().key, name)
 
     @pytest.mark.parametrize("name", [META, GEOMETRY, BOXES, "lidar_top.npy"])
@@ -281,8 +281,8 @@ class TestGeometry:
         u, v, depth, _ = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 0.0, 1.5, 1.0]
         assert depth == pytest.approx(20 - 1.5)
         assert (u / depth, v / depth) == pytest.approx((79.5, 44.5))  # the image's centre, 160 x 90
-        left = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 3.0, 1.5, 1.0]
-        assert left[0] / left[2] < 79.5  # y is left
+        pixel = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 3.0, 1.5, 1.0]
+        assert pixel[0] / pixel[2] < 79.5  # y is left
         assert (rig.ego2img()[CAMERAS.index("cam_back")] @ [20.0, 0.0, 1.5, 1.0])[2] < 0
 
     def test_stacked_samples_have_the_same_matrices_to_the_bit(self) -> None:
@@ -302,18 +302,18 @@ class TestGeometry:
         stacked = Geometry.stack(single)
         windows = Geometry.stack(single, 2, 3)
         for method in methods:
-            expected = np.stack([method(one) for one in single])
+            expected = np.stack([method(sample_geometry) for sample_geometry in single])
             np.testing.assert_array_equal(method(stacked), expected)
             np.testing.assert_array_equal(
                 method(windows), expected.reshape(2, 3, *expected.shape[1:])
             )
         assert windows.cam_valid.shape == (2, 3, len(CAMERAS))
         key = windows.ego2global[:, 2]
-        for at in range(3):
-            wanted = np.stack(
-                [replace(single[3 * b + at], ego2global=key[b]).cam2keyego() for b in range(2)]
+        for step in range(3):
+            cam2keyego = np.stack(
+                [replace(single[3 * b + step], ego2global=key[b]).cam2keyego() for b in range(2)]
             )
-            np.testing.assert_array_equal(windows.cam2keyego(key[:, None])[:, at], wanted)
+            np.testing.assert_array_equal(windows.cam2keyego(key[:, None])[:, step], cam2keyego)
 
     def test_stacked_samples_keep_the_lidars_that_all_have(self) -> None:
         rig = geometry()
@@ -340,14 +340,16 @@ class TestBoxes:
     @given(st.integers(0, 2**32))
     def test_corners_are_a_box(self, seed) -> None:
         rng = np.random.default_rng(seed)
-        some = replace(make_boxes(rng, 3), rotation_wxyz=rng.normal(size=(3, 4)).astype(np.float32))
-        corners = some.corners().astype(np.float64)
-        np.testing.assert_allclose(corners.mean(1), some.boxes3d[:, :3], atol=1e-4)
+        boxes = replace(
+            make_boxes(rng, 3), rotation_wxyz=rng.normal(size=(3, 4)).astype(np.float32)
+        )
+        corners = boxes.corners().astype(np.float64)
+        np.testing.assert_allclose(corners.mean(1), boxes.boxes3d[:, :3], atol=1e-4)
         edges = [
             np.linalg.norm(corners[:, a] - corners[:, b], axis=-1)
             for a, b in ((0, 4), (0, 2), (0, 1))
         ]
-        np.testing.assert_allclose(np.stack(edges, -1), some.boxes3d[:, 3:6], rtol=1e-4)
+        np.testing.assert_allclose(np.stack(edges, -1), boxes.boxes3d[:, 3:6], rtol=1e-4)
 
     def test_no_boxes_have_no_corners(self) -> None:
         assert boxes(0).corners().shape == (0, 8, 3)
@@ -403,7 +405,7 @@ class TestNuScenes:
             "CAM_BACK_RIGHT": -110,
             "CAM_FRONT_RIGHT": -55,
         }
-        seen = set()
+        cameras = set()
         for row in tables["calibrated_sensor"]:
             name = channel[row["sensor_token"]]
             if name in bearing_deg:
@@ -417,5 +419,5 @@ class TestNuScenes:
                     deg=True,
                 )
                 assert abs(off) < 10, name
-                seen.add(name)
-        assert seen == set(bearing_deg)
+                cameras.add(name)
+        assert cameras == set(bearing_deg)

@@ -65,18 +65,18 @@ def test_too_many_open_files_says_the_limit_and_the_cure(tmp_path) -> None:
 
 
 def kinds(place: Path) -> dict[str, Path]:
-    made = {name: place / name for name in ("fifo", "folder", "device", "socket", "out", "loop")}
-    os.mkfifo(made["fifo"])
-    made["folder"].mkdir()
-    made["device"].symlink_to("/dev/zero")
-    made["out"].symlink_to("/etc/hostname")
-    made["loop"].symlink_to("loop")
+    paths = {name: place / name for name in ("fifo", "folder", "device", "socket", "out", "loop")}
+    os.mkfifo(paths["fifo"])
+    paths["folder"].mkdir()
+    paths["device"].symlink_to("/dev/zero")
+    paths["out"].symlink_to("/etc/hostname")
+    paths["loop"].symlink_to("loop")
     with (
         contextlib.chdir(place),
         socket.socket(socket.AF_UNIX) as bound,
     ):  # its path has 107 bytes at most
         bound.bind("socket")
-    return made
+    return paths
 
 
 def test_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
@@ -118,7 +118,7 @@ COMMANDS = (
     "layer rebase LAYER DS out/rebased",
     "layer rebase LAYER GOOD out/again",
 )
-OF_DATASET = (
+DATASET_FILES = (
     "dataset.json",
     "shards.arrow",
     "index.arrow",
@@ -129,7 +129,7 @@ OF_DATASET = (
     "train-000000.idx",
     "tags.json",
 )
-OF_LAYER = (
+LAYER_FILES = (
     "dataset.json",
     "shards.arrow",
     "index.arrow",
@@ -219,7 +219,7 @@ def go_through(readers: dict[str, Callable[[], object]], outside: Path) -> None:
             done.write(f"{error.replace(chr(10), ' ') or ('opened it' if is_opened else 'fine')}\n")
 
 
-def lines_of(place: Path, readers: dict[str, Callable[[], object]], outside: Path) -> list[str]:
+def run_readers(place: Path, readers: dict[str, Callable[[], object]], outside: Path) -> list[str]:
     """What :func:`go_through` wrote, in a process that ends when no reader has come to its end for ten seconds."""
     with contextlib.chdir(place):
         pid = fork(partial(go_through, readers, outside))
@@ -240,7 +240,7 @@ def lines_of(place: Path, readers: dict[str, Callable[[], object]], outside: Pat
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def datasets_folder(tmp_path_factory) -> Path:
     """A folder with a dataset that has all files there can be, a partial layer of it, and another to append it to."""
     place: Path = tmp_path_factory.mktemp("whole")
 
@@ -264,16 +264,16 @@ def whole(tmp_path_factory) -> Path:
         write_layer(place / "GOOD", place / "LAYER", [5, 1, 2])
 
     assert join(fork(make)) == 0
-    assert {path.name for path in (place / "DS").iterdir()} == {*OF_DATASET}
+    assert {path.name for path in (place / "DS").iterdir()} == {*DATASET_FILES}
     assert (place / "PACKED" / "zstd.dict").is_file()
-    assert {path.name for path in (place / "LAYER").iterdir()} == {*OF_LAYER}
+    assert {path.name for path in (place / "LAYER").iterdir()} == {*LAYER_FILES}
     return place
 
 
 FILES = [
-    *(("DS", name) for name in OF_DATASET),
+    *(("DS", name) for name in DATASET_FILES),
     ("DS", "zstd.dict"),
-    *(("LAYER", name) for name in OF_LAYER),
+    *(("LAYER", name) for name in LAYER_FILES),
 ]
 CASES = [(folder, name, kind) for kind in ("fifo", "folder", "link out") for folder, name in FILES]
 EVERY = (
@@ -286,12 +286,12 @@ EVERY = (
     ("folder", "name", "kind"), CASES[::EVERY], ids=["-".join(one) for one in CASES[::EVERY]]
 )
 def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(
-    whole, tmp_path, folder, name, kind
+    datasets_folder, tmp_path, folder, name, kind
 ) -> None:
     """A link leads to a good copy outside of the folder, and the kernel says whether anybody opened that."""
     place = tmp_path / "place"
     outside = tmp_path / "outside"
-    shutil.copytree(whole, place)
+    shutil.copytree(datasets_folder, place)
     (place / "out").mkdir()
     if name == "zstd.dict":
         (place / "DS").rename(place / "plain")
@@ -304,7 +304,7 @@ def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(
     else:
         (place / folder / name).symlink_to(outside)
     readers = {words: read for words, read in READERS.items() if folder in words or folder == "DS"}
-    lines = lines_of(place, readers, outside)
+    lines = run_readers(place, readers, outside)
     assert [line for line in lines if not line.endswith(": fine")] == []
     assert len(lines) == len(readers)
     if name == "dataset.json":

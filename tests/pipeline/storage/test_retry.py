@@ -232,18 +232,18 @@ class TestReadChecked:
         ],
     )
     def test_bytes_that_change_are_read_again(self, answers, num_reads) -> None:
-        left = iter(answers)
-        assert read_checked(lambda: next(left), self.check, self.POLICY) == b"right"
-        assert len(answers) - len([*left]) == num_reads
+        remaining = iter(answers)
+        assert read_checked(lambda: next(remaining), self.check, self.POLICY) == b"right"
+        assert len(answers) - len([*remaining]) == num_reads
 
     @pytest.mark.parametrize(
         ("answers", "num_reads"), [([b"a", b"a", b"right"], 2), ([b"%d" % n for n in range(9)], 6)]
     )
     def test_the_same_bytes_again_are_wrong_in_storage(self, answers, num_reads) -> None:
-        left = iter(answers)
+        remaining = iter(answers)
         with pytest.raises(IndexFileError, match="wrong"):
-            read_checked(lambda: next(left), self.check, self.POLICY)
-        assert len(answers) - len([*left]) == num_reads
+            read_checked(lambda: next(remaining), self.check, self.POLICY)
+        assert len(answers) - len([*remaining]) == num_reads
 
     @staticmethod
     def check(data: bytes) -> bytes:

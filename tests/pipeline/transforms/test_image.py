@@ -77,8 +77,8 @@ def test_golden_draw() -> None:
 
 def test_a_loader_of_some_cameras_draws_what_one_of_all_draws() -> None:
     everything = BEVDET.draw(RIG, seed=1, epoch=0, sample=5)
-    some = BEVDET.draw(RIG[:2], seed=1, epoch=0, sample=5, cameras=[4, 1])
-    assert some == [everything[4], everything[1]]
+    two_cameras = BEVDET.draw(RIG[:2], seed=1, epoch=0, sample=5, cameras=[4, 1])
+    assert two_cameras == [everything[4], everything[1]]
 
 
 def test_scope_says_who_shares_a_draw() -> None:

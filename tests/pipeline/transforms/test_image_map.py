@@ -224,7 +224,7 @@ def test_the_map_is_the_product_that_the_documents_state():
     left = 7
     top = 9
     settings = ImageAugment(height=32, width=64)
-    found = settings._map(
+    matrix = settings._map(
         (160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0
     ).centre_matrix()
     u = 23.0
@@ -239,5 +239,5 @@ def test_the_map_is_the_product_that_the_documents_state():
     right = x * math.cos(angle) + y * math.sin(angle)
     down = y * math.cos(angle) - x * math.sin(angle)
     assert_allclose(
-        (found @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9
+        (matrix @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9
     )

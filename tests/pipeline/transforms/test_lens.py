@@ -27,44 +27,46 @@ FISHEYE = (0.05, -0.012)
 RADTAN = (-0.12, 0.02, 0.0007, -0.0004)
 
 
-def lens_of(model, *coefficients, camera=K):
+def make_lens(model, *coefficients, camera=K):
     dist = np.full(14, np.nan)
     dist[: len(coefficients)] = coefficients
-    found = read_lens(model, dist, camera)
-    assert found is not None
-    return found
+    lens = read_lens(model, dist, camera)
+    assert lens is not None
+    return lens
 
 
 PAIRS = {
     "f-theta and the fisheye": (
-        lens_of("ftheta", 0, 1, 0, FISHEYE[0], 0, FISHEYE[1]),
-        lens_of("kannala_brandt", *FISHEYE),
+        make_lens("ftheta", 0, 1, 0, FISHEYE[0], 0, FISHEYE[1]),
+        make_lens("kannala_brandt", *FISHEYE),
     ),
-    "Mei and the pinhole": (lens_of("mei", 0, *RADTAN), lens_of("opencv_radtan", *RADTAN)),
+    "Mei and the pinhole": (make_lens("mei", 0, *RADTAN), make_lens("opencv_radtan", *RADTAN)),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_lens_that_opencv_has_is_as_opencv_has_it(name):
-    own, theirs = PAIRS[name]
+    lens, theirs = PAIRS[name]
     moved = np.array([[0.5, 0.02, 30.0], [-0.01, 0.55, 20.0], [0.0, 0.0, 1.0]])
-    for mine, other in zip(
-        source_places(moved, own, (704, 256)), source_places(moved, theirs, (704, 256)), strict=True
+    for mine, their_places in zip(
+        source_places(moved, lens, (704, 256)),
+        source_places(moved, theirs, (704, 256)),
+        strict=True,
     ):
-        np.testing.assert_allclose(mine, other, atol=1e-3)
+        np.testing.assert_allclose(mine, their_places, atol=1e-3)
     grid = np.stack(np.meshgrid(np.linspace(200, 1400, 13), np.linspace(100, 800, 9)), -1).reshape(
         -1, 2
     )
     tight = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 200, 1e-12)
     undo = cv2.fisheye.undistortPoints if theirs.kind == "fisheye" else cv2.undistortPoints
-    wanted = undo(
+    expected = undo(
         grid[:, None], K, np.array(theirs.coefficients), R=np.eye(3), P=K, criteria=tight
     )[:, 0]
-    np.testing.assert_allclose(rectified_places(grid, own), wanted, atol=1e-6)
+    np.testing.assert_allclose(rectified_places(grid, lens), expected, atol=1e-6)
     for alpha in (0.0, 1.0):
         if theirs.kind == "pinhole":  # the fisheye's own rule is another
             np.testing.assert_allclose(
-                rectified_camera(own, WH, alpha), rectified_camera(theirs, WH, alpha), rtol=0.01
+                rectified_camera(lens, WH, alpha), rectified_camera(theirs, WH, alpha), rtol=0.01
             )
 
 
@@ -76,14 +78,16 @@ def test_a_lens_that_opencv_has_is_as_opencv_has_it(name):
     st.sampled_from(["ftheta", "mei"]),
 )
 def test_there_and_back_is_where_it_began(values, xi, turn, theta, kind):
-    coefficients = (0.0, 1.0, *values) if kind == "ftheta" else (xi, *(0.2 * one for one in values))
-    lens = lens_of(kind, *coefficients)
+    coefficients = (
+        (0.0, 1.0, *values) if kind == "ftheta" else (xi, *(0.2 * value for value in values))
+    )
+    lens = make_lens(kind, *coefficients)
     flat = np.tan(theta) * np.array([[np.cos(turn), np.sin(turn)]])
     np.testing.assert_allclose(straight(bent(flat, lens), lens), flat, rtol=1e-6, atol=1e-9)
 
 
 def test_the_centre_and_what_lies_behind_have_places():
-    for lens in (lens_of("ftheta", 0.0, 0.9, 0.01), lens_of("mei", 1.4, *RADTAN)):
+    for lens in (make_lens("ftheta", 0.0, 0.9, 0.01), make_lens("mei", 1.4, *RADTAN)):
         assert bent(np.zeros((1, 2)), lens).tolist() == [[0.0, 0.0]]
         assert straight(np.zeros((1, 2)), lens).tolist() == [[0.0, 0.0]]
         assert np.isfinite(rectified_places(np.array([[0.0, 0.0], [1e4, -1e4]]), lens)).all()
@@ -99,12 +103,12 @@ def test_mei_is_the_projection_from_a_point_above_the_sphere():
     xi = 1.2
     rays = rng.normal(size=(200, 3)) + np.array([0, 0, 2.5])
     rays = rays[rays[:, 2] > 0.2]
-    lens = lens_of("mei", xi, *RADTAN)
+    lens = make_lens("mei", xi, *RADTAN)
     unit = rays / np.linalg.norm(rays, axis=1, keepdims=True)
-    seen = np.c_[unit[:, :2] / (unit[:, 2:] + xi), np.ones(len(unit))]
-    wanted = cv2.projectPoints(seen, np.zeros(3), np.zeros(3), K, np.array(RADTAN))[0][:, 0]
-    found = bent(rays[:, :2] / rays[:, 2:], lens) @ K[:2, :2].T + K[:2, 2]
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    points = np.c_[unit[:, :2] / (unit[:, 2:] + xi), np.ones(len(unit))]
+    expected = cv2.projectPoints(points, np.zeros(3), np.zeros(3), K, np.array(RADTAN))[0][:, 0]
+    pixels = bent(rays[:, :2] / rays[:, 2:], lens) @ K[:2, :2].T + K[:2, 2]
+    np.testing.assert_allclose(pixels, expected, atol=1e-6)
 
 
 def test_f_theta_is_that_of_the_physical_ai_developer_kit():
@@ -126,15 +130,15 @@ def test_f_theta_is_that_of_the_physical_ai_developer_kit():
         {**row, **{f"bw_poly_{n}": k for n, k in enumerate(back)}}
     )
     camera = np.array([[930.0, 0, 961.3], [0, 930.0, 542.7], [0, 0, 1]])
-    lens = lens_of("ftheta", *(k / 930.0 for k in forward), camera=camera)
+    lens = make_lens("ftheta", *(k / 930.0 for k in forward), camera=camera)
     rng = np.random.default_rng(2)
     rays = np.c_[rng.uniform(-2, 2, (500, 2)), np.ones(500)]
-    found = bent(rays[:, :2], lens) @ camera[:2, :2].T + camera[:2, 2]
-    np.testing.assert_allclose(found, kit.ray2pixel(rays), atol=1e-3)
-    kit_rays = kit.pixel2ray(found)
-    mine = straight((found - camera[:2, 2]) / 930.0, lens)
+    pixels = bent(rays[:, :2], lens) @ camera[:2, :2].T + camera[:2, 2]
+    np.testing.assert_allclose(pixels, kit.ray2pixel(rays), atol=1e-3)
+    kit_rays = kit.pixel2ray(pixels)
+    mine = straight((pixels - camera[:2, 2]) / 930.0, lens)
     # Its polynomial back is a fit: its own way there and back is off by as much.
-    off = np.linalg.norm(kit.ray2pixel(kit_rays) - found, axis=1).max()
+    off = np.linalg.norm(kit.ray2pixel(kit_rays) - pixels, axis=1).max()
     assert (
         np.linalg.norm((kit_rays[:, :2] / kit_rays[:, 2:] - mine) * 930.0, axis=1).max()
         < 20 * off + 1e-3
@@ -143,13 +147,13 @@ def test_f_theta_is_that_of_the_physical_ai_developer_kit():
 
 
 def test_what_is_shown_with_alpha():
-    lens = lens_of("ftheta", 0.0, 1.0, 0.0, -0.05)
+    lens = make_lens("ftheta", 0.0, 1.0, 0.0, -0.05)
     corners = np.array(
         [[0.0, 0.0], [WH[0] - 1.0, 0.0], [0.0, WH[1] - 1.0], [WH[0] - 1.0, WH[1] - 1.0]]
     )
-    whole = dataclasses.replace(lens, rectified=rectified_camera(lens, WH, 1.0))
-    assert (rectified_places(corners, whole) >= -1e-6).all()
-    assert (rectified_places(corners, whole) <= np.array(WH) - 1 + 1e-6).all()
+    full_view = dataclasses.replace(lens, rectified=rectified_camera(lens, WH, 1.0))
+    assert (rectified_places(corners, full_view) >= -1e-6).all()
+    assert (rectified_places(corners, full_view) <= np.array(WH) - 1 + 1e-6).all()
     full = dataclasses.replace(lens, rectified=rectified_camera(lens, WH, 0.0))
     x, y = source_places(np.eye(3), full, WH)
     assert min(x.min(), y.min()) > -1
@@ -158,5 +162,5 @@ def test_what_is_shown_with_alpha():
 
 def test_too_many_coefficients_are_refused():
     with pytest.raises(ConfigError, match="at most 5"):
-        lens_of("mei", *range(6))
-    assert isinstance(lens_of("mei", 1.0), Lens)
+        make_lens("mei", *range(6))
+    assert isinstance(make_lens("mei", 1.0), Lens)

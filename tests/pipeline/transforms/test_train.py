@@ -41,30 +41,31 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "needed", "field"), RANDOM)
-def test_a_random_field_asks_for_train(kind, needed, field, tmp_path) -> None:
+@pytest.mark.parametrize(("kind", "required", "field"), RANDOM)
+def test_a_random_field_asks_for_train(kind, required, field, tmp_path) -> None:
     (name,) = field
     with pytest.raises(ConfigError, match=rf"{kind.__name__}: {name}=.*train is not given"):
-        kind(**needed, **field)
+        kind(**required, **field)
     file = tmp_path / "settings.yaml"
-    file.write_bytes(msgspec.yaml.encode({**needed, **field}))
+    file.write_bytes(msgspec.yaml.encode({**required, **field}))
     argument = {fr.ImageAugment: "image", fr.BevAugment: "ego", fr.PixelAugment: "pixels"}[kind]
-    for value in ({**needed, **field}, str(file)):
+    for value in ({**required, **field}, str(file)):
         with pytest.raises(ConfigError, match=rf"{name}=.*train is not given"):
             fr.Transforms(**{argument: value})
     for train in (True, False):
-        made = kind(**needed, **field, train=train)
-        assert made.train is train
-        assert f"train={train}" in repr(made)
-        assert made.evaluation().train is False
+        settings = kind(**required, **field, train=train)
+        assert settings.train is train
+        assert f"train={train}" in repr(settings)
+        assert settings.evaluation().train is False
 
 
 def test_the_table_has_all_random_fields() -> None:
     in_table = {
-        kind: {name for one, _, field in RANDOM if one is kind for name in field} for kind in FIXED
+        kind: {name for field_kind, _, field in RANDOM if field_kind is kind for name in field}
+        for kind in FIXED
     }
     for kind, fixed in FIXED.items():
-        others = {
+        fixed_names = {
             "height",
             "width",
             "geometry",
@@ -74,15 +75,15 @@ def test_the_table_has_all_random_fields() -> None:
             "crop_x",
             "scope",
         }
-        assert in_table[kind] >= {*kind.__struct_fields__} - others - {*fixed}
+        assert in_table[kind] >= {*kind.__struct_fields__} - fixed_names - {*fixed}
 
 
 @pytest.mark.parametrize("kind", FIXED)
 def test_without_random_fields_train_is_false(kind) -> None:
-    made = kind(**(SIZE if kind is fr.ImageAugment else {}), **FIXED[kind])
-    assert made.train is False and "train=False" in repr(made)
-    assert made == msgspec.structs.replace(made, train=False)
-    assert hash(made) == hash(msgspec.structs.replace(made, train=False))
+    settings = kind(**(SIZE if kind is fr.ImageAugment else {}), **FIXED[kind])
+    assert settings.train is False and "train=False" in repr(settings)
+    assert settings == msgspec.structs.replace(settings, train=False)
+    assert hash(settings) == hash(msgspec.structs.replace(settings, train=False))
 
 
 def test_validation_shares_transforms_of_training_without_a_word(recwarn) -> None:

@@ -23,7 +23,7 @@ from fuelrail.bench.planner.step_time import efficiency_of, step_time
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
 from support.shared_data import shared_data
-from test_recipes import schema_of
+from test_recipes import read_schema
 
 pytestmark = pytest.mark.process
 
@@ -416,7 +416,7 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
         jsonschema = pytest.importorskip("jsonschema")
         shared_data("k8s-crds")
         job = yaml.safe_load(text)
-        jsonschema.validate(job, schema_of("PyTorchJob", "v1"))
+        jsonschema.validate(job, read_schema("PyTorchJob", "v1"))
         assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
         return
     assert subprocess.run(["bash", "-n", path]).returncode == 0

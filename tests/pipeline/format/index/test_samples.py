@@ -136,7 +136,7 @@ def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> Non
         names, codecs = (
             json.loads(table.schema.metadata[k]) for k in (b"fuelrail.members", b"fuelrail.codecs")
         )
-        found = [
+        read_rows = [
             IndexRow(
                 **{
                     **row,
@@ -148,7 +148,7 @@ def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> Non
             )
             for row in table.to_pylist()
         ]
-    assert found == rows
+    assert read_rows == rows
 
 
 def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:

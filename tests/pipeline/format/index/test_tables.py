@@ -77,9 +77,9 @@ class TestShards:
             table = file.read_all()
         values = table[column].to_pylist()
         values[row] = value
-        at = table.column_names.index(column)
+        index = table.column_names.index(column)
         table = table.set_column(
-            at, table.schema.field(at), pa.array(values, table.schema.types[at])
+            index, table.schema.field(index), pa.array(values, table.schema.types[index])
         )
         with pa.ipc.new_file(tmp_path / "shards.arrow", table.schema) as writer:
             writer.write_batch(table.to_batches()[0])
@@ -98,9 +98,9 @@ class TestShards:
     def test_a_flipped_byte_is_found_by_its_block(self, tiny_dataset, tmp_path) -> None:
         tiny_dataset({"train": (4, 3), "val": (2,)}, size=(32, 24), copy_to=tmp_path / "d")
         good = (tmp_path / "d" / "shards.arrow").read_bytes()
-        for at in range(0, len(good), 97):
+        for position in range(0, len(good), 97):
             (tmp_path / "d" / "shards.arrow").write_bytes(
-                good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+                good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]
             )
             with pytest.raises(IndexFileError, match=r"shards\.arrow.*do not match their SHA-256"):
                 open_dataset(tmp_path / "d")
@@ -117,7 +117,7 @@ class TestShards:
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory):
+def large_dataset(tmp_path_factory):
     """20,000 samples: three batches of the index."""
     root = tmp_path_factory.mktemp("tables") / "many"
     write_synthetic_index(root, [40] * 500, shuffle_seed=3)
@@ -126,23 +126,25 @@ def many(tmp_path_factory):
 
 class TestKeys:
     @pytest.mark.slow
-    def test_every_key_is_found(self, many) -> None:
-        dataset = open_dataset(many)
-        wanted = dataset.index.strings("key")
-        assert [dataset.find(key) for key in wanted] == list(range(20_000))
+    def test_every_key_is_found(self, large_dataset) -> None:
+        dataset = open_dataset(large_dataset)
+        all_keys = dataset.index.strings("key")
+        assert [dataset.find(key) for key in all_keys] == list(range(20_000))
         assert [dataset.find(key) for key in ("", "clip-0000000-000040", "x" * 1000)] == [None] * 3
 
-    def test_buckets_sort_as_memory_does(self, many, tmp_path, monkeypatch) -> None:
-        index = open_dataset(many).index
-        whole = keys.sorted_entries(index, tmp_path).copy()
+    def test_buckets_sort_as_memory_does(self, large_dataset, tmp_path, monkeypatch) -> None:
+        index = open_dataset(large_dataset).index
+        sorted_in_memory = keys.sorted_entries(index, tmp_path).copy()
         monkeypatch.setattr(keys, "_BUCKET_ROWS", 512)
         monkeypatch.setattr(keys, "_ROWS_AT_ONCE", 1000)
-        np.testing.assert_array_equal(keys.sorted_entries(index, tmp_path), whole)
-        assert (np.diff(whole["xxh3"].astype(object)) >= 0).all()
+        np.testing.assert_array_equal(keys.sorted_entries(index, tmp_path), sorted_in_memory)
+        assert (np.diff(sorted_in_memory["xxh3"].astype(object)) >= 0).all()
 
-    def test_unevenly_spread_hashes_are_found_too(self, many, tmp_path, monkeypatch) -> None:
+    def test_unevenly_spread_hashes_are_found_too(
+        self, large_dataset, tmp_path, monkeypatch
+    ) -> None:
         """Three keys a hash, and all hashes at one end."""
-        index = open_dataset(many).index
+        index = open_dataset(large_dataset).index
         all_keys = index.strings("key")
         hashes = {key: number // 3 for number, key in enumerate(all_keys)}
         monkeypatch.setattr(keys.xxhash, "xxh3_64_intdigest", lambda key: hashes[key.decode()])
@@ -158,11 +160,11 @@ class TestKeys:
             ]
 
     def test_the_parts_of_a_first_look_up_are_fetched_together(
-        self, many, tmp_path, monkeypatch
+        self, large_dataset, tmp_path, monkeypatch
     ) -> None:
-        index = open_dataset(many).index
+        index = open_dataset(large_dataset).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
-        path = many / "keys.arrow"
+        path = large_dataset / "keys.arrow"
         data = path.read_bytes()
         together = threading.Barrier(3, timeout=60)
 
@@ -178,47 +180,48 @@ class TestKeys:
         table = KeyTable(lambda: opened, len(index))
         assert [entry.row for entry in table.find(index.row(middle).key)] == [middle]
 
-    def test_tables_do_not_wait_for_each_other(self, many) -> None:
+    def test_tables_do_not_wait_for_each_other(self, large_dataset) -> None:
         """A first look-up waits for a server; one in another table, on another thread, does not wait for it."""
-        index = open_dataset(many).index
+        index = open_dataset(large_dataset).index
         waits = threading.Event()
         release = threading.Event()
 
         def slow() -> BlockFile:
             waits.set()
             assert release.wait(60)
-            return BlockFile(many / "keys.arrow")
+            return BlockFile(large_dataset / "keys.arrow")
 
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(KeyTable(slow, len(index)).find, index.row(3).key)
             assert waits.wait(60)
-            other = ThreadPoolExecutor(1)
-            second = other.submit(
-                KeyTable(lambda: BlockFile(many / "keys.arrow"), len(index)).find, index.row(4).key
+            second_pool = ThreadPoolExecutor(1)
+            second = second_pool.submit(
+                KeyTable(lambda: BlockFile(large_dataset / "keys.arrow"), len(index)).find,
+                index.row(4).key,
             )
             try:
                 assert [entry.row for entry in second.result(60)] == [4]
             finally:
                 release.set()
-                other.shutdown()
+                second_pool.shutdown()
             assert [entry.row for entry in first.result(60)] == [3]
 
     @pytest.mark.parametrize("is_gone", [False, True])
     def test_the_first_look_up_fetches_the_table_in_the_background(
-        self, many, tmp_path, monkeypatch, is_gone
+        self, large_dataset, tmp_path, monkeypatch, is_gone
     ) -> None:
-        index = open_dataset(many).index
+        index = open_dataset(large_dataset).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
-        path = many / "keys.arrow"
+        path = large_dataset / "keys.arrow"
         data = path.read_bytes()
-        found = threading.Event()
+        has_looked_up = threading.Event()
         requests = list[int]()
         askers = list[threading.Thread]()
 
         def read(first: int, end: int) -> bytes:
             askers.append(threading.current_thread())
             if threading.current_thread() in opened._in_background:
-                assert found.wait(60), "the first look-up must not wait for the rest"
+                assert has_looked_up.wait(60), "the first look-up must not wait for the rest"
                 if is_gone:
                     raise DatasetError("gone")
             requests.append(first)
@@ -231,7 +234,7 @@ class TestKeys:
         in_a_run = int(keys.sorted_entries(index, tmp_path)["row"][2048])
         assert [entry.row for entry in table.find(index.row(in_a_run).key)] == [in_a_run]
         threads = opened._in_background
-        found.set()
+        has_looked_up.set()
         for thread in threads:
             thread.join(60)
         assert all(thread.daemon for thread in threads), (
@@ -248,9 +251,9 @@ class TestKeys:
         assert (len(requests) > before) == is_gone
 
     def test_threads_that_look_up_at_once_start_one_fetch(
-        self, many, tmp_path, monkeypatch
+        self, large_dataset, tmp_path, monkeypatch
     ) -> None:
-        path = many / "keys.arrow"
+        path = large_dataset / "keys.arrow"
         done = threading.Event()
         at_once = threading.Barrier(2)
 
@@ -280,9 +283,9 @@ class TestKeys:
             for thread in opened._in_background:
                 thread.join(60)
 
-    def test_what_is_missing_is_found_without_taking_memory_of_a_tmpfs(self, many) -> None:
+    def test_what_is_missing_is_found_without_taking_memory_of_a_tmpfs(self, large_dataset) -> None:
         """A look at a hole through the map takes memory there, and is SIGBUS where the tmpfs is full."""
-        path = many / "keys.arrow"
+        path = large_dataset / "keys.arrow"
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             sparse = Path(folder) / "keys.arrow"
             opened = blocks.open_sparse(
@@ -300,9 +303,9 @@ class TestKeys:
         data = bytearray(path.read_bytes())
         dataset = open_dataset(tmp_path / "d")
         entries = keys.sorted_entries(dataset.index, tmp_path)
-        at = data.index(entries.tobytes())
+        start = data.index(entries.tobytes())
         entries["row"] = 3
-        data[at : at + entries.nbytes] = entries.tobytes()
+        data[start : start + entries.nbytes] = entries.tobytes()
         path.write_bytes(data)
         with pytest.raises(
             IndexFileError,
@@ -310,8 +313,8 @@ class TestKeys:
         ):
             open_dataset(tmp_path / "d").find("clip-0000-000001")
 
-    def test_a_table_of_another_dataset(self, many, tmp_path) -> None:
-        table = KeyTable(lambda: BlockFile(many / "keys.arrow"), 7)
+    def test_a_table_of_another_dataset(self, large_dataset, tmp_path) -> None:
+        table = KeyTable(lambda: BlockFile(large_dataset / "keys.arrow"), 7)
         with pytest.raises(IndexFileError, match="has 20000 keys, the index 7 samples"):
             table.find("a")
 
@@ -324,8 +327,8 @@ class TestKeys:
         for seed in range(30):
             rng = np.random.default_rng(seed)
             data = bytearray(good)
-            for at in rng.integers(0, len(data), 3):
-                data[at] = rng.integers(256)
+            for position in rng.integers(0, len(data), 3):
+                data[position] = rng.integers(256)
             path.write_bytes(data)
             dataset = open_dataset(tmp_path / "d")
             for number in range(5):
@@ -362,32 +365,32 @@ class TestBlocksAtAUrl:
             yield server, open_dataset(tmp_path / "d"), tmp_path / "cache"
 
     def test_what_is_needed_is_fetched_once(self, served) -> None:
-        server, here, cache = served
+        server, local, cache = served
         dataset = open_dataset(server.url, cache_dir=cache)
-        assert dataset.shards[:] == here.shards[:]
+        assert dataset.shards[:] == local.shards[:]
         opened = len(server.requests)
         assert opened == 5, "manifest, digests, shards, the footer of the index and its last batch"
-        assert dataset.index.row(1000) == here.index.row(1000)
+        assert dataset.index.row(1000) == local.index.row(1000)
         assert len(server.requests) == opened + 1
-        assert dataset.index.row(1001) == here.index.row(1001)
+        assert dataset.index.row(1001) == local.index.row(1001)
         assert len(server.requests) == opened + 1
         before = len(server.requests)
-        assert dataset.find(here.index.row(1002).key) == 1002
+        assert dataset.find(local.index.row(1002).key) == 1002
         for thread in dataset.keys._file._in_background:
             thread.join(60)
         assert {request.name for request in server.requests[before:]} == {"keys.arrow"}
         before = len(server.requests)
-        assert dataset.find(here.index.row(1003).key) == 1003
+        assert dataset.find(local.index.row(1003).key) == 1003
         assert len(server.requests) == before
-        assert [dataset.find(here.index.row(at).key) for at in range(2000)] == list(range(2000))
+        assert [dataset.find(local.index.row(row).key) for row in range(2000)] == list(range(2000))
         assert {request.name for request in server.requests[before:]} == {"index.arrow"}
-        assert [dataset.index.row(at) for at in range(2000)] == [
-            here.index.row(at) for at in range(2000)
+        assert [dataset.index.row(row) for row in range(2000)] == [
+            local.index.row(row) for row in range(2000)
         ]
         before = len(server.requests)
-        again = open_dataset(server.url, cache_dir=cache)
-        assert [again.index.row(at) for at in range(2000)] == [
-            here.index.row(at) for at in range(2000)
+        reopened = open_dataset(server.url, cache_dir=cache)
+        assert [reopened.index.row(row) for row in range(2000)] == [
+            local.index.row(row) for row in range(2000)
         ]
         assert [request.name for request in server.requests[before:]] == ["dataset.json"]
 
@@ -395,7 +398,8 @@ class TestBlocksAtAUrl:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
         monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
         noise = {
-            f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))
+            f"score{n}": scores
+            for n, scores in enumerate(np.random.default_rng(0).random((12, 9000)))
         }
         table = {**noise, "night": np.arange(9000) % 10 == 0}
         monkeypatch.setattr(pq, "write_table", partial(pq.write_table, row_group_size=2000))
@@ -404,8 +408,8 @@ class TestBlocksAtAUrl:
         with FaultServer(tmp_path / "d") as server:
             dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
             before = len(server.requests)
-            found = Attributes(dataset, "train").read(["night"])
-            assert found["night"].to_pylist() == table["night"].tolist()
+            columns = Attributes(dataset, "train").read(["night"])
+            assert columns["night"].to_pylist() == table["night"].tolist()
             (requests,) = {request.name for request in server.requests[before:]}
             assert requests == "attributes.parquet"
             assert (
@@ -426,17 +430,17 @@ class TestBlocksAtAUrl:
                 np.testing.assert_array_equal(values, table["score3"][rows.start : rows.stop])
 
     def test_damaged_blocks_in_the_cache_are_fetched_again(self, served) -> None:
-        server, here, cache = served
+        server, local, cache = served
         first = open_dataset(server.url, cache_dir=cache)
         first.index.row(1000)
         path = first.root / "index.arrow"
         data = path.read_bytes()
         path.write_bytes(data[:-5000] + bytes(5000))
         dataset = open_dataset(server.url, cache_dir=cache)
-        assert [dataset.index.row(at).key for at in range(2000)] == here.index.strings("key")
+        assert [dataset.index.row(row).key for row in range(2000)] == local.index.strings("key")
 
     def test_bytes_changed_on_the_way_are_read_again(self, served) -> None:
-        server, here, cache = served
+        server, local, cache = served
         dataset = open_dataset(server.url, cache_dir=cache)
         changed = list[int]()
 
@@ -445,7 +449,7 @@ class TestBlocksAtAUrl:
             return Misbehaviour(flip=len(changed) <= 4)
 
         server.misbehave = change
-        assert dataset.index.row(1000) == here.index.row(1000)
+        assert dataset.index.row(1000) == local.index.row(1000)
         assert len(changed) == 5
 
     def test_other_bytes_at_the_url_are_named(self, served) -> None:
@@ -458,7 +462,7 @@ class TestBlocksAtAUrl:
         with pytest.raises(
             IndexFileError, match=r"'index\.arrow' at the dataset's URL are not those that"
         ):
-            [dataset.index.row(at) for at in range(2000)]
+            [dataset.index.row(row) for row in range(2000)]
 
     def test_a_server_that_fails_is_named(self, served) -> None:
         server, _, cache = served
@@ -468,7 +472,7 @@ class TestBlocksAtAUrl:
             dataset.index.row(1000)
 
     def test_a_server_that_does_not_answer_is_asked_again(self, served) -> None:
-        server, here, cache = served
+        server, local, cache = served
         dataset = open_dataset(
             server.url, cache_dir=cache, retry=RetryPolicy(attempt_timeout_s=0.5)
         )
@@ -476,23 +480,23 @@ class TestBlocksAtAUrl:
         server.misbehave = lambda request: Misbehaviour(
             latency_s=3600.0 if request.number == silent else 0.0
         )
-        assert dataset.index.row(1000) == here.index.row(1000)
+        assert dataset.index.row(1000) == local.index.row(1000)
         assert len(server.requests) == silent + 2
 
     def test_many_threads(self, served) -> None:
-        server, here, cache = served
+        server, local, cache = served
         dataset = open_dataset(server.url, cache_dir=cache)
         rows = np.random.default_rng(0).permutation(2000).tolist()
         start = threading.Barrier(8)
 
         def read(worker: int) -> list[str]:
             start.wait()
-            return [dataset.index.row(at).key for at in rows[worker::8]]
+            return [dataset.index.row(row).key for row in rows[worker::8]]
 
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(read, range(8)))
-        wanted = here.index.strings("key")
-        assert found == [[wanted[at] for at in rows[worker::8]] for worker in range(8)]
+            keys_by_worker = list(pool.map(read, range(8)))
+        expected = local.index.strings("key")
+        assert keys_by_worker == [[expected[row] for row in rows[worker::8]] for worker in range(8)]
 
 
 def test_every_edit_of_a_sealed_dataset_opens(tiny_dataset, tmp_path) -> None:
