@@ -91,8 +91,8 @@ class RankRun(NamedTuple):
     convolutions), ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the
     number of those that the host launches in a micro-batch. ``forward`` and ``backward`` are the
     bytes in memory after each operator, [operator, kind, 2], by ``kinds``;
-    ``forward_bytes`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and of what the
-    last micro-batch of a step adds to them, at ``ROWS`` samples.
+    ``forward_bytes`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a
+    backward pass, and of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
 
     parameters: int
