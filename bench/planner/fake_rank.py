@@ -90,9 +90,9 @@ class RankRun(NamedTuple):
     ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of
     convolutions), ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the
     number of those that the host launches in a micro-batch. ``forward`` and ``backward`` are the
-    bytes in memory after each operator, [operator, kind, 2], by ``kinds``; ``forward_bytes`` is what the
-    forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and of what the
-    last micro-batch of a step adds to them, at ``ROWS`` samples.
+    bytes in memory after each operator, [operator, kind, 2], by ``kinds``;
+    ``forward_bytes`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a
+    backward pass, and of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
 
     parameters: int

@@ -131,8 +131,8 @@ def stages(
 ) -> list[Shape]:
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
-    ``single_batch`` runs a single micro-batch, which says what it computes and keeps, but not what lies
-    beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
+    ``single_batch`` runs a single micro-batch, which says what it computes and keeps, but
+    not what lies beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
     _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
     blocks = blocks_of(model) / degrees.pp

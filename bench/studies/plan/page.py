@@ -69,7 +69,8 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
         "bottleneck": report.bottleneck
         + (", where the devices reach their bound" if is_bound else ""),
         "rate": (
-            f"{upper_prefix}{_rounded(report.samples_per_s)} samples/s; MFU {upper_prefix}{report.mfu:.1%}, "
+            f"{upper_prefix}{_rounded(report.samples_per_s)} samples/s; "
+            f"MFU {upper_prefix}{report.mfu:.1%}, "
             f"occupancy {lower_prefix}{report.occupancy:.1%}, bubble {report.bubble:.1%}"
         ),
         "decoding": _decoding(report, upper_prefix),
@@ -82,7 +83,8 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
         if is_bound and taught.pays_after_epochs is None:
             pays = "after a number of epochs that a bound does not say"
         elif taught.pays_after_epochs is not None:
-            pays = f"after {upper_prefix}{taught.pays_after_epochs:.3g} epochs of all students together"
+            epochs = f"{upper_prefix}{taught.pays_after_epochs:.3g}"
+            pays = f"after {epochs} epochs of all students together"
         of_token = ""
         if taught.bytes_per_token != taught.layer_bytes:
             of_token = f" ({taught.bytes_per_token:,.0f} a token)"

@@ -144,10 +144,13 @@ def verdict(report: Report) -> str:
             f"CPU, most of it {phase}"
         )
         if size < _NOTABLE:
-            return f"{computing_text}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds this run."
+            return (
+                f"{computing_text}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds "
+                "this run."
+            )
         return (
-            f"{computing_text}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model "
-            f"would take {demand} samples/s; it got {got}."
+            f"{computing_text}. The largest loss is {worst}: {size:.1%} of the time. Without "
+            f"losses the model would take {demand} samples/s; it got {got}."
         )
     if size < _NOTABLE:
         return (
