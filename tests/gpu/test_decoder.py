@@ -403,7 +403,9 @@ def test_the_share_is_judged_against_the_best_batch_at_the_same_load(
     rates = {1.0: {504: 100.0}, 0.12: {64: 300.0}}
     monkeypatch.setattr(gpu_bench, "NvmlWatch", Watch)
     monkeypatch.setitem(
-        globals(), "_bare", lambda _, device, load, batch, s: rates.get(load, {}).get(batch, 50.0)
+        globals(),
+        "_bare",
+        lambda _, device, load, batch, seconds: rates.get(load, {}).get(batch, 50.0),
     )
     monkeypatch.setitem(globals(), "_stage_rate", lambda bench, kind, seconds: ours)
     on_gpu = Bench(CUDA, bench.dataset, bench.work, bench.keep, is_small=False)

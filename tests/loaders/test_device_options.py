@@ -193,6 +193,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "layers": {"teacher": {}},
         },
     ],
+    "transforms.channels": [{"transforms": {"image": IMAGE, "channels": ["radar"]}}],
+    "transforms.attributes": [{"transforms": {"image": IMAGE, "attributes": ["score"]}}],
     "transforms.undistort": [{"transforms": {"image": IMAGE, "undistort": Undistort()}}],
     "transforms.normalize": [
         {"transforms": {"image": IMAGE, "normalize": Normalize()}},
