@@ -107,10 +107,10 @@ class StorageSuite:
         with ThreadPoolExecutor(6) as pool:
             assert all(pool.map(work, range(6)))
 
-    def test_wrong_bytes_are_named(self, opened, own):
-        dataset, storage = opened(own)
+    def test_wrong_bytes_are_named(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
         index, row = rows_of(dataset)[6]
-        spoil(own, row)
+        spoil(tiny_copy, row)
         with pytest.raises(ChecksumError) as caught:
             storage.span(index, row)
         assert (caught.value.shard, caught.value.offset, caught.value.key) == (
@@ -119,16 +119,16 @@ class StorageSuite:
             row.key,
         )
 
-    def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
-        dataset, storage = opened(own, verify=False)
+    def test_unverified_wrong_bytes_are_handed_out(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy, verify=False)
         index, row = rows_of(dataset)[6]
-        spoil(own, row)
-        assert bytes(storage.span(index, row)) != spans_of(own)[5]
-        assert bytes(storage.span(index, row)) == spans_of(own)[6]
+        spoil(tiny_copy, row)
+        assert bytes(storage.span(index, row)) != spans_of(tiny_copy)[5]
+        assert bytes(storage.span(index, row)) == spans_of(tiny_copy)[6]
 
-    def test_a_missing_shard_is_named(self, opened, own, pristine):
-        dataset, storage = opened(own)
-        (own / "train-000002.tar").unlink()
+    def test_a_missing_shard_is_named(self, opened, tiny_copy, pristine):
+        dataset, storage = opened(tiny_copy)
+        (tiny_copy / "train-000002.tar").unlink()
         index, row = rows_of(dataset)[15]
         with pytest.raises(StorageError, match=r"train-000002\.tar.*clip"):
             storage.span(index, row)
@@ -137,34 +137,36 @@ class StorageSuite:
         with pytest.raises(StorageError, match=r"train-000002\.tar"):
             takes[1]()
 
-    def test_a_shard_cut_before_it_was_opened(self, opened, own):
-        dataset, storage = opened(own)
+    def test_a_shard_cut_before_it_was_opened(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
         index, row = rows_of(dataset)[11]
-        with (own / "train-000001.tar").open("r+b") as file:
+        with (tiny_copy / "train-000001.tar").open("r+b") as file:
             file.truncate(row.offset + 100)
         with pytest.raises((TruncatedShardError, ShardError), match=r"train-000001\.tar"):
             storage.span(index, row)
 
-    def test_a_shard_cut_while_in_use(self, opened, own):
-        dataset, storage = opened(own)
-        expected = spans_of(own)
+    def test_a_shard_cut_while_in_use(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
+        expected = spans_of(tiny_copy)
         rows = rows_of(dataset)
         assert bytes(storage.span(*rows[5])) == expected[5]
-        with (own / "train-000001.tar").open("r+b") as file:
+        with (tiny_copy / "train-000001.tar").open("r+b") as file:
             file.truncate(rows[9][1].offset + 100)
         for index, row in (rows[9], rows[11]):
             with pytest.raises(TruncatedShardError, match=row.key):
                 storage.span(index, row)
 
-    def test_a_dataset_replaced_while_in_use_names_both_fingerprints(self, opened, own):
-        dataset, storage = opened(own)
+    def test_a_dataset_replaced_while_in_use_names_both_fingerprints(self, opened, tiny_copy):
+        dataset, storage = opened(tiny_copy)
         rows = rows_of(dataset)
         storage.span(*rows[0])
-        replacement = own.parent / "other"
+        replacement = tiny_copy.parent / "other"
         build_dataset(replacement, LENGTHS, seed=9)
         for file in replacement.iterdir():
             data = file.read_bytes()
-            with (own / file.name).open("r+b") as target:  # in place: the same file, other bytes
+            with (tiny_copy / file.name).open(
+                "r+b"
+            ) as target:  # in place: the same file, other bytes
                 target.truncate(0)
                 target.write(data)
         with pytest.raises(ShardError) as caught:
