@@ -508,7 +508,7 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         raise ConfigError(f"{file}:{_line_of(root, fault)}: {fault}") from error
 
 
-class Fault(msgspec.Struct, frozen=True):
+class SettingFault(msgspec.Struct, frozen=True):
     """What is wrong with a value within plain data, and where it is.
 
     ``path`` is "a.b[0]", or "top level" for the data itself; ``rule`` says what the value must be,
@@ -536,7 +536,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 def find_fault(
     error: msgspec.ValidationError, value: object, to: object, *, names_none: bool = True
-) -> Fault:
+) -> SettingFault:
     """Say in words why ``value`` could not be converted to the type ``to``.
 
     Without ``names_none`` the rule does not say that a value may be None: a flag cannot give it.
@@ -548,7 +548,7 @@ def find_fault(
         path = _with_keys(path, str(error), value, to)
     words = requirement_in_words(text)
     if match is not None and match[2]:
-        return Fault(path, f"a key {words}")
+        return SettingFault(path, f"a key {words}")
     kinds: list[inspect.Type] = [inspect.type_info(to)]
     for step in _steps(path):
         kinds = [inner for kind in _variants(kinds) for inner in _inner(kind, step)]
@@ -564,14 +564,14 @@ def find_fault(
             hint = f"; allowed here: {', '.join(names)}"
             if is_unknown:
                 hint += did_you_mean(field[2], names)
-        return Fault(path, words, hint=hint, unknown_field=field[2] if is_unknown else None)
+        return SettingFault(path, words, hint=hint, unknown_field=field[2] if is_unknown else None)
     enum_value = re.fullmatch(r"Invalid enum value (.+)", text, re.DOTALL)
     if enum_value is None and not text.startswith("Expected "):
-        return Fault(path, words)
+        return SettingFault(path, words)
     rule = _rule(kinds, names_none=names_none)
     wrong = _value_at(value, path)
     if rule is None or (wrong is _UNKNOWN and enum_value is None):
-        return Fault(path, words)
+        return SettingFault(path, words)
     if enum_value is not None:
         got = enum_value[1]
     elif isinstance(wrong, str) and not any(
@@ -585,7 +585,7 @@ def find_fault(
     hint = ""
     if enum_value is not None and isinstance(wrong, str):
         hint = did_you_mean(wrong, map(str, _choices(_variants(kinds))))
-    return Fault(path, f"must be {rule}", f"; got {got}", hint)
+    return SettingFault(path, f"must be {rule}", f"; got {got}", hint)
 
 
 def _steps(path: str) -> list[str]:
@@ -776,7 +776,7 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield kind.item_types[int(step)]
 
 
-def _line_of(root: yaml.Node | None, fault: Fault) -> int:
+def _line_of(root: yaml.Node | None, fault: SettingFault) -> int:
     """Return the line (from 1) of the entry that is at fault."""
     import yaml
 

@@ -552,7 +552,7 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
             at_once = list(broken(changed))
             with monkeypatch.context() as patch:
                 patch.setattr(rules, "_is_whole", lambda _: False)
-                patch.setattr(rules, "_are_whole", lambda *_: False)
+                patch.setattr(rules, "_are_whole", lambda *_, **__: False)
                 assert list(broken(changed)) == at_once, (name, value)
             is_broken.append(bool(at_once))
     assert 0.1 < np.mean(is_broken) < 0.9

@@ -379,7 +379,7 @@ except IndexFileError as error:
 def test_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
     from fuelrail.sharding.engines import local
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local, "ProcessPoolExecutor", full)

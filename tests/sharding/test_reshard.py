@@ -183,7 +183,7 @@ def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
 
 
 def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)

@@ -74,7 +74,7 @@ def bench_train(
     return report
 
 
-class Measured(NamedTuple):
+class RunReports(NamedTuple):
     """The reports of runs that were made one after the other.
 
     ``cut_off`` says why reports are missing, or why the last one is partial.
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
     cut_off: str | None
 
 
-def measure_all(runs: Sequence[RunPlan]) -> Measured:
+def measure_all(runs: Sequence[RunPlan]) -> RunReports:
     """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported
@@ -120,7 +120,7 @@ def measure_all(runs: Sequence[RunPlan]) -> Measured:
         cut_off = report.cut_off
         if cut_off is not None:
             break
-    return Measured(reports, cut_off)
+    return RunReports(reports, cut_off)
 
 
 def _measure_here(run: RunPlan) -> Report | None:

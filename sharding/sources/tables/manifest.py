@@ -67,11 +67,14 @@ from fuelrail.sharding.sources.tables.tables import (
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
     from fuelrail.sharding.sources.tables.calibration import RowCalibration
+    from fuelrail.sharding.sources.tables.tables import TypeOf
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -254,9 +257,7 @@ class Manifest(FrameSource[ManifestSettings]):
             check_decoder(f"'{self.files.shown}'")
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
-                batches = read_batches(
-                    self._table_files, name, box_type if stem == "boxes" else type_of, self.noted
-                )
+                batches = self._batches(name, box_type if stem == "boxes" else type_of)
                 self._tables[stem] = Table(
                     f"{self._table_files.shown}/{name}",
                     batches,
@@ -357,6 +358,10 @@ class Manifest(FrameSource[ManifestSettings]):
                     hint = f"leave the column {column} empty where there is no mask"
                     members[row].append(mask_member(channel, ref, hint))
         return members
+
+    def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a table by 1024; a source of other tables has its own."""
+        return read_batches(self._table_files, name, types, self.noted)
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""

@@ -270,7 +270,7 @@ def test_a_wrong_place_in_the_table_of_keys_is_not_taken(
     tiny_dataset, tmp_path, monkeypatch
 ) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
-    monkeypatch.setattr(samples.SampleIndex, "has_row", lambda *_: False)
+    monkeypatch.setattr(samples.SampleIndex, "has_row", lambda *_, **__: False)
     find_rows = keys.KeyTable.find
     monkeypatch.setattr(
         keys.KeyTable,

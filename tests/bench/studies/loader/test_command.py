@@ -190,11 +190,11 @@ def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(
 ):
     calls = []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **keywords):
         calls.append(arguments)
         if len(calls) == 3:  # the warm-up, one round, and then
             raise KeyboardInterrupt
-        return run_loader(*arguments)
+        return run_loader(*arguments, **keywords)
 
     monkeypatch.setattr("fuelrail.bench.studies.loader.run.run_loader", interrupted)
     options = ("--batch-size", 2, "--seconds", 0.8, "--repeats", 5, "--no-html")
@@ -209,7 +209,7 @@ def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(
 def test_interrupted_before_a_whole_round_it_says_that_there_is_no_report(
     dataset, tmp_path, capsys, monkeypatch, interrupted
 ):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"fuelrail.bench.studies.loader.run.{interrupted}", interrupt)

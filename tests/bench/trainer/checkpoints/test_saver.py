@@ -286,7 +286,7 @@ def test_a_newer_version_is_refused_with_both_sides(datasets, saved, monkeypatch
 def test_a_save_that_fails_is_reported_and_leaves_the_one_before(
     datasets, saved, monkeypatch, kind, method
 ):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with (

@@ -53,7 +53,7 @@ class TestCachedStorage(StorageSuite):
         rows = rows_of(dataset)
         expected = spans_of(pristine)
 
-        def failing(*_):
+        def failing(*_, **__):
             raise OSError(error, os.strerror(error))
 
         assert [bytes(take()) for take in storage.session().request(rows)] == expected

@@ -270,7 +270,7 @@ class TestKeys:
             tmp_path / "keys.arrow",
             path.stat().st_size,
             blocks.block_digests(path),
-            lambda *_: done.wait(60) and b"",
+            lambda *_, **__: done.wait(60) and b"",
         )
         before = set(threading.enumerate())
         with ThreadPoolExecutor(2) as pool:
@@ -292,7 +292,7 @@ class TestKeys:
                 sparse,
                 path.stat().st_size,
                 blocks.block_digests(path),
-                lambda *_: pytest.fail("nothing is fetched"),
+                lambda *_, **__: pytest.fail("nothing is fetched"),
             )
             assert opened._missing([0])
             assert sparse.stat().st_blocks == 0
