@@ -24,7 +24,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError, how_to_install
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.pipeline.text import Printed, fault_in_words
+from fuelrail.pipeline.text import Printed, fault_in_words, shortened
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import Source
@@ -341,9 +341,17 @@ def check_place(spec: SourceSpec) -> None:
     """
     place = spec.location.removeprefix("file://")
     is_elsewhere = "://" in place or "\n" in place or spec.kind not in _BUILT_IN
-    if is_elsewhere or os.path.lexists(place):
+    if is_elsewhere:
         return
-    raise SourceError(f"source '{spec.kind}:{spec.location}': '{place}' is not there")
+    problem = "is not there"
+    try:
+        os.lstat(place)
+        return
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    raise SourceError(f"source '{shortened(f'{spec.kind}:{spec.location}')}' {problem}")
 
 
 def _find_better_place(spec: SourceSpec) -> str:
