@@ -236,7 +236,7 @@ def test_paths_and_lists_that_cannot_be(tmp_path, capfd):
         ([f"nuscenes:{'a' * 5000}", str(tmp_path / "out")], "cannot be read: File name too long"),
         (
             [f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero"],
-            "more than 16777216 bytes",
+            "at most 16777216 are read",
         ),
     ):
         assert main(["shard", *words]) == 2
