@@ -65,7 +65,7 @@ def servers(job):
 
 
 def wait_for(condition):
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 180
     while not (result := condition()):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
