@@ -110,8 +110,8 @@ class _Watched(Checkpoints):
         self._enter("copy")
         return super().save(step, parallel, loader_state)
 
-    def _finish(self, *arguments: Any) -> CheckpointSave:
-        done = super()._finish(*arguments)
+    def _finish(self, *arguments: Any, **keywords: Any) -> CheckpointSave:
+        done = super()._finish(*arguments, **keywords)
         self._enter("train")
         return done
 
