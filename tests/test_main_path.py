@@ -118,7 +118,8 @@ def test_two_ranks_share_an_epoch_of_it(dataset):
 
 def test_a_sample_is_drawn(dataset, tmp_path):
     picture = tmp_path / "sample.png"
-    assert main(["view", str(dataset), "--train", "--output", str(picture)]) == 0
+    command = ["view", str(dataset), "--train", "--image", "bevdet-704x256"]
+    assert main([*command, "--output", str(picture)]) == 0
     assert np.asarray(cv2.imread(str(picture))).std() > 20
 
 

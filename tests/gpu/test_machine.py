@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import Transforms
+from fuelrail import ImageAugment
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, EmulatedAccelerator, load_profile
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator
@@ -41,7 +41,8 @@ def test_torch_computes_and_nvml_answers(bench, facts):
     """With facts on CPUs, bus and device."""
     backend = make_decoder("turbo")
     picture = np.empty((3, 256, 704), np.uint8)
-    (image_map,) = Transforms().image.draw([SOURCE_WH], seed=0, epoch=0, sample=0)
+    augment = ImageAugment(height=256, width=704)
+    (image_map,) = augment.draw([SOURCE_WH], seed=0, epoch=0, sample=0)
     started_s = time.perf_counter()
     count = 0
     while count == 0 or time.perf_counter() - started_s < bench.pick(1.0, 0.05):

@@ -40,7 +40,7 @@ def stream(monkeypatch, request):
     return lines
 
 
-@pytest.mark.parametrize("stream", ["rendering captures: 1 of 3"], indirect=True)
+@pytest.mark.parametrize("stream", ["rendering captures: 2 of 3"], indirect=True)
 def test_a_drive_that_is_rendered_has_its_lines(stream, tmp_path, monkeypatch) -> None:
     record = synth_module.record
 
@@ -59,7 +59,7 @@ def test_a_drive_that_is_rendered_has_its_lines(stream, tmp_path, monkeypatch) -
             options,
             progress=lambda done, total: update(completed=done, total=total),
         )
-    assert re.search(r"^\d+ s: rendering captures: 1 of 3", stream.getvalue(), re.MULTILINE)
+    assert re.search(r"^\d+ s: rendering captures: 2 of 3", stream.getvalue(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("stream", ["checked b: 2 of 3"], indirect=True)

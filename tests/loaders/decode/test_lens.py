@@ -262,7 +262,9 @@ def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypat
     for owner, name in ((module, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
+            owner,
+            name,
+            lambda *a, true=true, **k: decoded.append(picture := true(*a, **k)) or picture,
         )
     files = photograph(), photograph(restart_marker_rows=1), camera_file("png")
     identity = ImageMap.identity(NUSCENES_WH)
