@@ -36,7 +36,7 @@ from fuelrail.sharding.demo.world import captures, make_clip
 from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, CHANNELS_FOLDER
 
 MARKER: Final = "synth.json"
-_RENDERING: Final = 4  # raised when the same options give other bytes
+_RENDERING: Final = 5  # raised when the same options give other bytes
 
 
 class _Marker(msgspec.Struct, frozen=True):
