@@ -182,7 +182,7 @@ def requirement_in_words(text: str) -> str:
     text = " ".join(text.split())
     text = _EXPECTED.sub(_expected_in_words, text)
     text = _FIELD.sub(_field_in_words, text)
-    return re.sub(r"Invalid enum value (.+)", r"\1 is not allowed", text)
+    return re.sub(r"Invalid (?:enum )?value (.+)", r"\1 is not allowed", text)
 
 
 def _expected_in_words(match: re.Match[str]) -> str:

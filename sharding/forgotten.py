@@ -29,8 +29,8 @@ from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables, write_tables
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, order_digest
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, write_attributes, write_index
 
@@ -90,11 +90,14 @@ def as_it_was(
     reports: dict[str, tuple[Path, ForgetReport]] = {}
     for number, file in enumerate(files):
         try:
-            report = msgspec.json.decode(read_file(file, MAX_RECEIPT_BYTES), type=ForgetReport)
+            data = read_file(file, MAX_RECEIPT_BYTES)
+            report = msgspec.json.decode(data, type=ForgetReport)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if number >= len(receipts):  # another file that has such a name
                 continue
-            why = getattr(error, "strerror", None) or shortened(str(error))
+            why = (
+                error.strerror if isinstance(error, OSError) else explain(error, data, ForgetReport)
+            )
             raise ConfigError(f"receipt '{file}' cannot be read: {why}") from error
         if report.folders and report.order is not None:
             reports.setdefault(report.folders[0].after, (file, report))

@@ -21,7 +21,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import LedgerError
 from fuelrail.pipeline.limits import LEDGER, UNTYPED
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, explain
 from fuelrail.pipeline.storage.files import open_file, sync_folder
 
 LEDGER_VERSION: Final = 1
@@ -104,7 +104,7 @@ class BatchDigest(Settings, frozen=True, tag="digest", tag_field="record"):
 
 
 Record = RunSetup | SegmentStart | PlaceReached | SampleReplaced | BatchDigest
-_DECODER: Final = msgspec.json.Decoder(Annotated[Record, "record"])
+_DECODER: Final = msgspec.json.Decoder(Record)
 
 
 class Ledger(NamedTuple):
@@ -165,8 +165,9 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
                     try:
                         record = _DECODER.decode(body)
                     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                        fault = explain(error, body, Record)
                         raise LedgerError(
-                            f"ledger '{path}': record {number} is of no known form: {error}", number
+                            f"ledger '{path}': record {number} is of no known form: {fault}", number
                         ) from error
                     setup_bytes += len(body) if isinstance(record, RunSetup) else 0
                     text = UNTYPED.broken(setup_bytes)

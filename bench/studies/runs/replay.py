@@ -30,6 +30,7 @@ from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
+from fuelrail.pipeline.settings import convert, explain
 from fuelrail.pipeline.storage.files import read_regular
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shortened, text_of
@@ -111,6 +112,7 @@ def replay(
         folder = Path(ledger).parent if files is None else files
         with make_loader(
             part,
+            ledger=ledger,
             rank=rank,
             dataset=dataset,
             functions=functions or {},
@@ -219,6 +221,7 @@ def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor
 
 def make_loader(
     part: Part,
+    ledger: str | os.PathLike[str],
     rank: int | None,
     dataset: str | os.PathLike[str] | None,
     functions: dict[str, Callable[..., Any]],
@@ -241,30 +244,31 @@ def make_loader(
         )
     try:
         places, named = (
-            msgspec.convert(setup.loader[name], dict[str, str])
-            for name in ("datasets", "functions")
+            convert(setup.loader[name], dict[str, str], name) for name in ("datasets", "functions")
         )
         options: dict[str, Any] = {name: setup.loader[name] for name in RECORDED}
         # Settings and not dicts of them: in a dict, a text in the place of settings would be the
         # path of a file of them.
-        options["transforms"] = msgspec.convert(
-            {**options["transforms"], "decoder": setup.decoder}, Transforms
+        options["transforms"] = convert(
+            {**options["transforms"], "decoder": setup.decoder}, Transforms, "transforms"
         )
-        options["bad_samples"] = msgspec.convert(
-            {**options["bad_samples"], "file": None}, BadSamplePolicy
+        options["bad_samples"] = convert(
+            {**options["bad_samples"], "file": None}, BadSamplePolicy, "bad_samples"
         )
         if (window := options["window"]) is not None:
             is_timed = "channels" in window
-            options["window"] = msgspec.convert(window, TimeWindow if is_timed else FrameWindow)
-        order = msgspec.convert(setup.loader["order"], OrderSpec)
+            kind = TimeWindow if is_timed else FrameWindow
+            options["window"] = convert(window, kind, "window")
+        order = convert(setup.loader["order"], OrderSpec, "order")
         if not places:
-            raise KeyError("datasets")
+            raise ConfigError("'datasets' names no dataset")
         if isinstance(options["mix"], list):
-            options["mix"] = msgspec.convert(options["mix"], list[MixStage])
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
+            options["mix"] = convert(options["mix"], list[MixStage], "mix")
+    except (KeyError, TypeError, ConfigError) as error:
+        fault = f"{error} is missing" if isinstance(error, KeyError) else error
         problem = (
-            f"the settings of the loader in the setup of record {part.stretch.record} are of no "
-            f"known form: {error}"
+            f"ledger '{ledger}': the settings of the loader in the setup of record "
+            f"{part.stretch.record} are of no known form: {fault}"
         )
         raise LedgerError(problem, part.stretch.record) from error
     _check_files(order, Path(files))
@@ -425,6 +429,7 @@ def seen(
                 stack.close()
                 loader = make_loader(
                     part,
+                    ledger=ledger,
                     rank=None,
                     dataset=dataset,
                     functions=functions or {},
@@ -609,9 +614,10 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
             name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())
         }
     try:
-        return msgspec.json.decode(read_regular(place, UNTYPED), type=dict[str, Any])
+        data = read_regular(place, UNTYPED)
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else explain(error, data, dict[str, Any])
         raise ConfigError(
             f"checkpoints='{place}' must be a JSON file of loaders' states by name: {why}"
         ) from error

@@ -35,6 +35,7 @@ from fuelrail.pipeline.format.index.row import (
     Members,
     member_kinds,
 )
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shortened
 
@@ -472,10 +473,12 @@ class SampleIndex:
 
 
 def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
+    data = metadata.get(entry, b"")
     try:
-        return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {error}") from error
+        return msgspec.json.decode(data, type=tuple[str, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = explain(error, data, tuple[str, ...])
+        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {fault}") from error
 
 
 @contextlib.contextmanager
