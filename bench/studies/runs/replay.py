@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
+from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
 from fuelrail.loaders.schedule.state import decode_state, state_at
 from fuelrail.pipeline.errors import BadSamplesError, ConfigError, LedgerError, ShardError
@@ -32,13 +33,14 @@ from fuelrail.pipeline.order.weights import FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
 from fuelrail.pipeline.settings import convert, explain
 from fuelrail.pipeline.storage.files import read_regular
-from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shortened, text_of
-from fuelrail.sharding.forgotten import EarlierDataset, as_it_was
+from fuelrail.sharding.forgotten import EarlierDataset, as_it_was, layer_as_it_was
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.format.ledger import SampleReplaced
     from fuelrail.pipeline.order.batching import Batching
 
@@ -292,7 +294,7 @@ def make_loader(
         fingerprints = dict.fromkeys(places, fingerprints)
     locations: dict[str, Any] = places if dataset is None else {next(iter(places)): dataset}
     opened: dict[str, Any] = {
-        name: place if is_url(place) else as_it_was(place, fingerprints.get(name, ""), receipts)
+        name: as_it_was(place, fingerprints.get(name, ""), receipts)
         for name, place in locations.items()
     }
     earlier = [
@@ -300,6 +302,8 @@ def make_loader(
         for opened_dataset in opened.values()
         if isinstance(opened_dataset, EarlierDataset)
     ]
+    if earlier and options["layers"]:
+        options["layers"] = _open_layers_of(part, options["layers"], opened, receipts)
     if earlier:  # the policy of the run does not know such samples
         has_packs = order.pack is not None or order.bucket is not None
         options["bad_samples"] = {
@@ -311,6 +315,35 @@ def make_loader(
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
+
+
+def _open_layers_of(
+    part: Part,
+    layers: Mapping[str, Any],
+    datasets: Mapping[str, Dataset],
+    receipts: Sequence[str | os.PathLike[str]],
+) -> dict[str, Any]:
+    """Return the layers of a run as they were, by name; of a mix by dataset and name."""
+    fingerprints: Any = part.identity.layers or {}
+    is_mix = part.stretch.setup.loader is not None and part.stretch.setup.loader["mix"] is not None
+    if not is_mix:
+        name = next(iter(datasets))
+        layers = {name: layers}
+        fingerprints = {name: fingerprints}
+    opened: dict[str, dict[str, Layer]] = {}
+    for dataset, layers_of_dataset in layers.items():
+        opened[dataset] = {}
+        for name, place in layers_of_dataset.items():
+            options = LayerOptions(place) if isinstance(place, str) else LayerOptions(**place)
+            opened[dataset][name] = layer_as_it_was(
+                name,
+                options.path,
+                base=datasets[dataset],
+                fingerprint=fingerprints.get(dataset, {}).get(name, ""),
+                receipts=receipts,
+                missing=options.missing,
+            )
+    return dict(opened) if is_mix else dict(next(iter(opened.values())))
 
 
 def _check_files(order: OrderSpec, folder: Path) -> None:
