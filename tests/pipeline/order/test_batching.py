@@ -192,7 +192,7 @@ EPOCHS = {"equal": None, "varying": lambda epoch: 8 + epoch % 3}
 def test_a_share_without_a_step_has_no_place(name) -> None:
     walk = Walk(Cursor(), Batching(8, 4, World(), lengths=EPOCHS[name]), WorkerShard(2, 3))
     assert list(walk) == []
-    with pytest.raises(WorldError, match="worker 2 of 3 has no step .* has 2; use at most 2"):
+    with pytest.raises(WorldError, match=r"worker 2 of 3 has no step .* has 2; use at most 2"):
         walk.place(0)
 
 
