@@ -459,17 +459,13 @@ class SampleIndex:
                 row_starts=memoryview(members.offsets.to_numpy(zero_copy_only=True)),
                 row_members=MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
-            self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
+            for codes, values in zip(parts, (self.names, self.codecs), strict=False):
+                if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
+                    raise IndexFileError("no such name or codec")
+            starts = members.offsets.to_numpy(zero_copy_only=True)
+            check_caps(starts, parts, self.names, self.codecs)
+            check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, scalars, strict=True)))
             return batch
-
-    def _check(
-        self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]
-    ) -> None:
-        for codes, values in zip(parts, (self.names, self.codecs), strict=False):
-            if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
-                raise IndexFileError("no such name or codec")
-        check_caps(starts, parts, self.names, self.codecs)
-        check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, batch.scalars, strict=True)))
 
 
 def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
