@@ -175,15 +175,15 @@ class Tables:
             try:
                 return strict(data)
             except msgspec.ValidationError:
-                corrected = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
-                if corrected == data:
+                piece = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+                if piece == data:
                     raise
-                return strict(corrected)
+                return strict(piece)
             except msgspec.DecodeError:
-                without, count = without_nan(data)  # null is unknown here, as NaN is
-                if not count:
+                piece, num_nan = without_nan(data)  # null is unknown here, as NaN is
+                if not num_nan:
                     raise
-                return strict(without)
+                return strict(piece)
 
         with (
             parsing(f"table '{path}'", "is not JSON"),
