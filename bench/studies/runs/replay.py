@@ -314,7 +314,10 @@ def make_loader(
     data = next(iter(opened.values())) if options["mix"] is None else opened
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
-    return DataLoader(data, start.global_batch // world.size, **options)
+    try:
+        return DataLoader(data, start.global_batch // world.size, **options)
+    except ConfigError as error:
+        raise ConfigError(f"ledger '{ledger}': {error}") from error
 
 
 def _open_layers_of(
