@@ -179,11 +179,12 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
 def bring_shard(
     source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, was_finished: bool
 ) -> bool:
-    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size;
-    returns whether it had.
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them: as a link of the
+    source's, or with their digest; returns whether it had.
 
-    What is linked is not read; what is copied by this process is, and checked. ``again`` says that
-    OUT was finished: then the digest decides, as the source's file may be damaged meanwhile.
+    What is linked is not read; what is copied by this process is, and checked. ``was_finished``
+    says that OUT was finished: then the digest decides of links too, as the source's file may be
+    damaged meanwhile.
     """
     if new.idx_bytes:
         _bring_shard(
@@ -216,9 +217,15 @@ def _bring_shard(
     *,
     was_finished: bool,
 ) -> bool:
-    was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
-    if was_there and (not was_finished or out.holds(new, num_bytes, sha256)):
-        return True
+    if out.size(new) == num_bytes:
+        is_link = (
+            not was_finished
+            and source.url is None
+            and isinstance(out, FolderOutput)
+            and (out.root / new).samefile(source.root / old)
+        )
+        if is_link or out.holds(new, num_bytes, sha256):
+            return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
             _copy_file(source, old=old, out=out, new=new, sha256=sha256)

@@ -132,26 +132,6 @@ class DeletedSample(msgspec.Struct, frozen=True):
     members: dict[str, str]
 
 
-class DeletedFrom(msgspec.Struct, frozen=True):
-    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and
-    after.
-
-    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other
-    names, such as in another version of the dataset, where the bytes still are.
-    """
-
-    folder: str
-    before: str
-    after: str
-    num_samples: int
-    shards: dict[str, str]
-    linked: list[str]
-    num_cut: int = 0
-    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
-    ones: these went.
-    """
-
-
 class OrderInputs(msgspec.Struct, frozen=True):
     """What orders over the dataset as it was need of the deleted samples, in the order of
     ``samples``.
@@ -165,6 +145,29 @@ class OrderInputs(msgspec.Struct, frozen=True):
     frames: list[int]
     timestamps_ns: list[int]
     attributes: dict[str, list[Any]]
+
+
+class DeletedFrom(msgspec.Struct, frozen=True):
+    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and
+    after.
+
+    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other
+    names, such as in another version of the dataset, where the bytes still are. Of a layer
+    ``order`` is what the receipt has of the dataset under that name, for the rows of ``keys``.
+    """
+
+    folder: str
+    before: str
+    after: str
+    num_samples: int
+    shards: dict[str, str]
+    linked: list[str]
+    num_cut: int = 0
+    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
+    ones: these went.
+    """
+    keys: list[str] = []
+    order: OrderInputs | None = None
 
 
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
@@ -391,16 +394,18 @@ def _read_order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
     )
 
 
-def order_digest(report: ForgetReport) -> str:
-    """Return the SHA-256 by which a dataset's manifest names the receipt of what was deleted from
-    it.
+def order_digest(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
+    """Return the SHA-256 by which a manifest names the receipt of what was deleted: keys, clips
+    and what orders need of them.
     """
-    names = [(sample.key, sample.clip_id) for sample in report.samples]
-    return _hash_order(names, report.order)
-
-
-def _hash_order(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
     return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
+
+
+def _state_deletion(source: Dataset, rows: Rows) -> dict[str, Any]:
+    """Return the fact of a manifest that says what was deleted, by its number and digest."""
+    keys, clips = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+    digest = order_digest([*zip(keys, clips, strict=True)], _read_order_inputs(source, rows))
+    return {"forgotten": {"samples": len(rows), "order_sha256": digest}}
 
 
 def _find_cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
@@ -552,6 +557,12 @@ def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFr
     """
     out = part.out
     source = part.source
+    # Read before anything changes there; the dataset's own are in the report already.
+    layer_keys: list[str] = []
+    inputs: OrderInputs | None = None
+    if part is not base:
+        layer_keys = source.index.texts("key").take(part.rows).to_pylist()
+        inputs = _read_order_inputs(source, part.rows)
     if source.root == out.root:
         _make_next(part, base, keys)
     if source.root == out.root or out.size(MANIFEST_FILE) is None:
@@ -568,6 +579,8 @@ def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFr
         shards=shards,
         linked=[name for name in noted.linked if name in shards],
         num_cut=noted.num_cut,
+        keys=layer_keys,
+        order=inputs,
     )
 
 
@@ -661,15 +674,17 @@ def _write_version(
             out.temporary,
             np.where(rows_left == NO_ROW, NO_ROW, rows_left - np.searchsorted(rows, rows_left)),
         )
-        changed = {"base": BaseEntry.from_dataset(open_dataset(base.out.root))}
+        facts = manifest.provenance.get("facts")
+        facts = {**facts} if isinstance(facts, dict) else {}
+        changed = {
+            "base": BaseEntry.from_dataset(open_dataset(base.out.root)),
+            "provenance": {**manifest.provenance, "facts": facts | _state_deletion(source, rows)},
+        }
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
         facts_known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
-        ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
-        names = list(zip(*ids, strict=True))
-        order_sha256 = _hash_order(names, _read_order_inputs(source, rows))
         facts = {
-            "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
+            **_state_deletion(source, rows),
             **{name: "none" for name, is_known in facts_known.items() if not is_known},
         }
         changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}

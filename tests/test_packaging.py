@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -561,3 +562,18 @@ class TestBuild:
         place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
         assert place.startswith(str(tmp_path))
         assert loaded == "CameraJpeg"
+
+
+def test_no_plug_in_asks_an_index_for_fuelrail_by_its_name() -> None:
+    plug_ins = sorted((ROOT / "configs" / "sources").glob("*/pyproject.toml"))
+    asked = {
+        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        for file in plug_ins
+    }
+    assert len(asked) == 5
+    for name, project in asked.items():
+        extras = project.get("optional-dependencies", {}).values()
+        requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+        assert not [text for text in requirements if text.startswith("fuelrail")], name
+    video = PROJECT["optional-dependencies"]["video"]
+    assert asked["physical_ai"]["dependencies"] == video

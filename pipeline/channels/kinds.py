@@ -36,6 +36,7 @@ from fuelrail.pipeline.errors import ImageError, SchemaError
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.settings import explain
 
 Value = Any
 """What a kind decodes to: the table above."""
@@ -332,9 +333,10 @@ def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
         raise SchemaError(f"channel '{channel.name}' {text}")
     try:
         return msgspec.json.decode(data, type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = explain(error, data, list[str])
         raise SchemaError(
-            f"channel '{channel.name}' is not a JSON array of texts: {error}"
+            f"channel '{channel.name}' is not a JSON list of texts: {fault}"
         ) from error
 
 

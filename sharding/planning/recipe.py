@@ -177,21 +177,22 @@ def parse_splits(text: str) -> Splits:
 
 
 def _read_splits(path: Path) -> Splits:
+    problem = f"'{path}' does not map split names to lists of clip names"
     try:
         _, value = parse_yaml(read_text(path), takes_merges=True)
-        lists = msgspec.convert(value, dict[str, list[str]])
     except OSError as error:
         raise ConfigError(
             f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
             f"read: {error.strerror}"
         ) from error
-    except (ValueError, msgspec.ValidationError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"'{path}' does not map split names to lists of clip names: {text}"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{problem}: {error}") from error
+    lists = convert(value, dict[str, list[str]], problem)
     splits: Splits = dict(lists)
-    _check_splits(splits)
+    try:
+        _check_splits(splits)
+    except ConfigError as error:
+        raise ConfigError(f"'{path}': {error}") from error
     return splits
 
 

@@ -22,7 +22,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor
-from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.settings import Settings, explain, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import fault_of
@@ -307,9 +307,10 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
         ) from error
     try:
         tags = msgspec.json.decode(data, type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = explain(error, data, list[str])
         raise DatasetError(
-            f"'{dataset}/{TAGS_FILE}' is not a list of tags: {error}; remove it"
+            f"'{dataset}/{TAGS_FILE}' is not a list of tags: {text}; remove it"
         ) from error
     return tuple(sorted({tag for tag in tags if _TAG.fullmatch(tag)}))
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
-from fuelrail.pipeline.settings import parse_yaml
+from fuelrail.pipeline.settings import explain, parse_yaml
 from fuelrail.pipeline.text import fault_in_words
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
@@ -91,8 +91,8 @@ def read_json(
     with parsing(where, problem):
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.ValidationError:
-            raise
+        except msgspec.ValidationError as error:
+            raise SourceError(f"{where} {problem}: {explain(error, text, kind)}") from error
         except msgspec.DecodeError as error:
             strict, count = without_nan(text)
             if not count:

@@ -19,13 +19,20 @@ from fuelrail import ImageAugment, Mix, OrderSpec
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError, WorldError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    LedgerError,
+    ManifestError,
+    StateMismatchError,
+    WorldError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
 from support.hostile import small_dataset
+from support.layers import write_layer
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
@@ -293,6 +300,60 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
             changed += 1
     assert changed
     assert num_unchanged or name in ("lanes", "windowed", "packs", "edges")
+
+
+PLACES = {"folder": "", "file": "file://", "url": "local://"}
+
+
+@pytest.mark.parametrize("scheme", PLACES)
+@pytest.mark.parametrize("has_followed", [True, False], ids=["followed", "stayed"])
+def test_runs_with_layers_can_be_asked_after_samples_were_deleted(tmp_path, scheme, has_followed):
+    small_dataset(tmp_path / "d")
+    layers = [
+        write_layer(tmp_path / "d", tmp_path / "whole"),
+        write_layer(tmp_path / "d", tmp_path / "part", [0, 2, 3, 5, 6]),
+    ]
+    place = f"{PLACES[scheme]}{tmp_path}"
+    path = tmp_path / "a.ledger"
+    options = {
+        "order": OrderSpec(seed=1, filter="teacher.loss > 0"),
+        "layers": {
+            "teacher": f"{place}/whole",
+            "other": {"path": f"{place}/part", "missing": "drop"},
+        },
+    }
+    with load(f"{place}/d", 1, image=TRAIN, ledger=path, **options) as loader:
+        shown = list(loader)
+    keys = [key for batch in shown for key in batch["sample_key"]]
+    assert len(keys) == 4  # of the five with both, the first has a loss of 0
+    before = [fr.seen(path, [key]) for key in keys]
+    receipt = tmp_path / "kept.json"
+    fr.forget(tmp_path / "d", [keys[1]], layers=layers * has_followed, receipt=receipt)
+    with pytest.raises((StateMismatchError, ManifestError)):
+        fr.seen(path, keys[:1])
+    assert [fr.seen(path, [key], receipts=[receipt]) for key in keys] == before
+    for step, batch in enumerate(shown):
+        replay = fr.replay(path, step, receipts=[receipt])
+        if keys[step] == keys[1]:
+            assert any("was deleted" in text for text in replay.differences)
+            assert replay.batch["sample_key"] != batch["sample_key"]
+        else:
+            assert not unlike(replay.batch, batch)
+
+
+def test_a_receipt_whose_rows_of_a_layer_were_edited_is_refused(tmp_path):
+    small_dataset(tmp_path / "d")
+    layer = write_layer(tmp_path / "d", tmp_path / "l")
+    path = tmp_path / "a.ledger"
+    with load(tmp_path / "d", 1, image=TRAIN, ledger=path, layers={"teacher": layer}) as loader:
+        list(loader)
+    keys = open_dataset(tmp_path / "d").index.strings("key")
+    fr.forget(tmp_path / "d", [keys[3]], layers=[layer], receipt=tmp_path / "kept.json")
+    edited = json.loads((tmp_path / "kept.json").read_text())
+    edited["folders"][1]["order"]["attributes"]["loss"] = [9.0]
+    (tmp_path / "kept.json").write_text(json.dumps(edited))
+    with pytest.raises(ConfigError, match="is not that of a deletion from"):
+        fr.seen(path, [keys[0]], receipts=[tmp_path / "kept.json"])
 
 
 def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tmp_path, capsys):
