@@ -98,7 +98,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             the number of ranks.
         shuffle: True gives a seeded random order, another one each epoch; False the stored order.
             None: what ``order`` says; without one the stored order, as torch's default is.
-        seed: seed of the order and of the augmentation.
+        seed: seed of the augmentation, and of the order where ``order`` is None.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False,
             torch's default too: fill it with the epoch's first samples, as DistributedSampler does;
             ``valid`` of these is False. Either way all ranks get the same number of batches, of the
