@@ -247,13 +247,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     first = arguments[0].partition("=")[0]
     options = ("--help", "--version")
-    if first.startswith("--") and not any(option.startswith(first) for option in options):
+    is_option = first.startswith("-") and first != "-h"
+    if is_option and not any(option.startswith(first) for option in options):
         close = difflib.get_close_matches(first, options, n=1)
         hint = f"did you mean {close[0]}?" if close else "a command comes before its options"
         top.error(f"unknown option '{first}'; {hint}")
     word = top.parse_args(arguments[:1]).command
     if word not in _COMMANDS:
         close = difflib.get_close_matches(word, _COMMANDS, n=1)
+        if f"--{word}" in options:
+            close = [f"--{word}"]
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_COMMANDS)}"
         top.error(f"unknown command '{word}'; {hint}")
     try:

@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 _MOST_UNTYPED: Final = 16 << 20
 """Bytes of JSON and YAML of no known type: a value may take 30 times its text."""
-_TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b', re.DOTALL)
+# A text without an end goes to the end of all: were it tried again from each quote in it, the time
+# would grow with the square.
+_TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"?|-?\b(?:NaN|Infinity)\b', re.DOTALL)
 NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 
 
