@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
 from fuelrail.sharding.sources.adapter.channels import COMPUTED
@@ -333,11 +333,11 @@ class MemberFinder:
         return DAMAGED
 
     def _check_video(self, channel: str) -> None:
-        """Raise SourceError where the policy cannot hold: frames of video are decoded when
+        """Raise ConfigError where the policy cannot hold: frames of video are decoded when
         shards are written.
         """
         if self.policy.damaged != "error":
-            raise SourceError(
+            raise ConfigError(
                 f"damaged_image={self.policy.damaged} is not for the images of {channel}, "
                 "which are frames of video: they are decoded when shards are written, after "
                 "the scan, and a damaged one is an error then; leave the option out, or "

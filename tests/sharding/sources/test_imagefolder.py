@@ -24,10 +24,30 @@ from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import batches, load
-from support.source_world import samples_of
+from support.source_suite import SourceSuite
+from support.source_world import make_world, samples_of
 
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
 MATRICES = {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img", "ego2global"}
+
+
+class TestImageFolder(SourceSuite):
+    """A class a clip, an image a frame; there are no times, poses and calibration."""
+
+    kind = "imagefolder"
+    compare = None
+    impossible = ("no record", "no file")
+    states_sizes = False
+
+    def world(self, **changes):
+        changes["cameras"] = {"image": next(iter(changes.get("cameras", {"": (96, 64)}).values()))}
+        return make_world(**{"lidars": (), "num_boxes": 0, **changes})
+
+    def write(self, world, root):
+        for clip, number, frame in world.frames():
+            (root / clip.name).mkdir(exist_ok=True)
+            (root / clip.name / f"{number}.jpg").write_bytes(frame.images["image"].jpeg)
+        return str(root)
 
 
 def write(root, names):

@@ -23,7 +23,7 @@ from fuelrail.sharding.sources.shared.video import video_frames
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import load
 from support.manifest_world import write_video
-from support.source_suite import SourceSuite
+from support.source_suite import DAMAGES, SourceSuite
 from support.source_world import samples_of
 
 FPS = 10
@@ -174,7 +174,8 @@ class _Suite(SourceSuite):
     kind = "lerobot"
     compare: ClassVar = None
     reads_heads = False
-    damaged = "refused"
+    refused: ClassVar = {"damaged_image": ("mask", "drop")}
+    impossible = ("no record", *DAMAGES)
     version: ClassVar = "v3.0"
 
     def write(self, world, root):
@@ -190,11 +191,19 @@ class _Suite(SourceSuite):
 
 
 class TestV3(_Suite):
-    pass
+    def remove_image(self, root, camera, data):
+        """Remove the one video of a camera, in which both episodes of four frames are."""
+        next(root.rglob(f"*.{camera}/**/*.mp4")).unlink()
+        return 8
 
 
 class TestV2(_Suite):
     version: ClassVar = "v2.1"
+
+    def remove_image(self, root, camera, data):
+        """Remove the video of an episode of four frames."""
+        next(root.rglob(f"*.{camera}/episode_000000.mp4")).unlink()
+        return 4
 
 
 @pytest.mark.costly

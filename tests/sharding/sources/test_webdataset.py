@@ -66,6 +66,8 @@ class TestTars(AtUrl, SourceSuite):
     """Images share their frame's time and pose in these tars, so samples are compared by a test of its own."""
 
     kind = "webdataset"
+    impossible = ("no file",)
+    states_sizes = False
     options: ClassVar = {
         "timestamp_ns": "t",
         "ego2global": "pose",
