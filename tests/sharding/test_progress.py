@@ -42,6 +42,7 @@ def stream(monkeypatch, request):
     return lines
 
 
+@pytest.mark.process
 def test_without_a_terminal_rich_is_not_imported():
     """Its import would be a twentieth of a scan of some hundred samples."""
     script = (
