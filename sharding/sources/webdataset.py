@@ -37,10 +37,11 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
 from fuelrail.sharding.sources.shared.pictures import (
+    CONVERTED,
     EXTENSION_OF,
     HEAD_BYTES,
     convertible_png,
-    plain_png,
+    plain_or_damaged,
 )
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import (
@@ -384,7 +385,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
-                    info = convertible_png(data) or probe(data)
+                    odd = convertible_png(data)
+                    info = odd or probe(data)
+                    if odd is not None:
+                        noted[CONVERTED] += 1
                     read[member.name] = _Read(info.width, info.height)
                 except ImageError as error:
                     read[member.name] = _Read(fault=error.message)
@@ -561,7 +565,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             ):
                 if data is not None:
                     names.discard(member.name)
-                    yield f"{tar}#{member.name}", bytes(plain_png(data))
+                    yield f"{tar}#{member.name}", bytes(plain_or_damaged(data))
             if names:
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 

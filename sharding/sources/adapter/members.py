@@ -18,7 +18,12 @@ from fuelrail.sharding.sources.adapter.channels import COMPUTED
 from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.shared.files import looks
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, ConvertiblePng, examined
+from fuelrail.sharding.sources.shared.pictures import (
+    CONVERTED,
+    EXTENSION_OF,
+    ConvertiblePng,
+    examined,
+)
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -44,7 +49,6 @@ PLAIN: Final = "plain:"
 """Begins the reference of a PNG that is converted
 (`fuelrail.sharding.sources.shared.pictures.plain_png`).
 """
-CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
 NO_FILE: Final = (MADE_PREFIX, POINTS, MAP, COMPUTED, MASK, PLAIN)
 """What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"

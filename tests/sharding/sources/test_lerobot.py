@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import simplejpeg
+from PIL import Image
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -348,6 +350,38 @@ def test_damaged_pictures_of_the_tables_are_left_out(tmp_path):
         scan(root, damaged_image="drop")
     with pytest.raises(SourceError, match=r"row=0&observation\.images\.top': image is empty"):
         scan(root, check_images="ends")
+
+
+def test_pngs_with_a_palette_in_the_tables_become_pngs_of_8_bits(tmp_path):
+    """A damaged one of them is left out as others are."""
+    root = write_lerobot(tmp_path / "episodes", pictures_of((3, 2, 2)), stored=True)
+    path = root / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    column = table.column_names.index("observation.images.top")
+    images = [
+        Image.fromarray(np.random.default_rng(row).integers(0, 255, (48, 64, 3), np.uint8))
+        for row in range(len(table))
+    ]
+    quantized = [image.quantize(200) for image in images]
+    pictures = []
+    for image in quantized:
+        blob = io.BytesIO()
+        image.save(blob, "png")
+        pictures.append({"bytes": blob.getvalue(), "path": None})
+    pictures[4]["bytes"] = pictures[4]["bytes"][:-200]
+    pq.write_table(table.set_column(column, table.field(column), pa.array(pictures)), path)
+    options = {"damaged_image": "drop", "max_damaged": 0.2}
+    report = fr.shard(f"lerobot:{root}", tmp_path / "out", options=options, workers=1).scan
+    assert (report.samples, report.damaged) == (6, {"top": 1})
+    assert sum(count for text, count in report.noted.items() if "with a palette" in text) == 7
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    stored = [
+        np.asarray(Image.open(io.BytesIO(bytes(sample.images["top"]))).convert("RGB"))
+        for sample in samples_of(tmp_path / "out").values()
+    ]
+    for row in (0, 1, 2, 3):
+        expected = np.asarray(quantized[row].convert("RGB"))
+        assert any(np.array_equal(expected, pixels) for pixels in stored), row
 
 
 def test_tables_that_do_not_fit_are_named(tmp_path):
