@@ -21,6 +21,7 @@ from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, cam
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
+from fuelrail.sharding.sources.shared.pictures import CONVERTED
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -290,7 +291,10 @@ class FrameMaker:
         if shot.offset >= 0:
             ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
         pixels = shot.width * shot.height
-        num_bytes = {"video": pixels // 5, "raw": pixels // 2}.get(shot.kind, shot.length)
+        if shot.kind == "palette":
+            self._noted[CONVERTED] = self._noted.get(CONVERTED, 0) + 1
+        estimates = {"video": pixels // 5, "raw": pixels // 2, "palette": pixels}
+        num_bytes = estimates.get(shot.kind, shot.length)
         return Image(
             ref=ref,
             timestamp_ns=stamp_ns,
@@ -300,7 +304,7 @@ class FrameMaker:
             height=shot.height,
             num_bytes=max(num_bytes, 1),
             made=shot.offset < 0,
-            encoded_of="" if shot.kind == "bytes" else shot.kind,
+            encoded_of=shot.kind if shot.kind in ("raw", "video") else "",
             fault=shot.fault or model.size_fault(shot.width, shot.height),
             extension=shot.extension,
             dist=model.dist,

@@ -40,6 +40,8 @@ CHECK_IMAGES: Final = (
     "what the scan reads of images: head (where the size is not stated), ends (head and end "
     "of each, as `--check` and damaged_image do at least), pixels (each whole, and decodes it)"
 )
+CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
+"""Names such images in the report of a scan."""
 _OF_DAMAGED: Final = ("damaged_image", "max_damaged", "check_images")
 _LATER: Final = {"ignore_zeros": False, "gather": False}
 MAX_DAMAGED: Final = "largest share of damaged images that are left out; more are an error"
@@ -167,6 +169,16 @@ def plain_png(data: Buffer) -> Buffer:
     if pixels is None:
         raise ImageError("a damaged PNG: it cannot be decoded")
     return bytes(cv2.imencode(".png", pixels)[1])
+
+
+def plain_or_damaged(data: Buffer) -> Buffer:
+    """Return what :func:`plain_png` makes of an image that a source makes; a damaged one as it is,
+    which the scan's look at images, or the writer, finds.
+    """
+    try:
+        return plain_png(data)
+    except ImageError:
+        return data
 
 
 def _is_end(tail: Buffer, extension: str) -> bool:

@@ -140,7 +140,9 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
     ] = 50.0
-    ignore_zeros: Annotated[bool, Meta(description=f"of tars: {OF_IGNORE_ZEROS}")] = False
+    ignore_zeros: Annotated[bool, Meta(description=f"{OF_IGNORE_ZEROS}; for paths into tars")] = (
+        False
+    )
     max_gap_s: Annotated[
         float,
         Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),

@@ -232,6 +232,8 @@ class TestParquetWorld(SourceSuite):
     """The suite of all sources, on a manifest whose images are in its rows."""
 
     kind = "arrow"
+    impossible = ("no file",)
+    states_sizes = False
     options: ClassVar = {
         "boxes_in": "global",
         "lidar_columns": ["x", "y", "z", "intensity", "ring"],

@@ -11,6 +11,7 @@ import simplejpeg
 
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.sharding.sources.shared.pictures import convertible_png
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -50,13 +51,14 @@ ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
 class EncodedHead(NamedTuple):
     """``text`` are the first bytes of a JPEG, which say its size [px] and are mostly those of
-    the next one too.
+    the next one too. ``is_converted``: it is stored as a plain PNG.
     """
 
     text: bytes
     extension: str
     width: int
     height: int
+    is_converted: bool = False
 
 
 def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
@@ -66,6 +68,9 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
     """
     for limit in (896, 4 << 10, 64 << 10, 1 << 20):
         head = read(min(limit, length))
+        odd = convertible_png(head)
+        if odd is not None:
+            return EncodedHead(b"", "png", odd.width, odd.height, is_converted=True)
         try:
             info = probe(head)
         except ImageError:
