@@ -50,6 +50,7 @@ class BagFile(LogFile):
     @cached_property
     def _bag(self) -> Reader:
         from rosbags.rosbag1 import Reader
+        from rosbags.rosbag1.reader import Header, RecordType, read_uint32
 
         bag = Reader(str(self._path))
         with parsing(
@@ -57,7 +58,18 @@ class BagFile(LogFile):
             "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
         ):
             bag.open()
-            num_after = _count_bytes_after(bag)
+            file: Any = bag.bio
+            file.seek(0)
+            file.readline()
+            head = Header.read(file, RecordType.BAGHEADER)
+            num_records = head.get_uint32("conn_count") + head.get_uint32("chunk_count")
+            file.seek(head.get_uint64("index_pos"))
+            for _ in range(num_records):
+                file.seek(read_uint32(file), io.SEEK_CUR)  # the head of a record, then its data
+                file.seek(read_uint32(file), io.SEEK_CUR)
+            end: int = file.tell()
+            size: int = file.seek(0, io.SEEK_END)
+            num_after = size - end
         weakref.finalize(self, bag.close)
         if num_after:
             raise SourceError(
@@ -135,21 +147,3 @@ class BagFile(LogFile):
                 inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
             )
         return self._chunk[1]
-
-
-def _count_bytes_after(bag: Reader) -> int:
-    """Return how many bytes come after the index of a bag, with which it ends."""
-    from rosbags.rosbag1.reader import Header, RecordType, read_uint32
-
-    file: Any = bag.bio
-    file.seek(0)
-    file.readline()
-    head = Header.read(file, RecordType.BAGHEADER)
-    num_records = head.get_uint32("conn_count") + head.get_uint32("chunk_count")
-    file.seek(head.get_uint64("index_pos"))
-    for _ in range(num_records):
-        file.seek(read_uint32(file), io.SEEK_CUR)  # the head of a record, then its data
-        file.seek(read_uint32(file), io.SEEK_CUR)
-    end: int = file.tell()
-    size: int = file.seek(0, io.SEEK_END)
-    return size - end
