@@ -90,10 +90,8 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     pixel_origin: Annotated[
         Literal["center", "corner"],
         Meta(
-            description=(
-                "where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or "
-                "its corner"
-            )
+            description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or "
+            "its corner"
         ),
     ] = "center"
     camera_axes: Annotated[
@@ -118,10 +116,8 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     time_base: Annotated[
         Literal["unix", "relative"],
         Meta(
-            description=(
-                "unix: times are since 1970, between 2000 and 2100; relative: a clock of the "
-                "data's own"
-            )
+            description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the "
+            "data's own"
         ),
     ] = "unix"
     ego_origin: Annotated[
@@ -130,10 +126,8 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     reference: Annotated[
         str,
         Meta(
-            description=(
-                "sensor of sensor_data whose times are those of frames; empty: first lidar, "
-                "else first camera"
-            )
+            description="sensor of sensor_data whose times are those of frames; empty: first lidar, "
+            "else first camera"
         ),
     ] = ""
     tolerance_ms: Annotated[
@@ -294,7 +288,13 @@ class Manifest(FrameSource[ManifestSettings]):
                     "none of frames: give the table ego_pose"
                 )
             try:
-                forms = _learn_value_forms(self._tables.get("frames"))
+                table = self._tables.get("frames")
+                forms = ValueForms()
+                names = [column for column in _list_columns(table) if column.startswith(VALUE)]
+                for rows in table.parts() if table is not None and names else ():
+                    for column in names:
+                        for value in rows.column(column).to_pylist():
+                            forms.learn(column.removeprefix(VALUE), value)
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -347,17 +347,6 @@ class Manifest(FrameSource[ManifestSettings]):
                     where = f"table '{table.name}', column {column}: '{ref}'"
                     return mask_dtype(self.files.read(part.name, part.offset, 32), where)
         return None
-
-    def _make_mask_members(self, rows: Rows) -> list[list[FileMember]]:
-        """Return the masks of each row."""
-        members: list[list[FileMember]] = [[] for _ in range(len(rows))]
-        for column, channel in self._masks.items():
-            for row, path in enumerate(rows.texts(column)):
-                if path:
-                    ref = self._paths.reference(rows, row, path)
-                    hint = f"leave the column {column} empty where there is no mask"
-                    members[row].append(mask_member(channel, ref, hint))
-        return members
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a table by 1024; a source of other tables has its own."""
@@ -500,7 +489,15 @@ class Manifest(FrameSource[ManifestSettings]):
             if rows is None
             else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
-        masks = [[] for _ in times] if rows is None else self._make_mask_members(rows)
+        masks: list[list[FileMember]] = [[] for _ in times]
+        for column, channel in self._masks.items():
+            if rows is None:
+                break
+            for row, path in enumerate(rows.texts(column)):
+                if path:
+                    ref = self._paths.reference(rows, row, path)
+                    hint = f"leave the column {column} empty where there is no mask"
+                    masks[row].append(mask_member(channel, ref, hint))
         for number, row in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[row]),
@@ -574,14 +571,3 @@ def _read_single_text(rows: Rows, name: str) -> str | None:
             f"'{texts[other_row]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
         )
     return texts[0]
-
-
-def _learn_value_forms(table: Table | None) -> ValueForms:
-    """Return what the values of the columns of values are."""
-    forms = ValueForms()
-    names = [name for name in _list_columns(table) if name.startswith(VALUE)]
-    for rows in table.parts() if table is not None and names else ():
-        for name in names:
-            for value in rows.column(name).to_pylist():
-                forms.learn(name.removeprefix(VALUE), value)
-    return forms
