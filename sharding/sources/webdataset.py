@@ -78,10 +78,8 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     images: Annotated[
         dict[str, str],
         Meta(
-            description=(
-                "camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg "
-                "is camera image"
-            )
+            description="camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg "
+            "is camera image"
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
     meta: Annotated[
@@ -110,19 +108,15 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     gather: Annotated[
         bool,
         Meta(
-            description=(
-                "true reads each tar to its end and takes all members of a key for a sample, "
-                "wherever they are"
-            )
+            description="true reads each tar to its end and takes all members of a key for a sample, "
+            "wherever they are"
         ),
     ] = False
     clip: Annotated[
         str,
         Meta(
-            description=(
-                "regular expression, whose first group in a key is the clip; empty: each tar is "
-                "a clip"
-            )
+            description="regular expression, whose first group in a key is the clip; empty: each tar is "
+            "a clip"
         ),
     ] = ""
 
@@ -377,7 +371,18 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         name = ""
         pending: list[_Sample] = []
         for sample in self._iter_samples(self.noted):
-            clip_name = self._name_clip(sample)
+            if not self.given.clip:
+                clip_name = (
+                    sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
+                )
+            else:
+                match = re.search(self.given.clip, sample.key)
+                if match is None or not match[1]:
+                    raise SourceError(
+                        f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
+                        f"nothing in key '{sample.key}'"
+                    )
+                clip_name = match[1]
             if pending and clip_name != name:
                 yield self._begin(name, pending, names_seen)
                 pending = []
@@ -385,17 +390,6 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             pending.append(sample)
         if pending:
             yield self._begin(name, pending, names_seen)
-
-    def _name_clip(self, sample: _Sample) -> str:
-        if not self.given.clip:
-            return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-        match = re.search(self.given.clip, sample.key)
-        if match is None or not match[1]:
-            raise SourceError(
-                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
-                f"nothing in key '{sample.key}'"
-            )
-        return match[1]
 
     def _begin(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
         if name in names_seen:
