@@ -105,6 +105,13 @@ def as_it_was(
             return dataset
         chain.append(reports.pop(version))
         version = chain[-1][1].folders[0].before
+    return _rebuild_tables(dataset, fingerprint, chain)
+
+
+def _rebuild_tables(
+    dataset: Dataset, fingerprint: str, chain: Sequence[tuple[Path, ForgetReport]]
+) -> EarlierDataset:
+    """Make the tables of a dataset as it was before the deletions of a chain, the newest first."""
     _check_chain(dataset, chain)
     order = np.arange(len(dataset))  # rows of what is left; below 0: deleted samples
     deleted: list[IndexRow] = []

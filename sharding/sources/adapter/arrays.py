@@ -122,23 +122,11 @@ def stacked_geometry(
     def matrices(
         name: str, ones: Sequence[Any], size: int
     ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-        values = [None if item is None else getattr(item, name) for item in ones]
-        places: dict[int, int] = {}  # of each value, by its identity
-        unique: list[Any] = [np.full((size, size), np.nan)]
-        rows = np.zeros(len(values), np.intp)
-        for row, value in enumerate(values):
-            if value is not None:
-                place = places.get(id(value))
-                if place is None:
-                    array = np.asarray(value, np.float64)
-                    if array.shape != (size, size):
-                        raise SourceError(
-                            f"{where}: {name} is {list(array.shape)}, wanted [{size}, {size}]"
-                        )
-                    place = places[id(value)] = len(unique)
-                    unique.append(array)
-                rows[row] = place
-        return np.array(unique), rows
+        return _find_unique(
+            [None if item is None else getattr(item, name) for item in ones],
+            size,
+            f"{where}: {name}",
+        )
 
     cam2ego, camera_at = matrices("cam2ego", images, 4)
     lidar2ego, lidar_at = matrices("lidar2ego", sweeps, 4)
@@ -214,6 +202,28 @@ def _fit_rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[n
         name: part.reshape(value.shape)
         for part, (name, value) in zip(parts, values.items(), strict=True)
     }
+
+
+def _find_unique(
+    values: Sequence[Any], size: int, where: str
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value
+    its number (P,).
+    """
+    places: dict[int, int] = {}
+    unique: list[Any] = [np.full((size, size), np.nan)]
+    rows = np.zeros(len(values), np.intp)
+    for row, value in enumerate(values):
+        if value is not None:
+            place = places.get(id(value))
+            if place is None:
+                array = np.asarray(value, np.float64)
+                if array.shape != (size, size):
+                    raise SourceError(f"{where} is {list(array.shape)}, wanted [{size}, {size}]")
+                place = places[id(value)] = len(unique)
+                unique.append(array)
+            rows[row] = place
+    return np.array(unique), rows
 
 
 def _compute_motion(

@@ -101,27 +101,7 @@ def in_ego(
     counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]
-        if all(stated is None for stated in all_stated):
-            values = np.full((len(frame), *shape), unknown)
-        else:
-            parts = []
-            for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
-                count = len(frame_boxes.category)
-                part = (
-                    np.full((count, *shape), unknown)
-                    if stated is None
-                    else np.asarray(stated, np.float64)
-                )
-                if not count and not part.size:
-                    part = part.reshape(0, *shape)
-                if part.shape != (count, *shape):
-                    raise SourceError(
-                        f"frame {number_of_frame}: {name} of boxes is {list(part.shape)}, wanted "
-                        f"{[count, *shape]}"
-                    )
-                parts.append(part)
-            values = np.concatenate(parts)
+        values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
         if issubclass(kind, np.integer):
             bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
             if bad.any():
@@ -193,6 +173,36 @@ def in_ego(
         "visibility": column("visibility", np.int8, unknown=-1),
         "attribute": column("attribute", np.int16, unknown=-1),
     }
+
+
+def _join_column(
+    labelled: Sequence[tuple[int, BoxRows]],
+    number: int,
+    name: str,
+    shape: tuple[int, ...],
+    unknown: float,
+) -> NDArray[Any]:
+    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames
+    with their boxes.
+    """
+    all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]
+    if all(stated is None for stated in all_stated):
+        return np.full((number, *shape), unknown)
+    parts = []
+    for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
+        count = len(frame_boxes.category)
+        part = (
+            np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
+        )
+        if not count and not part.size:
+            part = part.reshape(0, *shape)
+        if part.shape != (count, *shape):
+            raise SourceError(
+                f"frame {number_of_frame}: {name} of boxes is {list(part.shape)}, wanted "
+                f"{[count, *shape]}"
+            )
+        parts.append(part)
+    return np.concatenate(parts)
 
 
 def _make_rotations(wxyz: F64, yaw: F64) -> F64:
