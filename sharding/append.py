@@ -172,11 +172,12 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
 def bring_shard(
     source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, was_finished: bool
 ) -> bool:
-    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size;
-    returns whether it had.
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them: as a link of the
+    source's, or with their digest; returns whether it had.
 
-    What is linked is not read; what is copied by this process is, and checked. ``again`` says that
-    OUT was finished: then the digest decides, as the source's file may be damaged meanwhile.
+    What is linked is not read; what is copied by this process is, and checked. ``was_finished``
+    says that OUT was finished: then the digest decides of links too, as the source's file may be
+    damaged meanwhile.
     """
     if new.idx_bytes:
         entry = FileEntry(name=new.idx_name, bytes=new.idx_bytes, sha256=new.idx_sha256)
@@ -189,9 +190,15 @@ def _bring_file(
     source: Dataset, old: str, out: Output, entry: FileEntry, *, was_finished: bool
 ) -> bool:
     new = entry.name
-    was_there = out.size(new) == entry.bytes  # nothing has its name before it is whole
-    if was_there and (not was_finished or out.holds(new, entry.bytes, entry.sha256)):
-        return True
+    if out.size(new) == entry.bytes:
+        is_link = (
+            not was_finished
+            and source.url is None
+            and isinstance(out, FolderOutput)
+            and (out.root / new).samefile(source.root / old)
+        )
+        if is_link or out.holds(new, entry.bytes, entry.sha256):
+            return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
             _copy_file(source, old, out, entry)

@@ -160,25 +160,9 @@ def parse_splits(text: str) -> Splits:
     """
     if not text.strip():
         raise ConfigError("it is empty; write train=0.8,val=0.2, or name a file")
-    splits: Splits = {}
     if "=" not in text:
-        path = Path(text)
-        try:
-            _, value = parse_yaml(read_text(path), takes_merges=True)
-            lists = msgspec.convert(value, dict[str, list[str]])
-        except OSError as error:
-            raise ConfigError(
-                f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
-                f"read: {error.strerror}"
-            ) from error
-        except (ValueError, msgspec.ValidationError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"'{path}' does not map split names to lists of clip names: {reason}"
-            ) from error
-        splits.update(lists)
-        _check_splits(splits)
-        return splits
+        return _read_splits(Path(text))
+    splits: Splits = {}
     for part in text.split(","):
         name, _, share = part.partition("=")
         name = name.strip()
@@ -188,6 +172,25 @@ def parse_splits(text: str) -> Splits:
             splits[name] = float(share)
         except ValueError as error:
             raise ConfigError(f"{share!r} is not a number; write train=0.8,val=0.2") from error
+    _check_splits(splits)
+    return splits
+
+
+def _read_splits(path: Path) -> Splits:
+    try:
+        _, value = parse_yaml(read_text(path), takes_merges=True)
+        lists = msgspec.convert(value, dict[str, list[str]])
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
+            f"read: {error.strerror}"
+        ) from error
+    except (ValueError, msgspec.ValidationError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"'{path}' does not map split names to lists of clip names: {text}"
+        ) from error
+    splits: Splits = dict(lists)
     _check_splits(splits)
     return splits
 
@@ -242,8 +245,10 @@ class Recipe(Settings, frozen=True):
     select: Annotated[
         str | None,
         flag(
-            'select samples by their attributes: "night and num_pedestrian >= 3 and '
-            "location != 'x'\"",
+            (
+                'select samples by their attributes: "night and num_pedestrian >= 3 and '
+                "location != 'x'\""
+            ),
             metavar="EXPRESSION",
         ),
     ] = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 import numpy as np
@@ -142,8 +142,10 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
     match: Annotated[
         Literal["forward", "nearest"],
         Meta(
-            description="the image of a camera for a sweep: forward, the first one during it; nearest, "
-            "the closest to its start, at most 25 ms away"
+            description=(
+                "the image of a camera for a sweep: forward, the first one during it; nearest, "
+                "the closest to its start, at most 25 ms away"
+            )
         ),
     ] = "forward"
     stereo: Annotated[
@@ -227,25 +229,34 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         folder = _join_folder(clip)
         stamps = self._list_stamps(folder, "sensors", "lidar", suffix=".feather")
         name = f"{folder}/annotations.feather"
-        labels = None
+        boxes = None
+        labelled = np.empty(0, np.int64)
         if self.given.boxes and "annotations.feather" in self.files.listed(folder):
             labels = read_feather(self.files, name, _BOXES)
             pairs = list(
                 zip(labels["timestamp_ns"].tolist(), labels["track_uuid"].tolist(), strict=True)
             )
             check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
+            rows = BoxRows(
+                centre=stacked(labels, TRANSLATION),
+                size_lwh=stacked(labels, _SIZE),
+                rotation_wxyz=stacked(labels, QUATERNION),
+                category=labels["category"].tolist(),
+                track=labels["track_uuid"].tolist(),
+                num_lidar_pts=labels["num_interior_pts"],
+            )
+            labelled = labels["timestamp_ns"]
+            boxes = boxes_by_key(rows, labelled)
         elif self.given.boxes and clip.split in ("train", "val"):
             raise SourceError(
                 f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
             )
-        labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
         times = np.unique(np.concatenate([stamps, labelled]))
         if not len(times):
             raise SourceError(
                 f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames"
             )
         images = self._find_images(folder, times)
-        boxes = None if labels is None else _make_box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
         names = self._list_maps(_join_folder(clip))
         if self.maps is not None and not names:
@@ -385,19 +396,6 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
 
 def _join_folder(clip: Clip) -> str:
     return f"{clip.split}/{clip.name}" if clip.split else clip.name
-
-
-def _make_box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
-    """Return the boxes by time, in ego at it."""
-    rows = BoxRows(
-        centre=stacked(table, TRANSLATION),
-        size_lwh=stacked(table, _SIZE),
-        rotation_wxyz=stacked(table, QUATERNION),
-        category=table["category"].tolist(),
-        track=table["track_uuid"].tolist(),
-        num_lidar_pts=table["num_interior_pts"],
-    )
-    return boxes_by_key(rows, table["timestamp_ns"])
 
 
 class _Point(msgspec.Struct, frozen=True, gc=False):

@@ -78,8 +78,10 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     images: Annotated[
         dict[str, str],
         Meta(
-            description="camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg "
-            "is camera image"
+            description=(
+                "camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg "
+                "is camera image"
+            )
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
     meta: Annotated[
@@ -108,15 +110,19 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     gather: Annotated[
         bool,
         Meta(
-            description="true reads each tar to its end and takes all members of a key for a sample, "
-            "wherever they are"
+            description=(
+                "true reads each tar to its end and takes all members of a key for a sample, "
+                "wherever they are"
+            )
         ),
     ] = False
     clip: Annotated[
         str,
         Meta(
-            description="regular expression, whose first group in a key is the clip; empty: each tar is "
-            "a clip"
+            description=(
+                "regular expression, whose first group in a key is the clip; empty: each tar is "
+                "a clip"
+            )
         ),
     ] = ""
 

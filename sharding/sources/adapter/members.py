@@ -199,14 +199,7 @@ class MemberFinder:
                     continue
                 if frame_image.made:
                     if frame_image.encoded_of == "video":
-                        if self.policy.damaged != "error":
-                            raise SourceError(
-                                f"damaged_image={self.policy.damaged} is not for the images of "
-                                f"{channel}, which are frames of video: they are decoded when "
-                                "shards are written, after the scan, and a damaged one is an error "
-                                "then; leave the option out, or leave the camera out by the option "
-                                "cameras"
-                            )
+                        self._check_video(channel)
                     elif frame_image.encoded_of == "raw":
                         self.findings.tolerate(1, [])  # its fault would be known
                     elif self.policy.looks_at_made:
@@ -338,6 +331,18 @@ class MemberFinder:
             return NOTED
         self.findings.tolerate(0, [f"{image}{fault}"])
         return DAMAGED
+
+    def _check_video(self, channel: str) -> None:
+        """Raise SourceError where the policy cannot hold: frames of video are decoded when
+        shards are written.
+        """
+        if self.policy.damaged != "error":
+            raise SourceError(
+                f"damaged_image={self.policy.damaged} is not for the images of {channel}, "
+                "which are frames of video: they are decoded when shards are written, after "
+                "the scan, and a damaged one is an error then; leave the option out, or "
+                "leave the camera out by the option cameras"
+            )
 
     def _find_image(
         self, place: str, channel: str, image: Image, known_files: _KnownFiles

@@ -38,8 +38,10 @@ EGO: Final = Channel(
     units=("m", "m", "m", "rad", "s", ""),
     frame="ego",
     allows_nan=True,
-    description=f"the ego vehicle's poses in ego at the sample's time; {ABOUT_STEPS}; time_s is after "
-    "the sample",
+    description=(
+        f"the ego vehicle's poses in ego at the sample's time; {ABOUT_STEPS}; time_s is after "
+        "the sample"
+    ),
 )
 
 

@@ -47,8 +47,10 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     levels: Annotated[
         dict[str, tuple[int, int]],
         Meta(
-            description="channel to the values that become black and white, of raw pictures of 16 bits: "
-            "[0, 4095]"
+            description=(
+                "channel to the values that become black and white, of raw pictures of 16 bits: "
+                "[0, 4095]"
+            )
         ),
     ] = msgspec.field(default_factory=dict)
     reference: Annotated[
@@ -78,8 +80,10 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     gps: Annotated[
         str,
         Meta(
-            description="topic of NavSatFix for the attributes latitude, longitude, altitude_m; empty: "
-            "the first"
+            description=(
+                "topic of NavSatFix for the attributes latitude, longitude, altitude_m; empty: "
+                "the first"
+            )
         ),
     ] = ""
     signals: Annotated[

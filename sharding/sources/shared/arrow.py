@@ -176,26 +176,7 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         self._bytes_columns: list[str] = []
         self._rows_at_once = _MOST_COLUMN
         for group in range(self.metadata.num_row_groups):
-            row_group = self.metadata.row_group(group)
-            for number in range(self.metadata.num_columns):
-                chunk = row_group.column(number)
-                column = chunk.path_in_schema
-                label = f"{self._where}: column '{column}'"
-                num_bytes = chunk.total_uncompressed_size
-                check_most(num_bytes, label, _MOST_COLUMN)
-                if chunk.physical_type != "BYTE_ARRAY":
-                    width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
-                    check_most(chunk.num_values * width, f"{label}, decoded,", _MOST_COLUMN)
-                    continue
-                check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
-                if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
-                    continue
-                if self.schema.column(number).max_repetition_level or (
-                    "DELTA_BYTE_ARRAY" in chunk.encodings
-                ):
-                    self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
-                else:
-                    self._bytes_columns.append(column)
+            self._check_group(group)
         self._packed = (
             pq.ParquetFile(
                 source, metadata=self.metadata, read_dictionary=self._bytes_columns, **options
@@ -203,6 +184,28 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             if self._bytes_columns
             else None
         )
+
+    def _check_group(self, group: int) -> None:
+        row_group = self.metadata.row_group(group)
+        for number in range(self.metadata.num_columns):
+            chunk = row_group.column(number)
+            column = chunk.path_in_schema
+            label = f"{self._where}: column '{column}'"
+            num_bytes = chunk.total_uncompressed_size
+            check_most(num_bytes, label, _MOST_COLUMN)
+            if chunk.physical_type != "BYTE_ARRAY":
+                width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
+                check_most(chunk.num_values * width, f"{label}, decoded,", _MOST_COLUMN)
+                continue
+            check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
+            if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
+                continue
+            if self.schema.column(number).max_repetition_level or (
+                "DELTA_BYTE_ARRAY" in chunk.encodings
+            ):
+                self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
+            else:
+                self._bytes_columns.append(column)
 
     def iter_batches(
         self,

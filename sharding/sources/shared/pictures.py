@@ -256,15 +256,17 @@ def _decode_jpeg(data: Buffer) -> None:
     try:
         simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
-        if "subsampling" in str(error):
-            # TurboJPEG knows the usual sampling factors alone; others decode, without its warnings.
-            import cv2
-            import numpy as np
-
-            pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
-            if pixels is not None:
-                return
+        # TurboJPEG knows the usual sampling factors alone; others decode, without its warnings.
+        if "subsampling" in str(error) and _decodes_by_opencv(data):
+            return
         raise ImageError(f"a damaged JPEG: {error}") from error
+
+
+def _decodes_by_opencv(data: Buffer) -> bool:
+    import cv2
+    import numpy as np
+
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:

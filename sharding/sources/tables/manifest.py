@@ -90,15 +90,19 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     pixel_origin: Annotated[
         Literal["center", "corner"],
         Meta(
-            description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or "
-            "its corner"
+            description=(
+                "where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or "
+                "its corner"
+            )
         ),
     ] = "center"
     camera_axes: Annotated[
         _AXES | dict[str, _AXES],
         Meta(
-            description="axes of cameras: optical (right, down, forward) or flu (forward, left, up); or "
-            "a mapping of camera to axes, the others are optical"
+            description=(
+                "axes of cameras: optical (right, down, forward) or flu (forward, left, up); or "
+                "a mapping of camera to axes, the others are optical"
+            )
         ),
     ] = "optical"
     boxes_in: Annotated[
@@ -116,8 +120,10 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     time_base: Annotated[
         Literal["unix", "relative"],
         Meta(
-            description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the "
-            "data's own"
+            description=(
+                "unix: times are since 1970, between 2000 and 2100; relative: a clock of the "
+                "data's own"
+            )
         ),
     ] = "unix"
     ego_origin: Annotated[
@@ -126,8 +132,10 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     reference: Annotated[
         str,
         Meta(
-            description="sensor of sensor_data whose times are those of frames; empty: first lidar, "
-            "else first camera"
+            description=(
+                "sensor of sensor_data whose times are those of frames; empty: first lidar, "
+                "else first camera"
+            )
         ),
     ] = ""
     tolerance_ms: Annotated[
@@ -403,11 +411,16 @@ class Manifest(FrameSource[ManifestSettings]):
         for clip in main.clips:
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
-            facts: dict[str, Any] = {
-                name: _read_single_text(rows, name) or ""
-                for name in OF_CLIP
-                if "frames" in self._tables and name in rows
-            }
+            facts: dict[str, Any] = {}
+            for name in OF_CLIP if "frames" in self._tables else ():
+                if name not in rows:
+                    continue
+                texts = rows.texts(name)
+                facts[name] = texts[0] or ""
+                for row, text in enumerate(texts):
+                    if text != texts[0]:
+                        problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
+                        rows.fail(row, name, f"{problem}: a clip has one {name}")
             named = [
                 self._tables[stem].rows(clip)
                 for stem in ("frames", "sensor_data")
@@ -558,16 +571,3 @@ def _read_times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     if (times < 0).any():
         rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
     return times
-
-
-def _read_single_text(rows: Rows, name: str) -> str | None:
-    """Return the one text that all rows have."""
-    texts = rows.texts(name)
-    if len(set(texts)) > 1:
-        other_row = next(row for row, text in enumerate(texts) if text != texts[0])
-        rows.fail(
-            other_row,
-            name,
-            f"'{texts[other_row]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
-        )
-    return texts[0]

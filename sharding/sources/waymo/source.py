@@ -60,8 +60,10 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
     boxes: Annotated[
         Literal["lidar", "camera_synced"],
         Meta(
-            description="lidar: laser_labels at the frame's pose; camera_synced: those that a camera "
-            "sees, moved to the time when it sees them"
+            description=(
+                "lidar: laser_labels at the frame's pose; camera_synced: those that a camera "
+                "sees, moved to the time when it sees them"
+            )
         ),
     ] = "lidar"
     boxes2d: Annotated[

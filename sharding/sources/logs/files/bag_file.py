@@ -121,7 +121,18 @@ class BagFile(LogFile):
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
         with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.position}"):
-            record = io.BytesIO(self._read_chunk(place.chunk))
+            if self._chunk[0] != place.chunk:  # read and decompress it
+                file: Any = self._bag.bio
+                file.seek(place.chunk)
+                chunk_head = Header.read(file, RecordType.CHUNK)
+                data = inflated(
+                    read_bytes(file, read_uint32(file)),
+                    chunk_head.get_string("compression"),
+                    chunk_head.get_uint32("size"),
+                    self._where,
+                )
+                self._chunk = (place.chunk, data)
+            record = io.BytesIO(self._chunk[1])
             record.seek(place.position)
             while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
                 record.seek(read_uint32(record), io.SEEK_CUR)
@@ -129,21 +140,7 @@ class BagFile(LogFile):
             log_ns = head.get_time("time")
             name = topic.type.replace("/", "/msg/")
             store = type_store(name, topic.schema)
-            data = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
-        return Message(topic=topic.name, log_ns=log_ns, place=place, data=data, length=len(data))
-
-    def _read_chunk(self, position: int) -> Buffer:
-        """Read and decompress a chunk."""
-        from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
-
-        if self._chunk[0] != position:
-            file: Any = self._bag.bio
-            file.seek(position)
-            head = Header.read(file, RecordType.CHUNK)
-            size = head.get_uint32("size")
-            compression = head.get_string("compression")
-            self._chunk = (
-                position,
-                inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
-            )
-        return self._chunk[1]
+            message = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
+        return Message(
+            topic=topic.name, log_ns=log_ns, place=place, data=message, length=len(message)
+        )

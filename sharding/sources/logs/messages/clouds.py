@@ -67,8 +67,10 @@ def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
         allows_inf=True,
         optional=True,
         source_name=topic,
-        description="in ego at the sample's time, as are vectors; other columns are as measured; dt_s "
-        "since measured",
+        description=(
+            "in ego at the sample's time, as are vectors; other columns are as measured; dt_s "
+            "since measured"
+        ),
     )
 
 

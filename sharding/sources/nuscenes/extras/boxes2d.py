@@ -34,8 +34,10 @@ _FACES: Final = np.array(
 
 TOKENS: Final = value_channel(
     "box_tokens",
-    description='JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the '
-    "order of boxes",
+    description=(
+        'JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the '
+        "order of boxes"
+    ),
 )
 
 

@@ -72,8 +72,10 @@ def radar_channel(source_name: str) -> Channel:
         sensor="radar",
         optional=True,
         source_name=source_name,
-        description="unfiltered, in ego at the sample's time; vx_comp and vy_comp are over ground; dt_s "
-        "since measured",
+        description=(
+            "unfiltered, in ego at the sample's time; vx_comp and vy_comp are over ground; dt_s "
+            "since measured"
+        ),
     )
 
 
