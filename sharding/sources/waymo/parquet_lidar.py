@@ -7,7 +7,7 @@ Components are ``lidar``, ``lidar_calibration``, ``vehicle_pose`` and, for the t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -136,22 +136,38 @@ def _read_range_images(
                     time, laser = (
                         batch.column(column_name)[row].as_py() for column_name in (_TIME, _LASER)
                     )
-                    if int(time) not in selected:
-                        continue
-                    values = batch.column(f"{column}.values")[row]
-                    sides = batch.column(f"{column}.shape")[row].as_py() or []
-                    flat = np.empty(0, np.float32)
-                    if values.is_valid:
-                        flat = np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32)
-                    is_image = len(sides) == 3 and sides[2] == depth
-                    if not is_image or flat.size != sides[0] * sides[1] * depth:
-                        raise SourceError(
-                            f"{where}: lidar {laser}: a range image of {flat.size} numbers has "
-                            f"the shape {sides}, wanted is H, W, {depth}"
+                    if int(time) in selected:
+                        yield (
+                            int(time),
+                            int(laser),
+                            _image(
+                                batch,
+                                row=row,
+                                column=column,
+                                depth=depth,
+                                where=f"{where}: lidar {laser}",
+                            ),
                         )
-                    yield int(time), int(laser), flat.reshape(sides)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _image(
+    batch: pa.RecordBatch, row: int, column: str, depth: int, where: str
+) -> NDArray[np.float32]:
+    values, shape = (batch.column(f"{column}.{part}")[row] for part in ("values", "shape"))
+    flat: Any = (
+        np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32)
+        if values.is_valid
+        else np.empty(0)
+    )
+    sides = shape.as_py() or []
+    if len(sides) != 3 or sides[2] != depth or flat.size != sides[0] * sides[1] * depth:
+        raise SourceError(
+            f"{where}: a range image of {flat.size} numbers has the shape {sides}, wanted "
+            f"is H, W, {depth}"
+        )
+    return np.asarray(flat.reshape(sides))
 
 
 def _read_calibrations(
