@@ -58,7 +58,6 @@ from fuelrail.pipeline.format.manifest import (
     WORK_FOLDER,
     Kinds,
     Lineage,
-    Manifest,
     load_manifest,
 )
 from fuelrail.pipeline.format.zstd_frames import is_framed
@@ -73,7 +72,7 @@ from fuelrail.sharding.output.folder import (
     FolderOutput,
     check_work,
     file_is,
-    link_file,
+    link_or_copy,
     read_json,
 )
 from fuelrail.sharding.output.resume import check_same_recipe
@@ -302,14 +301,31 @@ def forget(
                 "layers": sorted(part.fingerprint for part in parts[1:]),
             }
             recipe = msgspec.structs.replace(recipe, source_options=options)
-            check_same_recipe(out.shown, started.recipe if started else None, recipe)
+            if started is not None:
+                check_same_recipe(out.shown, started.recipe, recipe)
             folders = _find_cache_folders(parts, caches)
             if started is None:
                 for place_out in outs:
-                    _discard_leftovers(place_out)
+                    # What is there is not of a call that has begun.
+                    for path in (
+                        place_out.work / _BEFORE,
+                        place_out.work / _NEXT,
+                        place_out.root / _NOTED,
+                    ):
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink(missing_ok=True)
             work.start(RunState(recipe=recipe))
             report = _delete_all(parts, listed, folders)
-            _write_receipt(file, report)
+            # Whole, by way of one name, so that a killed run leaves no other.
+            part = file.with_name(f".{file.name}.part")
+            part.unlink(missing_ok=True)  # a link there would lead elsewhere
+            with part.open("xb") as target:
+                target.write(report.as_json().encode())
+                target.flush()
+                os.fsync(target.fileno())
+            part.replace(file)
         for place_out in outs[1:]:
             place_out.remove_work()
         work.remove()
@@ -461,29 +477,6 @@ def _has_snapshot(out: FolderOutput) -> bool:
     return out.size(f"{WORK_FOLDER}/{_BEFORE}/{MANIFEST_FILE}") is not None
 
 
-def _take_snapshot(out: FolderOutput, manifest: Manifest) -> None:
-    """Keep manifest and tables of a folder, as links where the file system can, so that a call can
-    be continued.
-    """
-    target = FolderOutput(str(out.work / _BEFORE))
-    shutil.rmtree(target.root, ignore_errors=True)
-    target.temporary.mkdir(parents=True)
-    for name in [*(entry.name for entry in manifest.files), MANIFEST_FILE]:
-        if not link_file(out.root / name, target, name):
-            with target.publish(name) as copy, open_file(out.root / name) as file:
-                shutil.copyfileobj(file, copy)
-    sync_folder(target.root)
-
-
-def _discard_leftovers(out: FolderOutput) -> None:
-    """Remove from a working folder what is not of a call that has begun."""
-    for path in (out.work / _BEFORE, out.work / _NEXT, out.root / _NOTED):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def _read_note(out: FolderOutput) -> _Noted:
     return read_json(out, _NOTED, _Noted, "remove it and run the same command again") or _Noted()
 
@@ -519,31 +512,6 @@ def _load_finished_report(
         if not versions & fingerprints:
             return None
     return report
-
-
-def _write_receipt(file: Path, report: ForgetReport) -> None:
-    """Write the receipt, whole, by way of one name, so that a killed run leaves no other."""
-    part = file.with_name(f".{file.name}.part")
-    part.unlink(missing_ok=True)  # a link there would lead elsewhere
-    with part.open("xb") as target:
-        target.write(report.as_json().encode())
-        target.flush()
-        os.fsync(target.fileno())
-    part.replace(file)
-
-
-def _find_neighbours(base: Dataset, rows: Rows) -> Rows:
-    """Return the samples before and behind deleted ones in their clips: their metadata name
-    these.
-    """
-    table = ClipTable.build(base.index.clip_numbers(), base.index.column("frame"))
-    gone = np.isin(table.samples, rows)
-    clips = table.clip_numbers()
-    near = np.zeros(len(base), bool)
-    same = clips[1:] == clips[:-1]
-    near[1:] |= gone[:-1] & same
-    near[:-1] |= gone[1:] & same
-    return table.samples[near].astype(np.int64)
 
 
 def _select_inside(rows: Rows, shard: ShardEntry) -> Rows:
@@ -591,11 +559,25 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     next_version = FolderOutput(str(out.work / _NEXT))
     shutil.rmtree(next_version.root, ignore_errors=True)
     next_version.temporary.mkdir(parents=True)
-    _take_snapshot(out, source.manifest)
+    # Keep manifest and tables, so that a call can be continued.
+    target = FolderOutput(str(out.work / _BEFORE))
+    shutil.rmtree(target.root, ignore_errors=True)
+    target.temporary.mkdir(parents=True)
+    for name in [*(entry.name for entry in source.manifest.files), MANIFEST_FILE]:
+        link_or_copy(out.root, target, name)
+    sync_folder(target.root)
     held = holders(source, part.clips, part.rows)
     touched = np.union1d(part.rows, held)
     if part is base:
-        touched = np.union1d(touched, _find_neighbours(source, part.rows))
+        # The metadata of samples before and behind deleted ones name these.
+        table = ClipTable.build(source.index.clip_numbers(), source.index.column("frame"))
+        gone = np.isin(table.samples, part.rows)
+        clips = table.clip_numbers()
+        near = np.zeros(len(source), bool)
+        same = clips[1:] == clips[:-1]
+        near[1:] |= gone[:-1] & same
+        near[:-1] |= gone[1:] & same
+        touched = np.union1d(touched, table.samples[near].astype(np.int64))
     hit = {shard.name for shard in source.shards if _select_inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
     _write_note(out, msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)))

@@ -286,3 +286,10 @@ def link_file(old: Path, out: FolderOutput, new: str) -> bool:
         return False
     out.publish_file(new, temporary)
     return True
+
+
+def link_or_copy(folder: Path, out: FolderOutput, name: str) -> None:
+    """Bring a file of a folder into OUT under its name, without bytes where the file system can."""
+    if not link_file(folder / name, out, name):
+        with out.publish(name) as copy, open_file(folder / name) as file:
+            shutil.copyfileobj(file, copy, 8 << 20)

@@ -282,12 +282,17 @@ class LeRobot(VideoSource[VideoSettings]):
             elif feature_info.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
                 make = series_channel if self.given.rate else value_channel
+                names = feature_info.names
+                if isinstance(names, dict):
+                    names = next(iter(names.values()), None)
                 channels_found.append(
                     make(
                         name,
                         feature_info.dtype,
                         feature_info.shape,
-                        description=_describe_names(feature_info.names),
+                        description=(
+                            ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
+                        ),
                     )
                 )
         return tuple(channels_found)
@@ -515,13 +520,6 @@ def _normalize_name(name: str) -> str:
     channels lack.
     """
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
-
-
-def _describe_names(names: Any) -> str:
-    """Return the names of a feature's values, which are a list, or a list in an object."""
-    if isinstance(names, dict):
-        names = next(iter(names.values()), None)
-    return ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
 
 
 def _fill_path(template: str, values: Mapping[str, Any]) -> str:

@@ -224,17 +224,7 @@ def _described(entry: EntryPoint) -> SourceKind:
         return SourceKind(
             kind=entry.name, summary=str(error), package=package, missing=[], options=[]
         )
-    return SourceKind(
-        kind=entry.name,
-        summary=(kind.__doc__ or "").strip().partition("\n")[0],
-        package=package,
-        missing=_list_missing(kind),
-        options=_options(kind.settings),
-    )
-
-
-def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
-    info = inspect.type_info(settings)
+    info = inspect.type_info(kind.settings)
     assert isinstance(info, inspect.StructType), "settings are a struct"
     options = []
     for field in info.fields:
@@ -249,7 +239,13 @@ def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
                 name=field.name, type=type_text, default=default.lower(), description=described
             )
         )
-    return [option for option in options if option.description]
+    return SourceKind(
+        kind=entry.name,
+        summary=(kind.__doc__ or "").strip().partition("\n")[0],
+        package=package,
+        missing=_list_missing(kind),
+        options=[option for option in options if option.description],
+    )
 
 
 def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:

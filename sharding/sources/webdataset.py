@@ -400,7 +400,18 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         name = ""
         pending: list[_Sample] = []
         for sample in self._iter_samples(self.noted):
-            clip_name = self._name_clip(sample)
+            if not self.given.clip:
+                clip_name = (
+                    sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
+                )
+            else:
+                match = re.search(self.given.clip, sample.key)
+                if match is None or not match[1]:
+                    raise SourceError(
+                        f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
+                        f"nothing in key '{sample.key}'"
+                    )
+                clip_name = match[1]
             if pending and clip_name != name:
                 yield self._begin(name, pending, names_seen)
                 pending = []
@@ -408,17 +419,6 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             pending.append(sample)
         if pending:
             yield self._begin(name, pending, names_seen)
-
-    def _name_clip(self, sample: _Sample) -> str:
-        if not self.given.clip:
-            return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-        match = re.search(self.given.clip, sample.key)
-        if match is None or not match[1]:
-            raise SourceError(
-                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
-                f"nothing in key '{sample.key}'"
-            )
-        return match[1]
 
     def _begin(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
         if name in names_seen:

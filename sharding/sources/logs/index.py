@@ -135,7 +135,12 @@ class LogIndex:
                 self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sort_series(topic) for topic in sensors}
-        self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
+        self.signals = {}
+        for topic, parts in self._signals.items():
+            if parts:
+                stamps, values = map(np.concatenate, zip(*parts, strict=True))
+                order = np.argsort(stamps, kind="stable")
+                self.signals[topic] = (stamps[order], values[order])
 
     def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
@@ -469,9 +474,3 @@ class LogIndex:
                 f"({message.place}); the option clock=log_time takes the times of the recording"
             )
         return stamp_ns
-
-
-def _in_order(parts: Sequence[_Signals]) -> _Signals:
-    stamps, values = map(np.concatenate, zip(*parts, strict=True))
-    order = np.argsort(stamps, kind="stable")
-    return stamps[order], values[order]
