@@ -18,7 +18,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "pipeline": [
         {"limits", "rigid", "text"},
         {"errors"},
-        {"settings"},
+        {"face", "settings"},
         {"runtime", "sample"},
         {"storage", "transforms", "cli"},
         {"channels"},

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
-from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.errors import FuelrailError, needs
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.cli import Command
@@ -51,7 +51,7 @@ _COMMANDS: dict[str, _Entry] = {
     "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
     "annotate": _Entry(
-        "fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"
+        "fuelrail.bench.annotation.command", "run a model over a dataset and store a layer"
     ),
     "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
     "diff": _Entry(
@@ -257,10 +257,11 @@ def _run(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_COMMANDS)}"
         top.error(f"unknown command '{word}'; {hint}")
     try:
-        command = _load(word)
-        parser = _Parser(prog=f"fuelrail {word}", description=command.help)
-        command.configure(parser)
-        return command.run(parser.parse_any_order(arguments[1:]))
+        with needs(f"`fuelrail {word}`"):
+            command = _load(word)
+            parser = _Parser(prog=f"fuelrail {word}", description=command.help)
+            command.configure(parser)
+            return command.run(parser.parse_any_order(arguments[1:]))
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2

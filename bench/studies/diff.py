@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.compare.report import CompareReport
 
-    Comparable = Report | LoaderReport | ScaleReport | CompareReport
+    Comparable: TypeAlias = Report | LoaderReport | ScaleReport | CompareReport
 
 COMPARE_ROOM = "fuelrail.bench.studies.compare"
 FROM_CHECKOUT = (

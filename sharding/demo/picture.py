@@ -12,14 +12,17 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.shapes import Block, Floats, Solid, colours, meet, noise_at
 from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
+
+with needs("`fuelrail synth`"):
+    import cv2
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.world import SynthClip, Weather

@@ -22,7 +22,7 @@ from fuelrail.pipeline.cli import (
     given_flags,
     print_json,
 )
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order, split_lengths
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -155,7 +155,8 @@ def webdataset_order(
     One reader, seeded, with both through a buffer; several workers and ranks read their parts of
     the shards alike.
     """
-    from webdataset.filters import detshuffle
+    with needs("the order of webdataset"):
+        from webdataset.filters import detshuffle
 
     starts = np.searchsorted(selected, np.cumsum([0, *shard_lengths])).tolist()
     shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(

@@ -14,7 +14,6 @@ from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
     from fuelrail.bench.annotate.teacher import Reduction
 
 _MOST_INT8: Final = 127

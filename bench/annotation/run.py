@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from fuelrail.bench.annotate.outputs import infer_table, rows_of
 from msgspec import Meta
 
-from fuelrail.bench.annotate.outputs import infer_table, rows_of
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
@@ -43,6 +43,7 @@ from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
     from fuelrail.bench.annotate.teacher import Reduction
+
     from fuelrail.loaders.loader import DataLoader
 
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
