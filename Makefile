@@ -146,7 +146,7 @@ test-dali: dali
 test-ray: setup
 	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 2 --dist loadfile tests/sharding/engines/test_on_ray.py \
-		tests/loaders/serving/test_remote.py tests/bench/annotate/test_on_ray.py tests/bench/studies/loader/test_command.py
+		tests/loaders/serving/test_remote.py tests/bench/annotation/test_on_ray.py tests/bench/studies/loader/test_command.py
 
 gpu-check: dali
 	$(BIN)/python -m pytest -v -m gpu tests/gpu --out gpu-check.json $(CHECK)

@@ -42,7 +42,7 @@ _LEGEND = (
 
 
 class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.describe_order`, and flags of ``fuelrail order describe``."""
+    """Options of `fuelrail.bench.describe_order`, and flags of ``fuelrail order describe``."""
 
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
@@ -87,7 +87,7 @@ def describe_order(
     """Measure which samples an order selects and how random it is; without ``order`` and ``config``
     a seeded shuffle.
 
-    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
+    ``fuelrail.bench.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
     keywords. Raises ConfigError, DatasetErrors and OrderError.
     """
     options = make_options(DescribeOptions, options, changes)

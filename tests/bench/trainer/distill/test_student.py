@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fuelrail.bench.annotate.run import annotate
 
 from fuelrail import DataLoader, ImageAugment, Transforms
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import weights_of
