@@ -42,6 +42,7 @@ from fuelrail.pipeline.text import message as fit_to_print
 _OWN_EXTRAS: Final = re.compile(r"fuelrail\[([\w,-]+)\]")
 _EXTRAS: Final = {
     "cv2": "fuelrail[opencv]",
+    "rich": "fuelrail[bench]",
     "torch": "fuelrail[torch]",
     "webdataset": "fuelrail[webdataset]",
 }
@@ -89,8 +90,8 @@ def how_to_install(*requirements: str) -> str:
 def needs(feature: str, install: str | None = None) -> Iterator[None]:
     """Raise ConfigError where an import in the block fails: ``feature`` needs the package.
 
-    ``install`` brings it. Without ``install`` that is the extra of torch, OpenCV or webdataset, and
-    the error of another import stays as it is.
+    ``install`` brings it. Without ``install`` that is the extra of torch, OpenCV, rich or webdataset,
+    and the error of another import stays as it is.
     """
     try:
         yield

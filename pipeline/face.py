@@ -34,14 +34,14 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     def resolve(name: str) -> Any:
         if name.startswith("__") or name not in public_names():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, attribute = public_names()[name]
+        if module == package:  # a module of the package itself
+            return import_module(f"{package}.{attribute}")
+
         from fuelrail.pipeline.errors import needs  # here, for `import fuelrail` alone is light
 
-        module, attribute = public_names()[name]
         with needs(f"{package}.{name}"):
-            if module == package:  # a module of the package itself
-                value = import_module(f"{package}.{attribute}")
-            else:
-                value = getattr(import_module(module), attribute)
+            value = getattr(import_module(module), attribute)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -4,13 +4,59 @@ elsewhere. To stderr.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import threading
 import time
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
+from fuelrail.pipeline.text import message
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FRESH_S = 10.0
+
+
+class PlainConsole:
+    """What `Progress` uses of rich's console and status, where rich is not installed."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person may look at stderr."""
+        return sys.stderr.isatty()
+
+    def status(self, text: str) -> Self:  # noqa: ARG002 - as rich has it
+        """Return what shows one line, which is written over."""
+        return self
+
+    def start(self) -> None:
+        """Show nothing before the first text."""
+
+    def update(self, text: str) -> None:
+        """Write another text over the line."""
+        if self.is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[2K{message(text)[:width]}")
+            sys.stderr.flush()
+
+    def stop(self) -> None:
+        """Take the line down."""
+        if self.is_terminal:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+    def print(self, text: str, **_: Any) -> None:
+        """Print a line."""
+        print(message(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _make_console() -> Console | PlainConsole:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return PlainConsole()
+    return Console(stderr=True, soft_wrap=True)
 
 
 class Progress:
@@ -21,7 +67,7 @@ class Progress:
     """
 
     def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
-        self._console = console or Console(stderr=True, soft_wrap=True)
+        self._console = console or _make_console()
         self._text = text
         self._every_s = every_s
         self._start = self._updated = time.monotonic()
