@@ -87,18 +87,20 @@ def how_to_install(*requirements: str) -> str:
 
 
 @contextmanager
-def needs(feature: str, install: str | None = None) -> Iterator[None]:
+def needs(feature: str, install: str | None = None, *, extra: str | None = None) -> Iterator[None]:
     """Raise ConfigError where an import in the block fails: ``feature`` needs the package.
 
-    ``install`` brings it. Without ``install`` that is the extra of torch, OpenCV, rich or webdataset,
-    and the error of another import stays as it is.
+    ``install`` brings it. Without ``install`` the error is about torch, OpenCV, rich or webdataset,
+    which ``extra`` brings or an extra of their own; that of another import stays as it is.
     """
     try:
         yield
     except ImportError as error:
-        install = install or _EXTRAS.get((error.name or "").partition(".")[0])
         if install is None:
-            raise
+            own_extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if own_extra is None:
+                raise
+            install = extra or own_extra
         lacks = f"{feature} needs {error.name}, which is not installed or does not load"
         raise ConfigError(f"{lacks}: {how_to_install(install)} ({error})") from error
 

@@ -18,12 +18,18 @@ from packaging.utils import canonicalize_name
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
 BLOCK = """
-import sys
+import importlib.metadata, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in sys.argv[1:]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Finder())
+known = importlib.metadata.Distribution.from_name
+def from_name(name):
+    if {"opencv-python-headless": "cv2"}.get(name, name) in sys.argv[1:]:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.Distribution.from_name = from_name
 """
 WITHOUT = f"""{BLOCK}
 import contextlib, io, json
@@ -110,7 +116,8 @@ def test_commands_name_the_extra_that_brings_torch_or_opencv(tiny_dataset, tmp_p
         "inspect DATA": (0, ""),
         "reshard DATA smaller --images resize=0.5": (2, "pip install -e '.[opencv]'"),
         "synth drive": (2, "`fuelrail synth` needs cv2"),
-        "view DATA": (2, "pip install -e '.[opencv]'"),
+        "view DATA": (2, "pip install -e '.[torch]'"),
+        "plan --model gpt2": (2, "pip install -e '.[bench]'"),
     }
     run_without(["torch", "cv2", "webdataset"], cases, data, tmp_path)
 
@@ -135,7 +142,7 @@ for face, name in ((fr, "DataLoader"), (bench, "train")):
 
 @pytest.mark.process
 def test_a_table_of_images_is_read_by_torchs_loader_without_opencv_and_webdataset(tmp_path) -> None:
-    code = f"{BLOCK}\nimport support.ordered_images\nsupport.ordered_images.main()"
+    code = f"{BLOCK}import support.ordered_images\nsupport.ordered_images.main()"
     (refused,) = run_program(code, ["cv2", "webdataset"], tmp_path)
     assert refused.startswith("fuelrail.DataLoader needs cv2")
     assert "pip install -e '.[opencv]'" in refused
