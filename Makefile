@@ -95,7 +95,8 @@ test-slow: setup
 	$(BIN)/python -m pytest -v -m long tests
 	$(BIN)/python -m pytest -v -m long tests/slow
 
-# README, quickstart and guides in an environment of their own, with the extras that each names. It is made anew: 1.6 GB.
+# README, quickstart and guides in an environment of their own, with the extras that each names, and a base install in
+# another one. They are made anew: 2.8 GB.
 test-pages: setup
 	$(BIN)/python -m pytest -v tests/slow/test_fresh_pages.py -k "$(PAGES)"
 
