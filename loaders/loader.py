@@ -118,8 +118,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         split: name of the split.
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3,
             "highway": 1}`` (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a
-            multiple of their sum, in every batch. Or stages of a run, ``[fr.MixStage(ratios,
-            until=samples, ramp=True), fr.MixStage(ratios)]``.
+            multiple of their sum, in every batch. Or stages of a run, ``[fr.order.MixStage(ratios,
+            until=samples, ramp=True), fr.order.MixStage(ratios)]``.
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``, or a
             `TimeWindow`, such as ``{"img": [-0.5, 0], "speed": {"from": -1.6, "to": 0, "hz":
             10}}``. What belongs to a frame gets a T axis after B

@@ -33,7 +33,7 @@ LOOK_FOR_COMPARE = (
     "bench/commands.py",
     "bench/studies/diff.py",
 )  # and say where it runs if it is not there
-FACE_FILES = ("__init__.py", "__main__.py", "order.py", "py.typed")
+FACE_FILES = ("__init__.py", "__init__.pyi", "__main__.py", "order.py", "py.typed")
 PROGRAMS = (
     "recipes",
     "sources",
@@ -308,6 +308,9 @@ class TestDependencies:
     def test_extras(self) -> None:
         extras = PROJECT["optional-dependencies"]
         assert extras.keys() >= {
+            "torch",
+            "opencv",
+            "webdataset",
             "dali",
             "dali-cu13",
             "simd",
@@ -320,6 +323,9 @@ class TestDependencies:
             "peers",
         }
         for name, distribution in {
+            "torch": "torch",
+            "opencv": "opencv-python-headless",
+            "webdataset": "webdataset",
             "dali": "nvidia-dali-cuda120",
             "dali-cu13": "nvidia-dali-cuda130",
             "simd": "pillow-simd",
@@ -330,6 +336,7 @@ class TestDependencies:
             assert any(
                 re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name]
             )
+            assert not [text for text in PROJECT["dependencies"] if text.startswith(distribution)]
 
     def test_the_core_asks_for_what_it_imports_and_for_no_more(self) -> None:
         """A dependency that only the laboratory or a rare table needs is one of an extra."""

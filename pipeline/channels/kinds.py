@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels import logits
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
-from fuelrail.pipeline.errors import ImageError, SchemaError
+from fuelrail.pipeline.errors import ImageError, SchemaError, needs
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
@@ -386,7 +386,8 @@ def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
 
 
 def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
-    import cv2
+    with needs("the pixels of a channel of images"):
+        import cv2
 
     _check_image(data, channel)
     encoded = (
@@ -402,7 +403,8 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
 
 
 def _encode_image(value: Value, channel: Channel) -> bytes:
-    import cv2
+    with needs("a channel of images"):
+        import cv2
 
     pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
     done, encoded = cv2.imencode(

@@ -4,16 +4,37 @@ elsewhere. To stderr.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Self
+
+from fuelrail.pipeline.text import message
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
 _FRESH_S = 10.0
+
+
+class PlainStatus:
+    """What `Progress` uses of rich's status, where rich is not installed: a line of a terminal."""
+
+    def start(self) -> None:
+        """Show nothing before the first text."""
+
+    def update(self, text: str) -> None:
+        """Write another text over the line."""
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[2K{message(text)[:width]}")
+        sys.stderr.flush()
+
+    def stop(self) -> None:
+        """Take the line down."""
+        sys.stderr.write("\r\x1b[2K")
+        sys.stderr.flush()
 
 
 class Progress:
@@ -75,9 +96,11 @@ class Progress:
             self._file.flush()
 
 
-def _make_status(text: str, console: Console | None) -> Status:
-    from rich.console import Console
-
+def _make_status(text: str, console: Console | None) -> Status | PlainStatus:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return PlainStatus()
     return (console or Console(stderr=True, soft_wrap=True)).status(text)
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.shapes import (
@@ -29,6 +29,9 @@ from fuelrail.sharding.demo.shapes import (
     side_colours,
 )
 from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M, Road, corners
+
+with needs("`fuelrail synth`"):
+    import cv2
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.world import SynthClip, Weather

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from fuelrail import __version__
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.codecs import (
     DEFAULT_ZSTD_LEVEL,
     MAX_DICTIONARY_BYTES,
@@ -103,7 +103,8 @@ FLAGS: Final = {
 
 
 def _list_versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    with needs("images that are scaled or encoded anew", "fuelrail[opencv]"):
+        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
 
 
 class ImageRecipe(Settings, frozen=True):

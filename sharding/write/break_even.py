@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # that are measured
 _VIDEOS = 3
 _FRAMES = 24
-_HALF: Final = ImageRecipe(resize=0.5)
 
 
 class BreakEvenOption(msgspec.Struct, frozen=True):
@@ -92,7 +91,7 @@ def break_even(
         ("all frames", num_all, None),
         *(
             ("the kept frames", num_kept, image_recipe)
-            for image_recipe in (None, _HALF, images)[: 3 if images else 2]
+            for image_recipe in (None, ImageRecipe(resize=0.5), images)[: 3 if images else 2]
         ),
     ):
         form = JpegForm()

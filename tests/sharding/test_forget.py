@@ -28,6 +28,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.sample.schema import META
+from fuelrail.sharding.forget import ForgetReport
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
@@ -207,7 +208,7 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
         receipt=receipt,
     )
     check(dataset, before=before, names=[clip, key], rows=rows, report=report)
-    assert msgspec.json.decode(receipt.read_bytes(), type=fr.ForgetReport) == report
+    assert msgspec.json.decode(receipt.read_bytes(), type=ForgetReport) == report
     receipt.unlink()
     search(tmp_path, needles)
     assert len(report.caches) == 2
@@ -302,7 +303,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         assert digests(tmp_path) == before
     with pytest.raises(ConfigError, match="is at a URL"):
         fr.forget("s3://bucket/dataset", [clip])
-    with pytest.raises(fr.DatasetNotReadyError):
+    with pytest.raises(fr.errors.DatasetNotReadyError):
         fr.forget(tmp_path / "none", [clip])
     assert not (tmp_path / "none").exists()
     shard = next(
@@ -310,7 +311,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
     )
     flip(plain / shard)
     names = [open_dataset(plain).index.row(0).key]
-    with pytest.raises((ChecksumError, fr.ShardError)):
+    with pytest.raises((ChecksumError, fr.errors.ShardError)):
         fr.forget(plain, names)
     assert (plain / "dataset.json").exists(), "damage is found before anything is removed"
     with pytest.raises(DatasetExistsError, match=r"source options.names: "):
@@ -444,9 +445,9 @@ def test_a_working_folder_of_another_run_is_not_continued(plain, tmp_path):
     shutil.copytree(tmp_path / "other", plain / ".fuelrail" / "next")
     (plain / "dataset.json").unlink()
     before = digests(plain)
-    with pytest.raises(fr.DatasetNotReadyError):  # nobody has begun to delete there
+    with pytest.raises(fr.errors.DatasetNotReadyError):  # nobody has begun to delete there
         fr.forget(tmp_path / "none", [clip])
-    with pytest.raises(fr.DatasetError):
+    with pytest.raises(fr.errors.DatasetError):
         fr.forget(plain, [clip])
     unchanged = digests(plain)
     assert {name: unchanged[name] for name in unchanged if "fuelrail" not in name} == {

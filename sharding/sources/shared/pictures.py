@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
-from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.errors import ImageError, needs
 from fuelrail.pipeline.sample.image_header import (
     MAX_PIXELS,
     ImageInfo,
@@ -161,8 +161,10 @@ def plain_png(data: Buffer) -> Buffer:
     if convertible_png(data) is None:
         return data
 
-    import cv2
     import numpy as np
+
+    with needs("a PNG with a palette, or of fewer than 8 bits,"):
+        import cv2
 
     unpack_png(gray_of_palette(data), bits=(1, 2, 4, 8))
     pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
@@ -275,15 +277,19 @@ def _decode_jpeg(data: Buffer) -> None:
 
 
 def _decodes_by_opencv(data: Buffer) -> bool:
-    import cv2
     import numpy as np
+
+    with needs("a JPEG with unusual sampling factors"):
+        import cv2
 
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:
-    import cv2
     import numpy as np
+
+    with needs("the check of a PNG's pixels"):
+        import cv2
 
     try:
         image = cv2.imdecode(np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_UNCHANGED)

@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-import cv2
 import numpy as np
 import simplejpeg
 from msgspec import Meta
@@ -529,6 +528,9 @@ def _convert_planes(
     Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the
     chromas alone, at their own size. So no plane goes through RGB.
     """
+    with needs("video of other colours than a JPEG's", "fuelrail[video]"):
+        import cv2
+
     luma, blue, red = planes
     change = np.linalg.inv(_make_ycc2rgb(_BT601)) @ _make_ycc2rgb(matrix)
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
