@@ -17,8 +17,7 @@ import msgspec
 import pytest
 import xxhash
 
-import fuelrail as fr
-from fuelrail import ImageAugment, OrderSpec
+from fuelrail import ImageAugment, OrderSpec, bench
 from fuelrail.bench.studies.runs.replay import saved_states
 from fuelrail.bench.trainer.checkpoints.store import VERSION, DamagedError, Store
 from fuelrail.loaders.schedule.ledger import identity_of
@@ -130,7 +129,7 @@ def read_setting(place: Place, data: bytes) -> None:
     records = place.ledger.read_bytes().splitlines()
     setup = msgspec.json.encode({**setup_of(place), "loader": plain(data)})
     rest = [record[65:] for record in records[1:]]
-    fr.replay(write_ledger(place.folder / "FILE.json", setup, *rest), 0)
+    bench.replay(write_ledger(place.folder / "FILE.json", setup, *rest), 0)
 
 
 def read_checkpoint(place: Place, data: bytes) -> None:

@@ -46,7 +46,7 @@ def preload() -> None:
     import torch
 
     import fuelrail.__main__
-    import fuelrail.bench.annotate.run
+    import fuelrail.bench.annotation.run
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader
     import fuelrail.sharding.commands

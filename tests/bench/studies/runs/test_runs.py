@@ -331,14 +331,14 @@ def test_runs_with_layers_can_be_asked_after_samples_were_deleted(tmp_path, sche
         shown = list(loader)
     keys = [key for batch in shown for key in batch["sample_key"]]
     assert len(keys) == 4  # of the five with both, the first has a loss of 0
-    before = [fr.seen(path, [key]) for key in keys]
+    before = [bench.seen(path, [key]) for key in keys]
     receipt = tmp_path / "kept.json"
     fr.forget(tmp_path / "d", [keys[1]], layers=layers * has_followed, receipt=receipt)
     with pytest.raises((StateMismatchError, ManifestError)):
-        fr.seen(path, keys[:1])
-    assert [fr.seen(path, [key], receipts=[receipt]) for key in keys] == before
+        bench.seen(path, keys[:1])
+    assert [bench.seen(path, [key], receipts=[receipt]) for key in keys] == before
     for step, batch in enumerate(shown):
-        replay = fr.replay(path, step, receipts=[receipt])
+        replay = bench.replay(path, step, receipts=[receipt])
         if keys[step] == keys[1]:
             assert any("was deleted" in text for text in replay.differences)
             assert replay.batch["sample_key"] != batch["sample_key"]
@@ -358,7 +358,7 @@ def test_a_receipt_whose_rows_of_a_layer_were_edited_is_refused(tmp_path):
     edited["folders"][1]["order"]["attributes"]["loss"] = [9.0]
     (tmp_path / "kept.json").write_text(json.dumps(edited))
     with pytest.raises(ConfigError, match="is not that of a deletion from"):
-        fr.seen(path, [keys[0]], receipts=[tmp_path / "kept.json"])
+        bench.seen(path, [keys[0]], receipts=[tmp_path / "kept.json"])
 
 
 def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tmp_path, capsys):
