@@ -301,7 +301,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             finishes=transfer is None,
             pinned=pinned,
         )
-        clocks_there = self._away.counts.clocks if self._away else tuple
+        clocks_there = self._away.clocks if self._away else tuple
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share = WorkerShard()
         self._batches = 0
@@ -400,8 +400,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         runner = self._runner
         samples = self._batches * self.batch_size
-        remote_counts = self._away and self._away.counts
-        storage = (remote_counts.storage() if remote_counts else []) or [
+        away = self._away
+        storage = (away.storage() if away else []) or [
             source.storage.stats() for source in self._schedule.sources
         ]
         return LoaderStats(
@@ -413,8 +413,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             elapsed_s=runner.elapsed_s,
             storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=remote_counts.refused_images
-            if remote_counts
+            refused_images=away.refused_images
+            if away
             else getattr(self._make.decoder, "num_refused", 0),
         )
 
