@@ -229,7 +229,7 @@ def arrange(
     elif spec.stages:
         order = _arrange_stages(spec, inputs, rows, identity)
     elif spec.mix is not None:
-        order = _arrange_mix(spec, spec.mix, inputs, rows, identity)
+        order = _arrange_mix(spec, spec.mix, inputs, rows=rows, identity=identity)
     else:
         sampling = None
         if spec.weights:
@@ -237,7 +237,9 @@ def arrange(
             length = spec.epoch_length or natural_length(spec.weights, table)
             sampling = SystematicSampling(weights, length)
             identity["weighted"] = _describe(sampling)
-        order = CompiledOrder(spec, identity, inputs.shard_lengths, rows, sampling)
+        order = CompiledOrder(
+            spec, identity, inputs.shard_lengths, selected=rows, sampling=sampling
+        )
     hidden = inputs.without if spec.without else ()
     if window is not None and window.pad == "drop" and inputs.clips is not None:
         hidden = _hide_windows(hidden, rows, window, inputs.clips)
@@ -323,7 +325,7 @@ def _arrange_stages(
 
 
 def _arrange_mix(
-    spec: OrderSpec, mix: Mix, inputs: OrderInputs, rows: Rows | None, identity: dict[str, Any]
+    spec: OrderSpec, mix: Mix, inputs: OrderInputs, *, rows: Rows | None, identity: dict[str, Any]
 ) -> MixedOrder:
     """Return the mix of the parts of the selected samples, each with its own order; weights are
     those of the whole selection.
@@ -353,10 +355,10 @@ def _arrange_mix(
         if weights is not None:
             sampling = SystematicSampling(weights[inside], len(part_rows))
             text += f", {_describe(sampling)}"
-        part_identity = {value: text}
-        parts.append(
-            CompiledOrder(part_spec, part_identity, inputs.shard_lengths, part_rows, sampling)
+        part = CompiledOrder(
+            part_spec, {value: text}, inputs.shard_lengths, selected=part_rows, sampling=sampling
         )
+        parts.append(part)
     mixed = MixedOrder(
         parts,
         tuple(mix.ratios.values()),
