@@ -13,7 +13,7 @@ import torch
 from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.process import ProcessTransport, connect_process
 from fuelrail.loaders.serving.ray_workers import RayTransport, RemoteWorkers
-from fuelrail.loaders.serving.server import Facts, Made, Make, Setup
+from fuelrail.loaders.serving.server import Facts, Setup, StepRequest, StepResult
 from fuelrail.loaders.storage.protocol import StorageStats, add_stats
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_memory_bytes
@@ -34,7 +34,7 @@ class Transport(Protocol):
     def open(self) -> None:
         """Prepare for an iteration, in the thread that starts it."""
 
-    def make(self, step: Make, is_stopped: threading.Event) -> Made | None:
+    def make(self, step: StepRequest, is_stopped: threading.Event) -> StepResult | None:
         """Return a step, with its batch or the error; None where the iteration is stopped.
 
         Steps of an iteration are asked for in turn, so those that follow may be made in advance. A
@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Change the numbers of threads and of ready batches there."""
 
     def stop(self) -> None:
-        """Make no more steps of this iteration."""
+        """StepRequest no more steps of this iteration."""
 
     def end(self) -> None:
         """End what makes the steps; the next iteration starts it again."""
@@ -68,21 +68,21 @@ class StepClient:
         self._is_stopped = threading.Event()
         self._num_iterations += 1
         self.transport.open()
-        return self._items(Make(self._num_iterations, walk.start, 0), self._is_stopped)
+        return self._items(StepRequest(self._num_iterations, walk.start, 0), self._is_stopped)
 
-    def _items(self, step: Make, is_stopped: threading.Event) -> Iterator[Any]:
-        while (made := self.transport.make(step, is_stopped)) is not None:
-            if made.error is not None:
-                error, cause = pickle.loads(made.error)
+    def _items(self, step: StepRequest, is_stopped: threading.Event) -> Iterator[Any]:
+        while (result := self.transport.make(step, is_stopped)) is not None:
+            if result.error is not None:
+                error, cause = pickle.loads(result.error)
                 raise error from cause
-            if (facts := made.facts) is not None:
+            if (facts := result.facts) is not None:
                 self._newest[facts.process] = facts
                 self._bad.add(facts.bad, facts.replaced)
                 if self._observer is not None:
                     for event in facts.events:
                         self._observer(*event)
-            batch = made.batch
-            del made
+            batch = result.batch
+            del result
             yield batch
             del batch
             step = step._replace(number=step.number + 1)

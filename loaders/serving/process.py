@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.batch.processes import start_process
 from fuelrail.loaders.serving.memory import MappedMemory
-from fuelrail.loaders.serving.server import Block, Forget, Free, Made, Make, Stop, serve_one
+from fuelrail.loaders.serving.server import (
+    Block,
+    Forget,
+    Free,
+    StepRequest,
+    StepResult,
+    Stop,
+    serve_one,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
 
@@ -68,7 +76,7 @@ class _Link:
         self.process, self.connection = connect()
         self.memory = MappedMemory(pinned=pinned)
         self.lock = threading.Lock()
-        self.asked = (0, 0)
+        self.newest = (0, 0)
         """Iteration and number of the newest step that was asked for."""
         # Before multiprocessing terminates what is left, and only in the process that started it.
         self.end = multiprocessing.util.Finalize(
@@ -86,13 +94,13 @@ class _Link:
         with _losses(), self.lock:
             self.connection.send(message)
 
-    def ask(self, step: Make) -> None:
+    def ask(self, step: StepRequest) -> None:
         """Ask for a step, unless it was asked for already."""
-        if self.asked != (step.iteration, step.number):
+        if self.newest != (step.iteration, step.number):
             self.send(step._replace(free=self.memory.returned()))
-            self.asked = step.iteration, step.number
+            self.newest = step.iteration, step.number
 
-    def receive(self, step: Make, is_stopped: threading.Event) -> Made | None:
+    def receive(self, step: StepRequest, is_stopped: threading.Event) -> StepResult | None:
         """Return a step that was asked for; map new blocks, and give those back that are free.
 
         None when the iteration was stopped.
@@ -109,7 +117,7 @@ class _Link:
                     self.memory.add(message.number, file, message.num_bytes)
                 elif isinstance(message, Forget):
                     self.memory.forget(message.numbers)
-                elif not isinstance(message, Made):
+                elif not isinstance(message, StepResult):
                     continue
                 elif message.iteration == step.iteration:
                     if message.error is not None:
@@ -142,7 +150,7 @@ class ProcessTransport:
     def open(self) -> None:
         """Do nothing: the first step starts the process."""
 
-    def make(self, step: Make, is_stopped: threading.Event) -> Made | None:
+    def make(self, step: StepRequest, is_stopped: threading.Event) -> StepResult | None:
         """Return a step, for which another process is started where one ends; ask for the next."""
         attempts = 0
         while not is_stopped.is_set():
@@ -153,10 +161,10 @@ class ProcessTransport:
                     link = _Link(self._connect, self._setup, pinned=self._pinned)
                     self.link = link
                 link.ask(step)
-                made = link.receive(step, is_stopped)
-                if made is not None and made.error is None and not is_stopped.is_set():
+                result = link.receive(step, is_stopped)
+                if result is not None and result.error is None and not is_stopped.is_set():
                     link.ask(step._replace(number=step.number + 1))
-                return made
+                return result
             except _LostError as error:
                 attempts += 1
                 self._lost(step.number, attempts, error)
@@ -187,7 +195,7 @@ class ProcessTransport:
                 self.link.send(tuning)
 
     def stop(self) -> None:
-        """Make no more steps; the process waits for the next iteration."""
+        """StepRequest no more steps; the process waits for the next iteration."""
         if self.link is not None:
             with contextlib.suppress(_LostError):
                 self.link.send(Stop())

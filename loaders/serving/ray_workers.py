@@ -22,7 +22,7 @@ from msgspec import Meta
 from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.batch.processes import content_of
 from fuelrail.loaders.serving.memory import KEEP_BYTES, dump, load_with
-from fuelrail.loaders.serving.server import Made, Make, RankServer
+from fuelrail.loaders.serving.server import RankServer, StepRequest, StepResult
 from fuelrail.loaders.storage.buffers import Buffers, pageable
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.clusters import connect_ray
@@ -83,19 +83,19 @@ class StepMaker:
     def __init__(self, setup: bytes) -> None:
         self._server = RankServer(pickle.loads(setup), pageable)
 
-    def make(self, step: Make) -> tuple[Made, float]:
+    def make(self, step: StepRequest) -> tuple[StepResult, float]:
         """Return a step, its batch as a `Dumped`, and the seconds that making it took."""
         begin_s = time.monotonic()
         try:
             payload, tensors = dump(self._server.make(step))
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-            return Made(step.iteration, step.number, error=pickled_error(error)), 0.0
+            return StepResult(step.iteration, step.number, error=pickled_error(error)), 0.0
         dumped = Dumped(
             payload,
             [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors],
         )
-        made = Made(step.iteration, step.number, dumped, self._server.facts())
-        return made, time.monotonic() - begin_s
+        result = StepResult(step.iteration, step.number, dumped, self._server.facts())
+        return result, time.monotonic() - begin_s
 
 
 class Dumped(NamedTuple):
@@ -108,10 +108,10 @@ class Dumped(NamedTuple):
 class _Step:
     """A step that was asked for, of one actor or more."""
 
-    def __init__(self, step: Make) -> None:
+    def __init__(self, step: StepRequest) -> None:
         self.step = step
         self.attempts = 0
-        self.asked: dict[Any, _Actor] = {}
+        self.actors_asked: dict[Any, _Actor] = {}
         """The actors by the references of what they return."""
 
 
@@ -162,7 +162,7 @@ class RayTransport:
         num_cpus = max(options.num_workers * options.cpus, num_usable_cpus())
         connect_ray(self._ray, options.address, num_cpus)
 
-    def make(self, step: Make, is_stopped: threading.Event) -> Made | None:
+    def make(self, step: StepRequest, is_stopped: threading.Event) -> StepResult | None:
         """Return a step that an actor made; ask for those that follow it."""
         steps = self._steps
         if is_stopped.is_set() or not steps or steps[0].step.iteration != step.iteration:
@@ -172,25 +172,27 @@ class RayTransport:
             self._adapt(self._window)
             self._window = _Window()
         if steps:
-            done, _ = self._ray.wait(list(steps[-1].asked), timeout=0)
+            done, _ = self._ray.wait(list(steps[-1].actors_asked), timeout=0)
             self._window.num_ready += bool(done)
         while not is_stopped.is_set() and len(steps) < _AHEAD * self.num_wanted:
             steps.append(_Step(step._replace(number=step.number + len(steps))))
             self._ask(steps[-1])
         begin_s = time.monotonic()
-        made = self._result(steps[0], is_stopped) if steps else None
-        if made is None:
+        result = self._result(steps[0], is_stopped) if steps else None
+        if result is None:
             self._cancel()
             return None
         self._window.waited_s += time.monotonic() - begin_s
         self._window.num_taken += 1
         steps.popleft()
-        return made if made.error is not None else made._replace(batch=self._open(made.batch))
+        return (
+            result if result.error is not None else result._replace(batch=self._open(result.batch))
+        )
 
     def _cancel(self) -> None:
         """Ask for no step any more."""
         for step in self._steps:
-            for reference, actor in step.asked.items():
+            for reference, actor in step.actors_asked.items():
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.cancel(reference)
                 actor.num_asked -= 1
@@ -212,7 +214,7 @@ class RayTransport:
                 list(self._late), num_returns=len(self._late), timeout=0
             )[0]:
                 self._late.pop(reference).num_asked -= 1
-        idle = [actor for actor in self.actors if actor not in step.asked.values()]
+        idle = [actor for actor in self.actors if actor not in step.actors_asked.values()]
         return min(
             idle,
             key=lambda actor: (not actor.has_made and actor.num_asked > 0, actor.num_asked),
@@ -221,10 +223,10 @@ class RayTransport:
 
     def _ask(self, step: _Step) -> None:
         if (actor := self._actor(step)) is not None:
-            step.asked[actor.handle.make.remote(step.step)] = actor
+            step.actors_asked[actor.handle.make.remote(step.step)] = actor
             actor.num_asked += 1
 
-    def _result(self, step: _Step, is_stopped: threading.Event) -> Made | None:
+    def _result(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
         """Wait for a step; ask for it again where it is lost or late.
 
         None when the iteration was stopped.
@@ -232,34 +234,34 @@ class RayTransport:
         ray = self._ray
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
-            done, _ = ray.wait(list(step.asked), timeout=_POLL_S)
+            done, _ = ray.wait(list(step.actors_asked), timeout=_POLL_S)
             late_s = (
                 max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
             )
-            if not done and time.monotonic() - waiting_s > late_s * len(step.asked):
+            if not done and time.monotonic() - waiting_s > late_s * len(step.actors_asked):
                 self._ask(step)
             for reference in done:
                 try:
-                    made: Made
-                    made, seconds = ray.get(reference)
+                    result: StepResult
+                    result, seconds = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
                 except ray.exceptions.RayError as error:
                     self._lost(step, reference, error)
-                    if not step.asked:
+                    if not step.actors_asked:
                         self._ask(step)
                     continue
-                actor = step.asked.pop(reference)
+                actor = step.actors_asked.pop(reference)
                 actor.num_asked -= 1
                 actor.has_made = True
-                self._late |= step.asked
+                self._late |= step.actors_asked
                 self._times.append(seconds)
-                return made
+                return result
         return None
 
     def _lost(self, step: _Step, reference: Any, error: Exception) -> None:
         """Forget an actor that is gone, whose steps are asked for again in their turn."""
-        actor = step.asked.pop(reference)
+        actor = step.actors_asked.pop(reference)
         actor.num_asked -= 1
         if isinstance(error, self._ray.exceptions.RayActorError) and actor in self.actors:
             self.actors.remove(actor)

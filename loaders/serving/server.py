@@ -3,8 +3,9 @@ as clients.
 
 All clients of one data-parallel rank get the same batches from one decode: there is one with
 ``where="process"``, and as many as the rank has model-parallel parts on this node with
-``where="node"``; Ray's actors serve one client each. Wherever batches are made, a client asks for
-one step after the other by `Make`, and gets `Made`: a step's batch is the same whoever makes it.
+``where="node"``; Ray's actors serve one client each. Wherever batches are made, a client sends a
+`StepRequest` for one step after the other, and gets a `StepResult` for each: a step's batch is the
+same whoever makes it.
 
 A process on this host has more messages, for it makes the steps after the one asked for in advance,
 and its batches lie in memory that it shares. A client sends `Stop`, so that no more are made,
@@ -56,8 +57,8 @@ class Setup(NamedTuple):
     is_traced: bool
 
 
-class Make(NamedTuple):
-    """Make a step: the one with this number after a place of the order."""
+class StepRequest(NamedTuple):
+    """StepRequest a step: the one with this number after a place of the order."""
 
     iteration: int
     place: Cursor
@@ -82,7 +83,7 @@ class Facts(NamedTuple):
     """Arguments of an `Observer`."""
 
 
-class Made(NamedTuple):
+class StepResult(NamedTuple):
     """A step that was made: its batch, in the form of its transport, or what was raised for it."""
 
     iteration: int
@@ -94,7 +95,7 @@ class Made(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Make no more steps of this iteration."""
+    """StepRequest no more steps of this iteration."""
 
 
 class Free(NamedTuple):
@@ -122,7 +123,7 @@ class Client:
     def __init__(self, connection: Any, changed: threading.Condition) -> None:
         self.connection = connection
         self._changed = changed
-        self.step: Make | None = None
+        self.step: StepRequest | None = None
         """The newest step that the client asks for; None: it has stopped its iteration."""
         self.is_connected = True
         self._held: dict[int, torch.Tensor] = {}
@@ -134,7 +135,7 @@ class Client:
             while True:
                 message = self.connection.recv()
                 with self._changed:
-                    if isinstance(message, Make):
+                    if isinstance(message, StepRequest):
                         self.step = message
                         self._release(message.free)
                     elif isinstance(message, Free):
@@ -154,7 +155,7 @@ class Client:
         for number in numbers:
             self._held.pop(number, None)
 
-    def send(self, made: Made, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
+    def send(self, result: StepResult, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
         """Send a step, and the blocks of its batch that the client does not know yet."""
         with self._changed:
             self._held.update(held)
@@ -162,12 +163,12 @@ class Client:
             if gone := sorted(self._known - memory.files.keys()):
                 self.connection.send(Forget(gone))
                 self._known.difference_update(gone)
-            for number in sorted(made.batch.blocks() - self._known):
+            for number in sorted(result.batch.blocks() - self._known):
                 file, num_bytes = memory.files[number]
                 self.connection.send(Block(number, num_bytes))
                 reduction.send_handle(self.connection, file, 0)
                 self._known.add(number)
-            self.connection.send(made)
+            self.connection.send(result)
 
 
 class RankServer:
@@ -176,7 +177,7 @@ class RankServer:
     """
 
     def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
-        """Make the loader; its batches are in ``memory``, else in shared memory."""
+        """StepRequest the loader; its batches are in ``memory``, else in shared memory."""
         torch.set_num_threads(setup.num_threads)
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
@@ -193,7 +194,7 @@ class RankServer:
         """The last iteration that was ended."""
 
     def join(self, connection: Any) -> Client:
-        """Make a connection a client, and return that."""
+        """StepRequest a connection a client, and return that."""
         client = Client(connection, self.changed)
         with self.changed:
             self.clients.append(client)
@@ -215,7 +216,7 @@ class RankServer:
             self._events.append((stage, item, batch, begin_s, end_s))
 
     def serve(self) -> None:
-        """Make steps until no client is connected."""
+        """StepRequest steps until no client is connected."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self._due() is not None or not self._connected())
@@ -228,7 +229,7 @@ class RankServer:
     def _connected(self) -> list[Client]:
         return [client for client in self.clients if client.is_connected]
 
-    def _due(self) -> Make | None:
+    def _due(self) -> StepRequest | None:
         """Return the first step of the next iteration that all clients have asked for: the
         slowest's.
         """
@@ -238,26 +239,26 @@ class RankServer:
             return None
         return min(pending, key=lambda step: (step.iteration, step.number))
 
-    def _make_from(self, first: Make) -> None:
-        """Make an iteration's steps from this one on, until no client asks for more."""
+    def _make_from(self, first: StepRequest) -> None:
+        """StepRequest an iteration's steps from this one on, until no client asks for more."""
         number = first.number
         try:
             with contextlib.closing(self._loader.batches_from(first.place, number)) as batches:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
-                    made = Made(first.iteration, number, exported, self.facts())
-                    if not self._send(made, held):
+                    result = StepResult(first.iteration, number, exported, self.facts())
+                    if not self._send(result, held):
                         return
                     del held
                     number += 1
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-            failed = Made(first.iteration, number, error=pickled_error(error))
+            failed = StepResult(first.iteration, number, error=pickled_error(error))
             for client in self._connected():
                 with contextlib.suppress(OSError):
                     client.connection.send(failed)
 
-    def _send(self, made: Made, held: dict[int, torch.Tensor]) -> bool:
+    def _send(self, result: StepResult, held: dict[int, torch.Tensor]) -> bool:
         """Send a step when all clients of the iteration ask for it, or have it already; return
         whether there are any.
         """
@@ -266,18 +267,18 @@ class RankServer:
             return [
                 (client.step.number, client)
                 for client in self._connected()
-                if client.step is not None and client.step.iteration == made.iteration
+                if client.step is not None and client.step.iteration == result.iteration
             ]
 
         with self.changed:
-            self.changed.wait_for(lambda: all(number >= made.number for number, _ in steps()))
+            self.changed.wait_for(lambda: all(number >= result.number for number, _ in steps()))
             clients = steps()
         for number, client in clients:
-            if number == made.number:
-                client.send(made, held, self._memory)
+            if number == result.number:
+                client.send(result, held, self._memory)
         return bool(clients)
 
-    def make(self, step: Make) -> Any:
+    def make(self, step: StepRequest) -> Any:
         """Return the batch of a step, and make no other."""
         (batch,) = self._loader.make_steps(step.place, step.number)
         return batch
