@@ -211,7 +211,7 @@ def arrange(
     costs = OrderCosts.compute(spec, inputs, rows)
     identity = _describe_spec(spec, inputs) | costs.identity()
     if rows is not None:
-        identity["selected"] = f"{len(rows)} samples {digest(rows)}"
+        identity["selected"] = _describe_rows(rows)
     order: EndlessOrder
     if spec.kind == "lanes":
         if global_batch is None:
@@ -236,7 +236,7 @@ def arrange(
             table, weights = _weigh(spec, inputs, rows)
             length = spec.epoch_length or natural_length(spec.weights, table)
             sampling = SystematicSampling(weights, length)
-            identity["weighted"] = _describe(sampling)
+            identity["weighted"] = _describe_sampling(sampling)
         order = CompiledOrder(
             spec, identity, inputs.shard_lengths, selected=rows, sampling=sampling
         )
@@ -259,7 +259,7 @@ def _describe_spec(spec: OrderSpec, inputs: OrderInputs) -> dict[str, Any]:
     }
     identity.pop("without", None)  # the order without them says it
     if inputs.subset is not None and spec.subset is not None:
-        identity["subset"] = f"{len(inputs.subset)} samples {digest(inputs.subset)}"
+        identity["subset"] = _describe_rows(inputs.subset)
     for weighting in identity.get("weights", ()):
         weighting.pop("file", None)  # what the file says is in a digest
     return identity
@@ -291,7 +291,7 @@ def _arrange_stages(
             stages=(),
             balance=None,
             without=(),
-            seed=derive_key("order stage", spec.seed, number) % 2**63 if number else spec.seed,
+            seed=_part_seed("order stage", spec.seed, number) if number else spec.seed,
             epoch_length=spec.epoch_length if weights else None,
         )
         try:
@@ -344,17 +344,17 @@ def _arrange_mix(
         part_rows = inside if rows is None else rows[inside]
         part_spec = msgspec.structs.replace(
             spec,
-            seed=derive_key("order mix part", spec.seed, part_number) % 2**63,
+            seed=_part_seed("order mix part", spec.seed, part_number),
             filter=None,
             subset=None,
             mix=None,
             epoch_length=None,
         )
-        text = f"{len(part_rows)} samples {digest(part_rows)}"
+        text = _describe_rows(part_rows)
         sampling = None
         if weights is not None:
             sampling = SystematicSampling(weights[inside], len(part_rows))
-            text += f", {_describe(sampling)}"
+            text += f", {_describe_sampling(sampling)}"
         part = CompiledOrder(
             part_spec, {value: text}, inputs.shard_lengths, selected=part_rows, sampling=sampling
         )
@@ -453,8 +453,17 @@ def plain(settings: object) -> Any:
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
-def _describe(sampling: SystematicSampling) -> str:
+def _describe_rows(rows: Rows) -> str:
+    return f"{len(rows)} samples {digest(rows)}"
+
+
+def _describe_sampling(sampling: SystematicSampling) -> str:
     return f"{sampling.length} positions, weights {sampling.digest()[:DIGEST_CHARS]}"
+
+
+def _part_seed(purpose: str, seed: int, number: int) -> int:
+    """Return the seed of a part of an order, in the range of `OrderSpec.seed`."""
+    return derive_key(purpose, seed, number) % 2**63
 
 
 def compile_mix(
@@ -526,7 +535,7 @@ def mix_orders(
     lacking: list[set[str]] = []
     for number, name in enumerate(datasets):
         part_spec = msgspec.structs.replace(
-            spec, seed=derive_key("order mix part", spec.seed, number) % 2**63, epoch_length=None
+            spec, seed=_part_seed("order mix part", spec.seed, number), epoch_length=None
         )
         try:
             lacking.append(set())

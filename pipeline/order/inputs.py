@@ -137,12 +137,15 @@ def needed_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
         columns.append("key")
     if spec.without:
         columns += [name for name in _NAMES if name in attributes.names]
+    costs = []
     if spec.pack is not None:
-        columns += cost_columns(spec.pack.cost)
+        costs.append(spec.pack.cost)
     if spec.bucket is not None:
-        columns += cost_columns(spec.bucket.by)
+        costs.append(spec.bucket.by)
     if spec.balance is not None:
-        columns += cost_columns(spec.balance.cost)
+        costs.append(spec.balance.cost)
+    for cost in costs:
+        columns += cost_columns(cost)
     if spec.mix is not None:
         columns.append(spec.mix.attribute)
     columns += columns_of(spec.weights)
