@@ -120,10 +120,10 @@ def assemble(
         task_frames = [entry.task.frames for entry in decoded]
         batch["ego2key"] = _float32(frames.bda @ ego2key @ frames.undo_bda)
         batch["frame_valid"] = torch.tensor(
-            [[frame.present for frame in shown] for shown in task_frames]
+            [[frame.present for frame in frames_of_task] for frames_of_task in task_frames]
         )
         batch["frame_global_index"] = torch.tensor(
-            [[frame.row for frame in shown] for shown in task_frames]
+            [[frame.row for frame in frames_of_task] for frames_of_task in task_frames]
         )
     if lidar2ego is not None:
         batch["lidar2ego"] = _float32(lidar2ego)

@@ -179,10 +179,10 @@ def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> W
     lookup = window_lookup(clips, window)
     if len(window.frames) == 1:
         return lookup
-    others = np.flatnonzero(lookup.window.offsets)
+    offset_columns = np.flatnonzero(lookup.window.offsets)
     for first in range(0, len(clips), _SEARCHED_AT_A_TIME):
         samples = np.arange(first, min(first + _SEARCHED_AT_A_TIME, len(clips)))
-        if lookup(samples).present[:, others].any():
+        if lookup(samples).present[:, offset_columns].any():
             return lookup
     raise OrderError(
         f"{window}: no sample of dataset "
