@@ -253,9 +253,7 @@ def fit(
         )
     single_pass = shapes
     if settings.recompute != "none":
-        single_pass = beside(
-            shaped(msgspec.structs.replace(settings, recompute="none"), single_batch=True)
-        )
+        single_pass = beside(shaped(msgspec.structs.replace(settings, recompute="none")))
     work = work_of(
         scenario,
         settings=settings,

@@ -126,13 +126,11 @@ def stages(
     inputs: Inputs,
     precision: Precision,
     *,
-    single_batch: bool = False,
     virtual: int = 1,
 ) -> list[Shape]:
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
-    ``single_batch`` runs a single micro-batch, which says what it computes and keeps, but
-    not what lies beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
+    ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
     _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
     blocks = blocks_of(model) / degrees.pp
@@ -142,58 +140,54 @@ def stages(
         degrees.pp > 3 or blocks > _BLOCKS[-1]
     )
     numbers = _BLOCKS if blocks > _BLOCKS[-1] else (round(blocks),)
-    small = Degrees(
-        pp=min(3, degrees.pp) if equal else degrees.pp,
-        dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
-        dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
-        tp=degrees.tp,
-    )
-    sizes: dict[ModelSettings | str, float] = {model: 1.0}
-    if equal and isinstance(model, (GptSettings, VitSettings)):
-        shares = _line_through(numbers, blocks)
-        sizes = {
-            msgspec.structs.replace(model, depth=count * small.pp): share
-            for count, share in shares.items()
-        }
-    if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
-        sizes = _with_fewer_experts(sizes, model)
+    spared = recomputed = 0
+    if inputs.low:
+        spared = _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
+        if settings.recompute == "selective" and degrees.dp_shard > 1:
+            outputs, recomputed = _second_products(model, degrees, blocks)
+            spared += outputs
+    experts = 0.0
+    if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
+        experts = expert_parameters(model) * blocks
     shapes = []
     for stage in range(degrees.pp):
-        like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
-        rank = like * small.data * small.tp
+        # The first and the last of many stages are those of two, an inner one is that of three.
+        is_inner = 0 < stage < degrees.pp - 1
+        num_stages = min(degrees.pp, 3 if is_inner else 2) if equal else degrees.pp
+        small = Degrees(
+            pp=num_stages,
+            dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
+            dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
+            tp=degrees.tp,
+        )
+        sizes: dict[ModelSettings | str, float] = {model: 1.0}
+        if equal and isinstance(model, (GptSettings, VitSettings)):
+            sizes = {
+                msgspec.structs.replace(model, depth=count * num_stages): share
+                for count, share in _line_through(numbers, blocks).items()
+            }
+        if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
+            sizes = _with_fewer_experts(sizes, model)
+        like = min(stage, 1) if equal else stage
         runs = [
             _run(
                 size,
                 settings=settings,
                 degrees=small,
                 inputs=inputs,
-                rank=rank,
+                rank=like * small.data * small.tp,
                 precision=precision,
-                passes=1 if single_batch else 2,
             )
             for size in sizes
         ]
-        spared = (
-            _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
-            if inputs.low
-            else 0
-        )
-        recomputed = 0
-        if inputs.low and settings.recompute == "selective" and degrees.dp_shard > 1:
-            more, recomputed = _second_products(model, degrees, blocks)
-            spared += more
-        experts = 0.0
-        if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
-            experts = expert_parameters(model) * blocks
         # The halves of a backward pass are those of the run with as many experts and the fewest
         # blocks.
         counts = [getattr(size, "experts", 1) for size in sizes]
-        halves = [len(runs[counts.index(count)].backward) // 2 for count in counts]
         ranks = _Ranks(
             runs=runs,
             weights=list(sizes.values()),
             small=small,
-            halves=halves,
+            halves=[len(runs[counts.index(count)].backward) // 2 for count in counts],
             spared=spared,
             experts=experts,
         )
@@ -325,7 +319,6 @@ def _run(
     inputs: Inputs,
     rank: int,
     precision: Precision,
-    passes: int = 2,
 ) -> RankRun:
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
@@ -337,7 +330,7 @@ def _run(
     small_inputs = msgspec.structs.replace(
         inputs,
         micro_batch=ROWS,
-        micro_batches=min(passes, inputs.micro_batches),
+        micro_batches=min(2, inputs.micro_batches),
         gradient_bytes=FP32,
         tied_parameters=0,
         expert_parallel=1,
