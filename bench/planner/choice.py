@@ -357,8 +357,9 @@ def check_state(
         low=scenario.low,
         gradient_bytes=scenario.gradient_bytes,
         tied_parameters=scenario.tied_parameters,
+        expert_parallel=scenario.expert_parallel or 1,
     )
-    state = sum(parts) / (scenario.expert_parallel or 1)
+    state = sum(parts)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
         words = (

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
 from fuelrail.bench.planner.formulas import chunks_in_flight, in_flight, passes_of, schedule_order
-from fuelrail.bench.planner.state import FP32, MOMENTS, num_parameters
+from fuelrail.bench.planner.state import FP32, MOMENTS, expert_parameters, num_parameters
 from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     ModelSettings,
@@ -225,14 +225,6 @@ def _with_fewer_experts(
     return result
 
 
-def expert_parameters(model: GptSettings) -> int:
-    """Return the number of parameters of all experts of a block."""
-    inner = model.ffn or 4 * model.width
-    matrices = 3 if model.gated else 2
-    parameters_of_expert = matrices * model.width * inner + (matrices - 1) * inner + model.width
-    return model.experts * parameters_of_expert
-
-
 def _spared(
     model: ModelSettings | str,
     settings: ParallelSettings,
@@ -292,6 +284,13 @@ def _check(
                 "of an own model; use ddp, zero1, zero2, fsdp2 or hsdp"
             )
         return
+    if degrees.tp > 1 and isinstance(model, GptSettings) and model.experts > 1:
+        raise ConfigError(
+            f"tp={degrees.tp} with a mixture of experts is not planned: which ranks of tp share an "
+            "expert differs between trainers (Megatron folds them into the groups of experts, arXiv "
+            "2504.14960); use tp=1 with expert_parallel, as DeepSeek-V3 was trained (arXiv "
+            "2412.19437), or with dp_shard"
+        )
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
