@@ -430,7 +430,10 @@ class _Ranks:
         order = schedule_order(schedule, degrees.pp, stage, count) if degrees.pp > 1 else None
         sent = [self._sent(way, order, degrees, inputs) for way in range(3)]
         if degrees.data > 1 and not degrees.composed:
-            sent[2] = self._copied(settings, degrees, parameters)
+            sent[2] = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
+            if settings.shards_optimiser:  # which sends what it changed, tensor by tensor
+                tensors = self._extrapolate(lambda run: run.tensors)
+                sent[2].append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
         elif degrees.dp_shard > 1 and degrees.dp_replicate > self._small.dp_replicate == 1:
             times = sum(
                 item.count for way in sent for item in way if (item.kind, item.axis) == _REDUCED
@@ -538,18 +541,6 @@ class _Ranks:
                     bytes=times * self._line(sizes),
                 )
             )
-        return collectives
-
-    def _copied(
-        self, settings: ParallelSettings, degrees: Degrees, parameters: int
-    ) -> list[Collective]:
-        """Return the collectives of copies: gradients, and a sharded optimiser's changes, tensor
-        by tensor.
-        """
-        collectives = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
-        if settings.shards_optimiser:
-            tensors = self._extrapolate(lambda run: run.tensors)
-            collectives.append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
         return collectives
 
 
