@@ -34,9 +34,9 @@ from support.reference_steps import cluster_of, scenario_of, seconds_of, softwar
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "reference_figures.json"
-# Published as running, and refused. Llama 3's pipeline has a schedule of its own (arXiv 2407.21783, section 3.3.2), whose
-# number of micro-batches in flight was not published: Megatron's, which a scenario says, holds more than there is.
-# Nemotron's first stage needs 72.4 GiB of the 72.0 that are taken to be usable of 80.
+# Published as running, and refused. Llama 3's pipeline has a schedule of its own (arXiv 2407.21783, section 3.3.2),
+# whose number of micro-batches in flight was not published: Megatron's, which a scenario says, holds more than there
+# is. Nemotron's first stage needs 72.4 GiB of the 72.0 that are taken to be usable of 80.
 _OWN_SCHEDULE = "llama3-405B-8192"
 REFUSED = {_OWN_SCHEDULE, "nemo-nemotron-340B"}
 
