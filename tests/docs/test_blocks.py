@@ -25,7 +25,7 @@ WITH_TASKS = {
 }
 WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {
-    "README.md": "tests/loaders/test_box_frame.py",
+    "README.md": "tests/docs/test_readme.py",
     "sources.md": "tests/sharding/sources/tables/test_page.py",
     "your-dataset.md": "tests/docs/test_your_dataset.py",
 }
