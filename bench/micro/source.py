@@ -9,9 +9,7 @@ six cameras, a lidar and five radars; the sweeps between keyframes are the rest)
 
 from __future__ import annotations
 
-import ast
 import json
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -343,24 +341,3 @@ def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
 def _token(frame: int, kind: str = "sample") -> str:
     """Make a token of 32 characters, as nuScenes' are."""
     return f"{kind:_>16}{frame:016x}"
-
-
-def documentation_texts(*, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield the documentation texts of Python's standard library, file by file.
-
-    Args:
-        without: folders and files that are not read, as parts of a path.
-    """
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
-        if not without.isdisjoint(file.parts) or "site-packages" in file.parts:
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # files that test the parser
-            continue
-        nodes = (
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        )
-        yield from filter(None, (ast.get_docstring(node) for node in nodes))
