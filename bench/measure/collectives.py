@@ -43,18 +43,17 @@ def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:
     )
     if kind is None:
         return None
-    sizes = [_bytes(argument) for argument in args[:2]]
+    sizes = [
+        sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(argument)
+            if isinstance(leaf, Tensor)
+        )
+        for argument in args[:2]
+    ]
     if name.startswith("_c10d_functional.all_gather"):
         return kind, sizes[0] * int(args[1])  # what comes together is in its result only
     return kind, max(sizes, default=0)
-
-
-def _bytes(argument: object) -> int:
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in tree_leaves(argument)
-        if isinstance(leaf, Tensor)
-    )
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):

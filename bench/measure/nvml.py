@@ -108,7 +108,12 @@ class NvmlWatch:
         NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that
         CUDA_VISIBLE_DEVICES names, in that order, and without it the fastest one first.
         """
-        uuid = _uuid(index)
+        import torch
+
+        uuid = None
+        if torch.cuda.is_available() and index < torch.cuda.device_count():
+            # Torch before 2.5 has none.
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is not None:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         visible = [
@@ -128,16 +133,6 @@ class NvmlWatch:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
         except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card does not have
             return None
-
-
-def _uuid(index: int) -> str | None:
-    """Return the UUID of torch's GPU; None where torch has no such GPU, or is older than 2.5."""
-    import torch
-
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return None if uuid is None else str(uuid)
 
 
 def _summary(

@@ -82,7 +82,11 @@ def make_dataroot(
     """
     num_files = num_files or num_frames
     rng = np.random.default_rng(0)
-    image = _noise_jpeg(rng, size)
+    # Noise, as large as a photograph of this size.
+    width, height = size
+    coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
+    pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
+    image = bytes(simplejpeg.encode_jpeg(pixels, 60, "RGB", "420"))
     sweeps = [_sweep(rng) for _ in range(8 if lidar else 0)]
     channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
     for channel in channels:
@@ -98,14 +102,6 @@ def make_dataroot(
         num_files=num_files,
         full=full_tables,
     )
-
-
-def _noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
-    """Make a JPEG of noise, as large as a photograph of this size (width, height)."""
-    width, height = size
-    coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
-    pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
-    return bytes(simplejpeg.encode_jpeg(pixels, 60, "RGB", "420"))
 
 
 def _sweep(rng: np.random.Generator) -> bytes:
@@ -180,7 +176,16 @@ def write_tables(
             }
             for first in range(0, num_frames, SCENE_FRAMES)
         ),
-        "sensor": ({"token": c, "channel": c, "modality": _modality(c)} for c in sensors),
+        "sensor": (
+            {
+                "token": c,
+                "channel": c,
+                "modality": {"CAM": "camera", "LIDAR": "lidar", "RADAR": "radar"}[
+                    c.partition("_")[0]
+                ],
+            }
+            for c in sensors
+        ),
         "calibrated_sensor": (
             {
                 "token": c,
@@ -322,10 +327,6 @@ def _pose(frame: int) -> dict[str, list[float]]:
         "translation": [411.3039349319818 + frame, 1180.8903791765097, 0.0],
         "rotation": [float(np.cos(angle)), 0.0, 0.0, float(np.sin(angle))],
     }
-
-
-def _modality(channel: str) -> str:
-    return {"CAM": "camera", "LIDAR": "lidar", "RADAR": "radar"}[channel.partition("_")[0]]
 
 
 def _neighbours(frame: int, num_frames: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import ReportHeader, load_report_of, read_report
+from fuelrail.bench.report.options import command
 from fuelrail.bench.studies.diagnose import report as diagnose_report
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 from fuelrail.bench.studies.loader import report as loader_report
@@ -25,13 +26,11 @@ from fuelrail.bench.studies.scale import report as scale_report
 from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train import report as train_report
 from fuelrail.bench.studies.train.report import Report, step_ratios
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import PrintOptions, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 
 if TYPE_CHECKING:
-    import argparse
-
     from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.compare.report import CompareReport
 
@@ -317,48 +316,30 @@ def _conditions(report: Comparable) -> dict[str, Any]:
     return conditions
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
-        "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
-        "of both does not explain it; 2: no comparison."
-    )
-    parser.add_argument("before", metavar="A", type=Path, help="report.json, or its folder")
-    parser.add_argument("after", metavar="B", type=Path, help="the report to judge")
-    add_flags(parser, DiffOptions)
-    add_flags(parser, PrintOptions)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    options = from_flags(arguments, DiffOptions)
-    comparison = diff(arguments.before, arguments.after, options)
-    if from_flags(arguments, PrintOptions).json:
-        rows = [
+def _diff(before: Path, after: Path, options: DiffOptions, printing: PrintOptions) -> int:
+    comparison = diff(before, after, options)
+    code = _WORSE if comparison.worse else 0
+    if printing.json:
+        changes = [
             change._asdict() | {"ratio": change.ratio, "is_real": change.is_real}
             for change in comparison.changes
         ]
-        print_json(
-            {"changes": rows, "worse": comparison.worse, "differences": comparison.differences}
-        )
-    else:
-        _print(comparison, options.threshold)
-    return _WORSE if comparison.worse else 0
-
-
-def _print(comparison: Comparison, threshold: float) -> None:
+        print_json(msgspec.structs.asdict(comparison) | {"changes": changes})
+        return code
     console = report_console()
     for line in comparison.differences:
         if line.startswith(("dataset:", "split:")):
             console.print(f"warning: the reports are of different data: {line}")
-    print_table(
-        console, ("figure", "A", "B", "B / A", "interval", ""), map(_row, comparison.changes)
-    )
+    header = ("figure", "A", "B", "B / A", "interval", "")
+    print_table(console, header, map(_row, comparison.changes))
     for line in comparison.differences:
         console.print(f"also differs: {line}")
     worse = ": " + ", ".join(comparison.worse) if comparison.worse else ""
     console.print(
-        f"{'' if worse else 'nothing is '}worse by more than {threshold:.1%}, beyond noise{worse}"
+        f"{'' if worse else 'nothing is '}worse by more than {options.threshold:.1%}, "
+        f"beyond noise{worse}"
     )
+    return code
 
 
 def _row(change: Change) -> list[str]:
@@ -380,6 +361,16 @@ def _row(change: Change) -> list[str]:
     ]
 
 
-DIFF = Command(
-    "compare two reports, and fail if the second is worse beyond noise", _configure, _run
+DIFF = command(
+    "compare two reports, and fail if the second is worse beyond noise",
+    _diff,
+    {
+        "before": {"metavar": "A", "type": Path, "help": "report.json, or its folder"},
+        "after": {"metavar": "B", "type": Path, "help": "the report to judge"},
+    },
+    DiffOptions,
+    PrintOptions,
+    description="Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
+    "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
+    "of both does not explain it; 2: no comparison.",
 )

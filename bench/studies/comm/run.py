@@ -46,7 +46,24 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
         if int(os.environ["RANK"]) != 0:
             return None
     else:
-        report = _on_this_host(options)
+        if options.ranks < 2:
+            raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
+        if options.mesh is not None:
+            degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
+        with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
+            options_file, report_file, log = (
+                Path(folder) / name for name in ("options.json", "report.json", "log")
+            )
+            options_file.write_bytes(msgspec.json.encode(options))
+            program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
+            outcome = run_ranks(program, options.ranks, log, lambda: None)
+            if outcome.interrupted:
+                raise KeyboardInterrupt
+            if outcome.exit_code:
+                raise FuelrailError(
+                    f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
+                )
+            report = msgspec.json.decode(report_file.read_bytes(), type=CommReport)
     write_report(report, out, html=html)
     if base is not None:
         if report.disturbed is not None:
@@ -72,27 +89,6 @@ def _cluster(options: CommOptions, name: str) -> ClusterSettings:
             "GPUs with nccl, or leave out --base"
         )
     return base
-
-
-def _on_this_host(options: CommOptions) -> CommReport:
-    if options.ranks < 2:
-        raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
-    if options.mesh is not None:
-        degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
-    with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
-        options_file, report_file, log = (
-            Path(folder) / name for name in ("options.json", "report.json", "log")
-        )
-        options_file.write_bytes(msgspec.json.encode(options))
-        program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
-        outcome = run_ranks(program, options.ranks, log, lambda: None)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        if outcome.exit_code:
-            raise FuelrailError(
-                f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
-            )
-        return msgspec.json.decode(report_file.read_bytes(), type=CommReport)
 
 
 def with_link(base: ClusterSettings, report: CommReport) -> ClusterSettings:

@@ -19,7 +19,6 @@ from fuelrail.bench.report.page import (
 from fuelrail.bench.studies.compare.report import (
     REFERENCE,
     CompareReport,
-    ContestantResult,
     ranking,
     reasons_left_out,
 )
@@ -103,33 +102,29 @@ def _hero(report: CompareReport) -> list[Hero]:
 def rows(report: CompareReport) -> Iterator[list[str]]:
     """Yield one row for each contestant that was timed, the fastest first."""
     for entry in ranking(report):
-        yield _row(entry)
-
-
-def _row(entry: ContestantResult) -> list[str]:
-    figures = entry.figures
-    check = entry.check
-    assert figures is not None
-    rate = figures.images_per_s
-    times = figures.ours_times_as_fast
-    # A ratio of something to itself, or a single one, has no interval.
-    interval = (
-        f"{times.low:.2f} to {times.high:.2f}"
-        if times and times.has_interval and entry.name != REFERENCE
-        else ""
-    )
-    return [
-        entry.name,
-        f"{rate.median:.0f}",
-        f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
-        "" if times is None else f"{times.median:.2f}",
-        interval,
-        f"{figures.cpu_s_per_1000_images:.2f}",
-        f"{figures.peak_memory_bytes / 1e6:.0f}",
-        f"{figures.first_batch_s:.2f}",
-        "" if check is None else f"{check.mean_psnr_db:.1f} ({check.lowest_psnr_db:.1f})",
-        str(rate.num_repeats),
-    ]
+        figures = entry.figures
+        check = entry.check
+        assert figures is not None
+        rate = figures.images_per_s
+        times = figures.ours_times_as_fast
+        # A ratio of something to itself, or a single one, has no interval.
+        interval = (
+            f"{times.low:.2f} to {times.high:.2f}"
+            if times and times.has_interval and entry.name != REFERENCE
+            else ""
+        )
+        yield [
+            entry.name,
+            f"{rate.median:.0f}",
+            f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
+            "" if times is None else f"{times.median:.2f}",
+            interval,
+            f"{figures.cpu_s_per_1000_images:.2f}",
+            f"{figures.peak_memory_bytes / 1e6:.0f}",
+            f"{figures.first_batch_s:.2f}",
+            "" if check is None else f"{check.mean_psnr_db:.1f} ({check.lowest_psnr_db:.1f})",
+            str(rate.num_repeats),
+        ]
 
 
 def describe_work(work: Work) -> str:

@@ -95,7 +95,9 @@ class Workshop:
         folder = self.folder(contestant)
         if contestant.peer == OURS and contestant.recipe != RESTART:
             return None
-        done = _Done(self._dataset.manifest.fingerprint, self._format_work())
+        # The data on disk does not depend on the size of images, batches or the seed.
+        work = msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
+        done = _Done(self._dataset.manifest.fingerprint, work)
         if _read_done(folder) == done:
             return None
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,12 +205,6 @@ class Workshop:
     def _begin(self, runner: _Runner) -> bool:
         """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
-
-    def _format_work(self) -> Work:
-        """Return the part of the work that the data on disk depends on: not size of images,
-        batches or seed.
-        """
-        return msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
 
     def _restart_copy(self, folder: Path) -> str | None:
         from fuelrail.sharding.planning.recipe import make_recipe

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,7 +19,7 @@ from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.commands import Study, command
+from fuelrail.bench.studies.commands import Study, study_command
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
     ContestantResult,
@@ -44,9 +44,6 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import parse_source
-
-if TYPE_CHECKING:
-    import argparse
 
 _UNDER_WAY = "the run is under way, or was killed"
 
@@ -181,7 +178,22 @@ class _Session:
         self._cut_off: str | None = None
         self._console = Console(stderr=True, soft_wrap=True)
         if before is not None:
-            self._refuse_other(before)
+            pairs = {
+                "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
+                "work": (before.work, self._work),
+                "options": (before.options, self._options),
+                "processor": (before.machine.cpu, self._machine.cpu),
+                "packages": (
+                    (before.packages, before.machine.packages),
+                    (self._packages, self._machine.packages),
+                ),
+            }
+            for name, (old, new) in pairs.items():
+                if old != new:
+                    raise ConfigError(
+                        f"--continue: the report in '{self._output.folder}' has another {name}: "
+                        f"{old}, now {new}; use another --out"
+                    )
 
     def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
         """Make data and images of every contestant; note those that fail, and leave them out."""
@@ -265,24 +277,6 @@ class _Session:
         finished = cut_off != _UNDER_WAY
         write_report(self.report(), self._output.folder, html=finished and self._output.html)
 
-    def _refuse_other(self, before: CompareReport) -> None:
-        pairs = {
-            "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
-            "work": (before.work, self._work),
-            "options": (before.options, self._options),
-            "processor": (before.machine.cpu, self._machine.cpu),
-            "packages": (
-                (before.packages, before.machine.packages),
-                (self._packages, self._machine.packages),
-            ),
-        }
-        for name, (old, new) in pairs.items():
-            if old != new:
-                raise ConfigError(
-                    f"--continue: the report in '{self._output.folder}' has another {name}: "
-                    f"{old}, now {new}; use another --out"
-                )
-
 
 def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
     """Open the dataset, or make one of a source in the data folder."""
@@ -328,13 +322,7 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     return open_dataset(out)
 
 
-def _run(
-    arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool
-) -> CompareReport:
-    return compare(arguments.source, options, out=out, html=html)
-
-
-COMPARE = command(
+COMPARE = study_command(
     "compare",
     Study(
         help=(
@@ -347,7 +335,9 @@ COMPARE = command(
         "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
         "later with --continue.",
         options=CompareOptions,
-        make=_run,
+        make=lambda arguments, options, out, html: compare(
+            arguments.source, options, out=out, html=html
+        ),
         argument=lambda parser: parser.add_argument(
             "source",
             metavar="DATASET_OR_SOURCE",

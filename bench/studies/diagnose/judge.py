@@ -267,7 +267,10 @@ def _judge(
             "waits for data: the trainer's own Python gets shorter. Threads of the loader "
             "hold the interpreter's lock, or take its CPU.",
             f"{_more_cpus(first.as_it_is, loading.gain)}."
-            if _are_used_up(first.as_it_is)
+            if (
+                first.as_it_is.cpu is not None
+                and first.as_it_is.cpu.own >= USED_UP * first.as_it_is.cpu.usable
+            )
             else "Make batches in a process of their own: where='process'.",
             loading.gain,
         )
@@ -473,10 +476,6 @@ def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:
 
 def _phases_ms(report: Report, *names: str) -> float:
     return sum(phase.time.mean_ms for phase in _figures(report).phases if phase.phase in names)
-
-
-def _are_used_up(report: Report) -> bool:
-    return report.cpu is not None and report.cpu.own >= USED_UP * report.cpu.usable
 
 
 def _more_cpus(report: Report, gain: float) -> str:

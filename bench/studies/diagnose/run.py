@@ -83,12 +83,6 @@ def diagnose(
     ConfigError, DatasetErrors, and FuelrailError where a run is too short to show anything.
     """
     options = make_options(DiagnoseOptions, options, changes)
-    _check(options)
-    with output_folder(out) as folder:
-        return _Examination(dataset, options, folder, html=html and out is not None).run()
-
-
-def _check(options: DiagnoseOptions) -> None:
     if options.leave_out or options.trace:
         raise ConfigError(
             "leave_out and trace are for `train`: diagnose chooses itself what to leave out"
@@ -99,6 +93,8 @@ def _check(options: DiagnoseOptions) -> None:
             f"{options.steps} steps - {options.warmup} warm-up = {num_measured} measured; at least "
             f"{MIN_MEASURED_STEPS} are needed: use more --steps"
         )
+    with output_folder(out) as folder:
+        return _Examination(dataset, options, folder, html=html and out is not None).run()
 
 
 class _Examination:

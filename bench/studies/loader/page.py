@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.page import (
@@ -22,7 +22,7 @@ from fuelrail.bench.report.page import (
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.rates import Interval, Rate
+    from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
 _METHOD = (
@@ -67,7 +67,15 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     parts: list[Block | Section] = (
         _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
     )
-    rates = _rows([*report.stages, *report.limits])
+    rates = [
+        [
+            rate.name,
+            str(rate.num_threads),
+            f"{rate.samples_per_s:,.1f}",
+            f"{rate.cpu_ms_per_sample:.3f}",
+        ]
+        for rate in (*report.stages, *report.limits)
+    ]
     parts += [
         Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
         Section(
@@ -126,15 +134,3 @@ def _range(interval: Interval, digits: int = 1) -> str:
         if interval.has_interval
         else ""
     )
-
-
-def _rows(rates: Sequence[Rate]) -> list[list[str]]:
-    return [
-        [
-            rate.name,
-            str(rate.num_threads),
-            f"{rate.samples_per_s:,.1f}",
-            f"{rate.cpu_ms_per_sample:.3f}",
-        ]
-        for rate in rates
-    ]

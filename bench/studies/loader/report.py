@@ -141,13 +141,34 @@ def build_loader_report(
     too_short = None
     figures = None
     if steady:
-        figures = _figures(
-            dataset,
-            limits=limits,
-            stages=stages,
-            steady=steady,
+        rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
+        samples_per_s = interval_of(rates)
+        num_cameras = len(dataset.cameras)
+        cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
+        # Where one run is to be judged, it is the median run.
+        middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
+        assert middle.samples_per_s is not None
+        assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
+        figures = LoaderFigures(
+            samples_per_s=samples_per_s,
+            images_per_s=interval_of([rate * num_cameras for rate in rates]),
+            stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
+            cpu_ms_per_sample=cpu_ms,
+            trainer_cpu_ms_per_sample=interval_of(
+                [run.trainer_cpu_ms_per_sample for run in steady]
+            ),
+            cpu_s_per_1000_images=cpu_ms.median / num_cameras,
+            first_batch_s=interval_of([run.first_batch_s for run in steady]),
             peak_rss_bytes=peak_rss_bytes,
-            where=options.get("where"),
+            bound=find_bound(
+                middle.samples_per_s,
+                cpu_ms_per_sample=middle.cpu_ms_per_sample,
+                cpu=middle.cpu,
+                clocks=middle.stages,
+                alone=stages,
+                jpeg=jpeg_limit(limits),
+                where=options.get("where"),
+            ),
         )
     else:
         longest = max(len(run.batch_s) for run in runs)
@@ -156,65 +177,6 @@ def build_loader_report(
             f"{MIN_STEADY_BATCHES} are needed after warm-up; give it more --seconds or a "
             "smaller --batch-size"
         )
-    return LoaderReport(
-        schema=SCHEMA,
-        version=VERSION,
-        created=created_now(),
-        machine=machine,
-        dataset=dataset,
-        options=options,
-        limits=list(limits),
-        stages=list(stages),
-        runs=list(runs),
-        figures=figures,
-        too_short=too_short,
-        cut_off=cut_off,
-        interrupted=cut_off is not None,
-        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
-        warnings=_warnings(runs, steady, figures),
-    )
-
-
-def _figures(
-    dataset: DatasetFacts,
-    limits: Sequence[Rate],
-    stages: Sequence[Rate],
-    steady: Sequence[LoaderRun],
-    peak_rss_bytes: int,
-    where: str | None,
-) -> LoaderFigures:
-    rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
-    samples_per_s = interval_of(rates)
-    num_cameras = len(dataset.cameras)
-    cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
-    # Where one run is to be judged, it is the median run.
-    middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
-    assert middle.samples_per_s is not None
-    assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
-    return LoaderFigures(
-        samples_per_s=samples_per_s,
-        images_per_s=interval_of([rate * num_cameras for rate in rates]),
-        stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
-        cpu_ms_per_sample=cpu_ms,
-        trainer_cpu_ms_per_sample=interval_of([run.trainer_cpu_ms_per_sample for run in steady]),
-        cpu_s_per_1000_images=cpu_ms.median / num_cameras,
-        first_batch_s=interval_of([run.first_batch_s for run in steady]),
-        peak_rss_bytes=peak_rss_bytes,
-        bound=find_bound(
-            middle.samples_per_s,
-            cpu_ms_per_sample=middle.cpu_ms_per_sample,
-            cpu=middle.cpu,
-            clocks=middle.stages,
-            alone=stages,
-            jpeg=jpeg_limit(limits),
-            where=where,
-        ),
-    )
-
-
-def _warnings(
-    runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None
-) -> list[str]:
     warnings = []
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
@@ -236,7 +198,23 @@ def _warnings(
                 f"The repeats differ by {spread:.0%} of their median: don't trust small "
                 "differences."
             )
-    return warnings
+    return LoaderReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        machine=machine,
+        dataset=dataset,
+        options=options,
+        limits=list(limits),
+        stages=list(stages),
+        runs=list(runs),
+        figures=figures,
+        too_short=too_short,
+        cut_off=cut_off,
+        interrupted=cut_off is not None,
+        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
+        warnings=warnings,
+    )
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

@@ -127,7 +127,17 @@ def replay(
                     "samples_consumed": place.samples_consumed,
                 }
             loader.load_state_dict(state)
-            batch = _first_batch(loader, step)
+            try:
+                batch = next(iter(loader))
+            except (ShardError, BadSamplesError) as error:
+                if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
+                    raise ConfigError(
+                        f"step {step} shows samples that were deleted since, or are damaged, and no "
+                        "other sample can take "
+                        "their places in this order: without=FILE makes the step of a run that never "
+                        f"had them ({error})"
+                    ) from error
+                raise
     now = package_versions()
     differences = [
         f"{name} was {setup.versions.get(name)}, and is {now.get(name)}"
@@ -183,23 +193,6 @@ def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> li
             )
             keys |= dict.fromkeys(key for key in of_rows if key in dataset.deleted)
     return sorted(keys)
-
-
-def _first_batch(loader: DataLoader, step: int) -> Any:
-    """Return the next batch; raise ConfigError where it shows deleted samples that none can stand
-    for.
-    """
-    try:
-        return next(iter(loader))
-    except (ShardError, BadSamplesError) as error:
-        if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
-            raise ConfigError(
-                f"step {step} shows samples that were deleted since, or are damaged, and no "
-                "other sample can take "
-                "their places in this order: without=FILE makes the step of a run that never "
-                f"had them ({error})"
-            ) from error
-        raise
 
 
 def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:

@@ -122,9 +122,28 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
             step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside
         ]
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
+    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in inside)
+    samples_per_s = images_per_s = demand = 0.0
+    for steps in ranks:
+        # Each rank by its own clock: ranks of different hosts share none.
+        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
+        samples = sum(step.num_samples for step in steps)
+        samples_per_s += samples / wall_s
+        images_per_s += sum(step.num_images for step in steps) / wall_s
+        busy_ns = sum(step.device_busy_ns for step in steps)
+        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
+    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Figures(
         occupancy=occupancy,
-        throughput=_throughput(ranks, settings.price_per_gpu_hour),
+        throughput=Throughput(
+            samples_per_s=samples_per_s,
+            images_per_s=images_per_s,
+            demand_samples_per_s=demand,
+            gpu_hours_per_million_samples=gpu_hours,
+            cost_per_million_samples=None
+            if settings.price_per_gpu_hour is None
+            else gpu_hours * settings.price_per_gpu_hour,
+        ),
         step_time=summarise_ns([step.wall_ns for step in inside]),
         phases=[
             Phase(
@@ -139,7 +158,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         stand_in_share=sum(step.stand_in_ns for step in inside) / wall_ns,
         overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
-        launch_share=_launch_share(inside),
+        launch_share=sum(step.launch_ns for step in inside) / device_ns if device_ns else 0.0,
         waiting_share=sum(step.device_busy_ns - step.cpu_ns - step.queued_ns for step in inside)
         / wall_ns
         if settings.accelerator == "cpu"
@@ -196,35 +215,6 @@ def _mfu(
             * settings.accumulation
         )
     return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
-
-
-def _launch_share(steps: Sequence[StepRecord]) -> float:
-    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in steps)
-    return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
-
-
-def _throughput(
-    ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None
-) -> Throughput:
-    samples_per_s = images_per_s = demand = 0.0
-    for steps in ranks:
-        # Each rank by its own clock: ranks of different hosts share none.
-        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
-        samples = sum(step.num_samples for step in steps)
-        samples_per_s += samples / wall_s
-        images_per_s += sum(step.num_images for step in steps) / wall_s
-        busy_ns = sum(step.device_busy_ns for step in steps)
-        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
-    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
-    return Throughput(
-        samples_per_s=samples_per_s,
-        images_per_s=images_per_s,
-        demand_samples_per_s=demand,
-        gpu_hours_per_million_samples=gpu_hours,
-        cost_per_million_samples=None
-        if price_per_gpu_hour is None
-        else gpu_hours * price_per_gpu_hour,
-    )
 
 
 def _stage_figures(

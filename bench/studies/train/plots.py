@@ -38,7 +38,33 @@ def plots(report: Report) -> dict[str, str]:
     if not report.series:
         return drawn
     with style():
-        drawn["occupancy"] = _occupancy(report)
+        figure, axes = new_figure(2.7)
+        for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
+            colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
+            axes.plot(
+                series.end_s,
+                series.occupancy,
+                color=colour,
+                linewidth=1.4,
+                label=f"rank {series.rank}",
+            )
+        _shade_warmup(axes, report, "end_s")
+        if report.figures is not None:
+            mean = report.figures.occupancy.mean
+            axes.axhline(
+                mean,
+                color="#333333",
+                linewidth=0.9,
+                linestyle=(0, (5, 3)),
+                label=f"mean {mean:.1%}",
+            )
+        axes.set_ylim(0, 1.05)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("time since the start of the first step [s]")
+        axes.set_ylabel("occupancy")
+        legend_above(axes)
+        drawn["occupancy"] = to_svg(figure, "Occupancy over time, one line a rank")
         drawn["breakdown"] = _breakdown(report)
         if report.figures is not None and report.figures.stages:
             drawn["stages"] = stage_bars(
@@ -49,28 +75,6 @@ def plots(report: Report) -> dict[str, str]:
             )
         drawn["loss"] = _loss(report)
     return drawn
-
-
-def _occupancy(report: Report) -> str:
-    figure, axes = new_figure(2.7)
-    for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
-        colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
-        axes.plot(
-            series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}"
-        )
-    _shade_warmup(axes, report, "end_s")
-    if report.figures is not None:
-        mean = report.figures.occupancy.mean
-        axes.axhline(
-            mean, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)), label=f"mean {mean:.1%}"
-        )
-    axes.set_ylim(0, 1.05)
-    axes.set_xlim(left=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("time since the start of the first step [s]")
-    axes.set_ylabel("occupancy")
-    legend_above(axes)
-    return to_svg(figure, "Occupancy over time, one line a rank")
 
 
 def _breakdown(report: Report) -> str:

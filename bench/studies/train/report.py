@@ -15,7 +15,7 @@ from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog, StepRecord
+from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
@@ -138,13 +138,14 @@ def build_report(
         accelerator |= msgspec.to_builtins(settings.profile)
     else:
         accelerator["device"] = header.device if header else "unknown"
+    options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return Report(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
         cut_off=cut_off,
         interrupted=interrupted,
-        options=_options(settings),
+        options={key: value for key, value in options.items() if key not in _SHOWN_ELSEWHERE},
         num_ranks=len(logs),
         global_batch=degrees_of(settings, len(logs)).data
         * settings.batch_size
@@ -163,8 +164,34 @@ def build_report(
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
-        ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
-        series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
+        ranks=[
+            RankFacts(
+                rank=rank,
+                device=log.header.device if log.header else "unknown",
+                backend=log.header.backend if log.header else None,
+                num_steps=len(log.steps),
+                completed=log.end is not None,
+                peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
+                peak_device_bytes=log.end.peak_device_bytes if log.end else None,
+                state_bytes=log.end.state_bytes if log.end else {},
+            )
+            for rank, log in enumerate(logs)
+        ],
+        series=[
+            Series(
+                rank=rank,
+                first_step=log.steps[0].step if log.steps else 0,
+                end_s=[(step.end_ns - start_ns) / NS_PER_S for step in log.steps],
+                occupancy=rolling_occupancy(log.steps, _ROLLING_STEPS),
+                loss=[step.loss for step in log.steps],
+                wall_ms=[step.wall_ns / NS_PER_MS for step in log.steps],
+                phases_ms={
+                    phase: [step.phase_ns(phase) / NS_PER_MS for step in log.steps]
+                    for phase in PHASES
+                },
+            )
+            for rank, log in enumerate(logs)
+        ],
     )
 
 
@@ -201,35 +228,3 @@ def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
 def load_report(path: Path) -> Report:
     """Read a report; raises ConfigError for other files and other versions."""
     return load_report_of(path, Report, SCHEMA, VERSION)
-
-
-def _options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the run's settings, without those reported elsewhere and paths of this machine."""
-    options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    return {key: value for key, value in options.items() if key not in _SHOWN_ELSEWHERE}
-
-
-def _rank_facts(rank: int, log: RankLog) -> RankFacts:
-    return RankFacts(
-        rank=rank,
-        device=log.header.device if log.header else "unknown",
-        backend=log.header.backend if log.header else None,
-        num_steps=len(log.steps),
-        completed=log.end is not None,
-        peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
-        peak_device_bytes=log.end.peak_device_bytes if log.end else None,
-        state_bytes=log.end.state_bytes if log.end else {},
-    )
-
-
-def _series(rank: int, steps: Sequence[StepRecord], start_ns: int) -> Series:
-    """Make the columns of a rank's steps; ``start_ns``: when the first rank started."""
-    return Series(
-        rank=rank,
-        first_step=steps[0].step if steps else 0,
-        end_s=[(step.end_ns - start_ns) / NS_PER_S for step in steps],
-        occupancy=rolling_occupancy(steps, _ROLLING_STEPS),
-        loss=[step.loss for step in steps],
-        wall_ms=[step.wall_ns / NS_PER_MS for step in steps],
-        phases_ms={phase: [step.phase_ns(phase) / NS_PER_MS for step in steps] for phase in PHASES},
-    )

@@ -99,7 +99,32 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
     machine = machine_facts()
     watch = CpuWatch()
     with NvmlWatch(first.ranks if first.accelerator == "cuda" else 0) as gpus:
-        outcome = _launch(first.ranks, runs, settings_file)
+        program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
+        ranks_text = f"{first.ranks} rank{'s' if first.ranks > 1 else ''}"
+        with Progress(f"starting {ranks_text}") as progress:
+
+            def show_progress() -> None:
+                if not progress.due():
+                    return
+                files = [
+                    file
+                    for run in runs
+                    if (file := rank_path(Path(run.settings.records), 0)).exists()
+                ]
+                number = max(1, len(files))
+                settings = runs[number - 1].settings
+                done = len(read_rank(files[-1]).steps) if files else 0
+                target = f" of {settings.steps}" if settings.steps else ""
+                without = (
+                    f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
+                )
+                run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
+                share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
+                progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
+
+            outcome = run_ranks(
+                program, first.ranks, settings_file.with_name(_LOG_FILE), show_progress
+            )
     cpu = watch.use()
     reports: list[Report] = []
     cut_off = None
@@ -184,29 +209,6 @@ def _prepare(run: RunPlan) -> None:
         raise ConfigError(
             f"folder '{records.parent}' cannot be written: {error.strerror}; choose another one"
         ) from error
-
-
-def _launch(num_ranks: int, runs: Sequence[RunPlan], settings_file: Path) -> Outcome:
-    program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
-    ranks_text = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    with Progress(f"starting {ranks_text}") as progress:
-
-        def show_progress() -> None:
-            if not progress.due():
-                return
-            files = [
-                file for run in runs if (file := rank_path(Path(run.settings.records), 0)).exists()
-            ]
-            number = max(1, len(files))
-            settings = runs[number - 1].settings
-            done = len(read_rank(files[-1]).steps) if files else 0
-            target = f" of {settings.steps}" if settings.steps else ""
-            without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-            run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
-            share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-            progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
-
-        return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:

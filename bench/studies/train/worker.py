@@ -418,25 +418,6 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     # a rank that is still at the run before must not have its neighbours' loaders run beside it
     dist.barrier()
     trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
-    mesh = _mesh(settings)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    recorder = None if trace is None else trace.recorder
-    transform = None
-    if settings.transform is not None:
-        transform = TimedTransform(find(settings.transform, "transform"))
-    with make_loader(
-        settings, device=device, trace=recorder, mesh=mesh, transform=transform
-    ) as loader:
-        run_rank(
-            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
-        )
-    if trace is not None:
-        trace.write()
-
-
-def _mesh(settings: TrainSettings) -> DeviceMesh | None:
-    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     degrees = degrees_of(settings, dist.get_world_size())
     image = transforms_of(settings).image
     if settings.model in MODELS and image is not None:
@@ -460,7 +441,20 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
     for group in () if mesh is None else mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes
-    return mesh
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    recorder = None if trace is None else trace.recorder
+    transform = None
+    if settings.transform is not None:
+        transform = TimedTransform(find(settings.transform, "transform"))
+    with make_loader(
+        settings, device=device, trace=recorder, mesh=mesh, transform=transform
+    ) as loader:
+        run_rank(
+            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
+        )
+    if trace is not None:
+        trace.write()
 
 
 if __name__ == "__main__":

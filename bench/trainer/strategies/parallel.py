@@ -152,7 +152,19 @@ def parallelise(
         mesh = make_mesh(degrees, device.type)
     module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
     inputs: Any = getattr(module, "inputs", _the_batch)
-    _check_parts(module, degrees)
+    # Check that a model has what a pipeline and tensor parallel ask of it. Raise ConfigError,
+    # which names it.
+    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
+    attributes = {"pp": of_stages, "tp": ("plan",)}
+    for axis, names in attributes.items():
+        missing = [name for name in names if not hasattr(module, name)]
+        if getattr(degrees, axis) > 1 and missing:
+            raise ConfigError(
+                f"the mesh has {axis}={getattr(degrees, axis)}, and model "
+                f"{type(module).__name__} has no {', '.join(missing)}: make it a StagedModel "
+                "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
+                "hsdp, which take any module"
+            )
     stages = _stages(module, settings, degrees, mesh)
     _divide(
         stages,
@@ -344,24 +356,6 @@ def set_batch_norm(model: nn.Module, kind: str) -> nn.Module:
 
 def _to_evaluation(norm: nn.Module, _: object) -> None:
     norm.eval()
-
-
-def _check_parts(model: nn.Module, degrees: Degrees) -> None:
-    """Check that a model has what a pipeline and tensor parallel ask of it.
-
-    Raise ConfigError, which names it.
-    """
-    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
-    attributes = {"pp": of_stages, "tp": ("plan",)}
-    for axis, names in attributes.items():
-        missing = [name for name in names if not hasattr(model, name)]
-        if getattr(degrees, axis) > 1 and missing:
-            raise ConfigError(
-                f"the mesh has {axis}={getattr(degrees, axis)}, and model "
-                f"{type(model).__name__} has no {', '.join(missing)}: make it a StagedModel "
-                "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
-                "hsdp, which take any module"
-            )
 
 
 def _stages(
