@@ -6,9 +6,11 @@ import importlib
 import logging
 import os
 import threading
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
+
+from fuelrail.bench.measure.shown import shown
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,13 +25,13 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     decoding units were, None where the driver does not report it.
     """
 
-    index: int
-    kernels: float
-    memory_traffic: float
-    decoder: float | None
-    jpeg: float | None
-    peak_memory_bytes: int
-    mean_sm_clock_mhz: float
+    index: Annotated[int, shown("GPU")]
+    kernels: Annotated[float, shown("kernels ran", digits=".0%")]
+    memory_traffic: Annotated[float, shown("memory busy", digits=".0%")]
+    decoder: Annotated[float | None, shown("video decoder", digits=".0%", missing="unknown")]
+    jpeg: Annotated[float | None, shown("JPEG decoder", digits=".0%", missing="unknown")]
+    peak_memory_bytes: Annotated[int, shown("memory", unit="GiB", digits=".1f", scale=2**-30)]
+    mean_sm_clock_mhz: Annotated[float, shown("SM clock", unit="MHz", digits=".0f")]
     num_samples: int
 
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
     import msgspec
 
-DATASET: Final = {"metavar": "DATASET", "help": "folder or URL of a Fuelrail dataset"}
+DATASET: Final[dict[str, Any]] = {
+    "metavar": "DATASET",
+    "help": "folder or URL of a Fuelrail dataset",
+}
 """The argument that names a dataset."""
 
 

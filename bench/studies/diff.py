@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from fuelrail.bench.measure.shown import shown_fields
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import ReportHeader, load_report_of, read_report
 from fuelrail.bench.report.options import command
 from fuelrail.bench.studies.diagnose import report as diagnose_report
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 from fuelrail.bench.studies.loader import report as loader_report
-from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 from fuelrail.bench.studies.scale import report as scale_report
 from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train import report as train_report
@@ -245,11 +246,11 @@ def _figures(report: Any) -> dict[str, Interval]:
             for run in report.measured
         }
     if isinstance(report, LoaderReport):
-        assert report.figures is not None
+        fields = shown_fields(LoaderFigures)
         return {
-            "samples/s": report.figures.samples_per_s,
-            "CPU time a sample [ms]": report.figures.cpu_ms_per_sample,
-            "first batch [s]": report.figures.first_batch_s,
+            entry.label: getattr(report.figures, name)
+            for name, entry in fields.items()
+            if entry.better is not None
         }
     return {
         f"{contestant.name} [images/s]": contestant.figures.images_per_s

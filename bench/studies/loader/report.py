@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.bench.measure.limits import jpeg_limit
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
+from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.pipeline.runtime.stages import StageClock
 from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
@@ -100,14 +101,22 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over all repeats; rates are those of the steady parts."""
 
-    samples_per_s: Interval
+    samples_per_s: Annotated[Interval, shown("samples/s", digits=".1f", better="more")]
     images_per_s: Interval
-    stored_mb_per_s: float
-    cpu_ms_per_sample: Interval
-    trainer_cpu_ms_per_sample: Interval
-    cpu_s_per_1000_images: float
-    first_batch_s: Interval
-    peak_rss_bytes: int
+    stored_mb_per_s: Annotated[float, shown("as stored", unit="MB/s", digits=".0f")]
+    cpu_ms_per_sample: Annotated[
+        Interval, shown("CPU time a sample", unit="ms", digits=".2f", better="less")
+    ]
+    trainer_cpu_ms_per_sample: Annotated[
+        Interval, shown("of that in this process", unit="ms", digits=".2f")
+    ]
+    cpu_s_per_1000_images: Annotated[
+        float, shown("CPU time per 1,000 images", unit="s", digits=".2f")
+    ]
+    first_batch_s: Annotated[Interval, shown("first batch", unit="s", digits=".2f", better="less")]
+    peak_rss_bytes: Annotated[
+        int, shown("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30)
+    ]
     bound: Bound
 
 

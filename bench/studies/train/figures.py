@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
+from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
 
 if TYPE_CHECKING:
@@ -39,22 +40,25 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     over ranks; 0 where none computed.
     """
 
-    samples_per_s: float
-    images_per_s: float
+    samples_per_s: Annotated[float, shown("samples/s")]
+    images_per_s: Annotated[float, shown("images/s")]
     demand_samples_per_s: float
-    gpu_hours_per_million_samples: float
-    cost_per_million_samples: float | None
+    gpu_hours_per_million_samples: Annotated[float, shown("GPU-hours per million samples")]
+    cost_per_million_samples: Annotated[
+        float | None,
+        shown("cost per million samples, in the price’s currency", digits=",.2f"),
+    ]
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One loader stage in the measured window, summed over ranks: shares of its threads' time."""
 
-    name: str
-    num_threads: int
-    items_per_s: float
-    busy: float
-    starved: float
-    blocked: float
+    name: Annotated[str, shown("stage")]
+    num_threads: Annotated[int, shown("threads, all ranks")]
+    items_per_s: Annotated[float, shown("items/s")]
+    busy: Annotated[float, shown("busy", digits=".1%")]
+    starved: Annotated[float, shown("starved", digits=".1%")]
+    blocked: Annotated[float, shown("blocked", digits=".1%")]
 
 
 class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +95,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     occupancy: Occupancy
     throughput: Throughput
-    step_time: Summary
+    step_time: Annotated[Summary, shown("step time", unit="ms")]
     phases: list[Phase]
     all_reduce_total: Summary
     stages: list[StageFigures]
@@ -101,7 +105,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     launch_share: float = 0.0
     waiting_share: float = 0.0
     queued_share: float = 0.0
-    mfu: float | None = None
+    mfu: Annotated[float | None, shown("model FLOP utilisation", digits=".1%")] = None
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
     transform: TransformFigures | None = None
