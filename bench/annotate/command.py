@@ -23,9 +23,10 @@ class ModelOption(Settings, frozen=True, kw_only=True):
     model: Annotated[str, flag("the function, or a class that makes it", metavar="MODULE:FUNCTION")]
 
 
-def _annotate(
+def print_annotated(
     dataset: str, layer: str, model: ModelOption, options: AnnotateOptions, printing: PrintOptions
 ) -> int:
+    """Run the model, and print what was written."""
     print_text(annotate(dataset, layer, model.model, options), printing)
     return 0
 
@@ -33,7 +34,7 @@ def _annotate(
 COMMANDS = {
     "annotate": command(
         "run a model over a dataset and store a layer",
-        _annotate,
+        print_annotated,
         {
             "dataset": DATASET,
             "layer": {

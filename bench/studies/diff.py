@@ -317,7 +317,10 @@ def _conditions(report: Comparable) -> dict[str, Any]:
     return conditions
 
 
-def _diff(before: Path, after: Path, options: DiffOptions, printing: PrintOptions) -> int:
+def print_comparison(
+    before: Path, after: Path, options: DiffOptions, printing: PrintOptions
+) -> int:
+    """Print the changes between two reports; return 1 where something is worse."""
     comparison = diff(before, after, options)
     code = _WORSE if comparison.worse else 0
     if printing.json:
@@ -364,7 +367,7 @@ def _row(change: Change) -> list[str]:
 
 DIFF = command(
     "compare two reports, and fail if the second is worse beyond noise",
-    _diff,
+    print_comparison,
     {
         "before": {"metavar": "A", "type": Path, "help": "report.json, or its folder"},
         "after": {"metavar": "B", "type": Path, "help": "the report to judge"},

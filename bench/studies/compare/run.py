@@ -98,7 +98,11 @@ class Workshop:
         # The data on disk does not depend on the size of images, batches or the seed.
         work = msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
         done = _Done(self._dataset.manifest.fingerprint, work)
-        if _read_done(folder) == done:
+        try:
+            made = msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
+        except (OSError, msgspec.DecodeError):
+            made = None
+        if made == done:
             return None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -281,13 +285,6 @@ def _answer(files: _Files) -> Answer:
 
 def _failure(files: _Files) -> str:
     return _why_not(_answer(files))
-
-
-def _read_done(folder: Path) -> _Done | None:
-    try:
-        return msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _done_path(folder: Path) -> Path:

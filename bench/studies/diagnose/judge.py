@@ -285,7 +285,14 @@ def _judge(
         )
     if loading is not None:
         verdict = _in_the_loader(first.as_it_is, counting, loading, is_remote=is_remote)
-        return verdict._replace(advice=verdict.advice + _num_sharing(first.as_it_is))
+        count = _samples_a_step(first.as_it_is) // first.as_it_is.global_batch
+        sharing = ""
+        if count > 1:
+            sharing = (
+                f" {count} ranks of one model load the same samples each: with where='node' a host "
+                "makes them once."
+            )
+        return verdict._replace(advice=verdict.advice + sharing)
     return _undisturbed(first.as_it_is, figures)
 
 
@@ -309,7 +316,25 @@ def _in_the_loader(
     gain = worst.gain
     start = f"{start}; {gain:.0%} faster without "
     if worst.name == "storage":
-        return _storage(f"{start}reading.", gain, is_remote=is_remote)
+        start = f"{start}reading."
+        if is_remote:
+            return _Verdict(
+                "network",
+                f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
+                "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
+                "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
+                "reshard DATASET NEW --shard-size 64MB`).",
+                gain,
+            )
+        return _Verdict(
+            "storage",
+            f"{start} The disk is too slow, and reading again is no faster.",
+            (
+                "Put the dataset on local NVMe or into memory, read in longer runs (--window), or "
+                "store smaller images."
+            ),
+            gain,
+        )
     if worst.name == "decompression":
         return _Verdict(
             "decompression",
@@ -368,27 +393,6 @@ def _fetch_busy(report: Report) -> float:
     return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
 
 
-def _storage(start: str, gain: float, *, is_remote: bool) -> _Verdict:
-    if is_remote:
-        return _Verdict(
-            "network",
-            f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
-            "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
-            "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
-            "reshard DATASET NEW --shard-size 64MB`).",
-            gain,
-        )
-    return _Verdict(
-        "storage",
-        f"{start} The disk is too slow, and reading again is no faster.",
-        (
-            "Put the dataset on local NVMe or into memory, read in longer runs (--window), or "
-            "store smaller images."
-        ),
-        gain,
-    )
-
-
 def _undisturbed(report: Report, figures: Figures) -> _Verdict:
     if report.accelerator["kind"] == "cuda" and figures.launch_share >= _LAUNCH_BOUND:
         return _Verdict(
@@ -414,7 +418,29 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other_share / (1 - other_share))
     if report.accelerator["kind"] == "cpu":
-        return _bound_by_model(figures)
+        # Judge a run whose model computes on the CPU, for most of the time.
+        share = {phase.phase: phase.share for phase in figures.phases}
+        longest = max(_COMPUTING, key=lambda phase: share[phase])
+        finding = (
+            "Leaving anything out gains nothing beyond noise: the model itself takes "
+            f"{figures.occupancy.mean:.1%} of the time on the CPU, most of it in {longest} "
+            f"({share[longest]:.1%})."
+        )
+        if figures.waiting_share > WAITING:
+            return _Verdict(
+                "waiting model",
+                f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
+                "slept, or waited for a lock, a file, the network or other ranks.",
+                f"Look for what {longest} waits for.",
+                figures.waiting_share / (1 - figures.waiting_share),
+            )
+        return _Verdict(
+            "compute",
+            finding,
+            "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
+            "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
+            0.0,
+        )
     finding = (
         "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
         f"{figures.occupancy.mean:.1%} of the time."
@@ -423,32 +449,6 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         "compute",
         finding,
         "Only a faster accelerator or a cheaper model makes this run faster.",
-        0.0,
-    )
-
-
-def _bound_by_model(figures: Figures) -> _Verdict:
-    """Judge a run whose model computes on the CPU, for most of the time."""
-    share = {phase.phase: phase.share for phase in figures.phases}
-    longest = max(_COMPUTING, key=lambda phase: share[phase])
-    finding = (
-        "Leaving anything out gains nothing beyond noise: the model itself takes "
-        f"{figures.occupancy.mean:.1%} of the time on the CPU, most of it in {longest} "
-        f"({share[longest]:.1%})."
-    )
-    if figures.waiting_share > WAITING:
-        return _Verdict(
-            "waiting model",
-            f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
-            "slept, or waited for a lock, a file, the network or other ranks.",
-            f"Look for what {longest} waits for.",
-            figures.waiting_share / (1 - figures.waiting_share),
-        )
-    return _Verdict(
-        "compute",
-        finding,
-        "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
-        "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
         0.0,
     )
 
@@ -487,17 +487,6 @@ def _more_cpus(report: Report, gain: float) -> str:
     return (
         f"Let other machines make batches: where=fr.RemoteWorkers(num_workers={count}), a CPU "
         "each, for each rank"
-    )
-
-
-def _num_sharing(report: Report) -> str:
-    """Say where ranks decode the same samples as others do; empty where none does."""
-    count = _samples_a_step(report) // report.global_batch
-    if count == 1:
-        return ""
-    return (
-        f" {count} ranks of one model load the same samples each: with where='node' a host "
-        "makes them once."
     )
 
 

@@ -280,7 +280,29 @@ def find_bound(
     num_samples = samples_per_s * cpu.seconds
     computing = cost.cpu_ms_per_sample * num_samples / 1e3 / busiest.busy_s
     if computing < _COMPUTING:
-        return _waiting(busiest, computing)
+        if busiest.name == "fetch":
+            return Bound(
+                kind="storage",
+                stage=busiest.name,
+                finding=f"Reading is always under way and computes for only {computing:.0%} of that "
+                "time: storage is slower than the loader.",
+                advice=(
+                    "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
+                    "warm the page cache."
+                ),
+            )
+        return Bound(
+            kind="waiting",
+            stage=busiest.name,
+            finding=f"The threads of '{busiest.name}' are always at work, but compute for only "
+            f"{computing:.0%} of that time: they wait for Python's global lock, or for a CPU "
+            "that another process uses.",
+            advice=(
+                "Use fewer threads in this process and more ranks, and look for Python code in "
+                "transforms."
+            ),
+            gain=None,
+        )
     if busiest.num_threads == 1 and busiest.name != "decode":
         rates = [rate.samples_per_s for rate in alone if rate.name != busiest.name]
         return Bound(
@@ -354,32 +376,6 @@ def _cpu_bound(
         finding=finding,
         advice=advice,
         gain=1 / (1 - share) if share < 1 else None,
-    )
-
-
-def _waiting(stage: StageClock, computing: float) -> Bound:
-    if stage.name == "fetch":
-        return Bound(
-            kind="storage",
-            stage=stage.name,
-            finding=f"Reading is always under way and computes for only {computing:.0%} of that "
-            "time: storage is slower than the loader.",
-            advice=(
-                "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
-                "warm the page cache."
-            ),
-        )
-    return Bound(
-        kind="waiting",
-        stage=stage.name,
-        finding=f"The threads of '{stage.name}' are always at work, but compute for only "
-        f"{computing:.0%} of that time: they wait for Python's global lock, or for a CPU "
-        "that another process uses.",
-        advice=(
-            "Use fewer threads in this process and more ranks, and look for Python code in "
-            "transforms."
-        ),
-        gain=None,
     )
 
 

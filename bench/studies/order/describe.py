@@ -163,9 +163,10 @@ def webdataset_order(
     )
 
 
-def _describe(
+def print_description(
     dataset: str, options: DescribeOptions, spec: OrderSpec | None, printing: PrintOptions
 ) -> int:
+    """Print what an order selects, and how random it is."""
     description = describe_order(dataset, spec, options)
     if printing.json:
         print_json(description)
@@ -235,7 +236,7 @@ def _describe(
 _WORDS = {
     "describe": command(
         "figures of one epoch",
-        _describe,
+        print_description,
         {"dataset": DATASET},
         DescribeOptions,
         OrderSpec,

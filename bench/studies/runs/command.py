@@ -97,18 +97,21 @@ class ReplayReport(msgspec.Struct, frozen=True):
         return text_of([*lines, *self.differences])
 
 
-def _show(ledger: str, printing: PrintOptions) -> int:
+def print_history(ledger: str, printing: PrintOptions) -> int:
+    """Print the segments of a run."""
     print_text(run_history(ledger), printing)
     return 0
 
 
-def _diff(ledger: str, other: str, printing: PrintOptions) -> int:
+def print_diff(ledger: str, other: str, printing: PrintOptions) -> int:
+    """Print where two runs differ; return 1 where they do."""
     report = run_diff(ledger, other)
     print_text(report, printing)
     return int(report != type(report)(None, None, report.compared_digests, []))
 
 
-def _seen(ledger: str, names: list[str], options: FindOptions) -> int:
+def print_seen(ledger: str, names: list[str], options: FindOptions) -> int:
+    """Print the steps that showed samples or clips."""
     from fuelrail.bench.studies.runs.replay import seen  # with torch
 
     report = seen(
@@ -123,7 +126,8 @@ def _seen(ledger: str, names: list[str], options: FindOptions) -> int:
     return 0
 
 
-def _replay(ledger: str, options: ReplayOptions) -> int:
+def print_replayed(ledger: str, options: ReplayOptions) -> int:
+    """Print the samples of a step; return 1 where its batch is another one."""
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
     replayed = replay(
@@ -155,7 +159,8 @@ def _replay(ledger: str, options: ReplayOptions) -> int:
     return int(report.digest_matches is False)
 
 
-def _attest(ledger: str, checkpoint: str, options: AttestOptions) -> int:
+def print_statement(ledger: str, checkpoint: str, options: AttestOptions) -> int:
+    """Print the statement of a checkpoint."""
     from fuelrail.bench.studies.runs.attest import attest
 
     print_json(attest(ledger, checkpoint, (options.epoch, options.samples)))
@@ -168,28 +173,28 @@ _CHECKPOINT = {"metavar": "CHECKPOINT", "help": "file or folder of the checkpoin
 _WORDS = {
     "show": command(
         "print the segments of a run, and what its weights have seen",
-        _show,
+        print_history,
         {"ledger": _LEDGER},
         PrintOptions,
     ),
     "replay": command(
-        "make the batch of a step again", _replay, {"ledger": _LEDGER}, ReplayOptions
+        "make the batch of a step again", print_replayed, {"ledger": _LEDGER}, ReplayOptions
     ),
     "seen": command(
         "print at which steps samples or clips were shown",
-        _seen,
+        print_seen,
         {"ledger": _LEDGER, "names": _KEYS},
         FindOptions,
     ),
     "diff": command(
         "print the first step and the settings in which two runs differ",
-        _diff,
+        print_diff,
         {"ledger": _LEDGER, "other": _LEDGER},
         PrintOptions,
     ),
     "attest": command(
         "print what a checkpoint's weights have seen as an in-toto statement",
-        _attest,
+        print_statement,
         {"ledger": _LEDGER, "checkpoint": _CHECKPOINT},
         AttestOptions,
     ),

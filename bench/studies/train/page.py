@@ -97,6 +97,9 @@ _COMPUTING = ("forward", "backward", "optimiser")
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
     on_cpu = _on_cpu(report)
+    device = str(report.accelerator["device"])
+    if _emulated(report):
+        device = f"emulated {device} ({report.accelerator['network']})"
     subtitle = marked(
         "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one "
         "{device}, {batch} a rank and batch",
@@ -104,7 +107,7 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         samples=report.dataset.num_samples,
         split=report.dataset.split,
         ranks=counted(report.num_ranks, "rank"),
-        device=_accelerator_name(report),
+        device=device,
         batch=counted(report.options["batch_size"], "sample"),
     )
     computed = "accelerator computed"
@@ -386,13 +389,6 @@ def _emulated(report: Report) -> bool:
 
 def _on_cpu(report: Report) -> bool:
     return bool(report.accelerator["kind"] == "cpu")
-
-
-def _accelerator_name(report: Report) -> str:
-    accelerator = report.accelerator
-    if not _emulated(report):
-        return str(accelerator["device"])
-    return f"emulated {accelerator['device']} ({accelerator['network']})"
 
 
 def _times(summary: Summary) -> list[str]:

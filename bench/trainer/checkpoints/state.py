@@ -60,21 +60,6 @@ def _generators() -> dict[str, Tensor]:
     return states
 
 
-def _set_generator(name: str, state: Tensor) -> None:
-    if name == "python":
-        *words, gauss = state.tolist()
-        random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    elif name == "numpy":
-        *words, place, has_gauss, gauss = state.tolist()
-        np.random.set_state(
-            ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
-        )
-    elif name == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state)
-
-
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
     """Return the parameters and buffers of this rank's part of the model."""
     states = (module.state_dict() for module in parallel.models)
@@ -124,7 +109,19 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunSta
     """
     for name, value in tensors.items():
         if name.startswith("rng."):
-            _set_generator(name.rpartition(".")[2], value)
+            generator = name.rpartition(".")[2]
+            if generator == "python":
+                *words, gauss = value.tolist()
+                random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+            elif generator == "numpy":
+                *words, place, has_gauss, gauss = value.tolist()
+                np.random.set_state(
+                    ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
+                )
+            elif generator == "cpu":
+                torch.set_rng_state(value)
+            else:
+                torch.cuda.set_rng_state(value)
     if not any(name.startswith("average.") for name in tensors):
         parallel.start_average()
     parallel.start_schedule(progress.schedule)
