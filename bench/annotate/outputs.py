@@ -152,21 +152,19 @@ def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None,
     """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in
     a list: it may vary.
     """
-    rows = _rows(name, output, num_rows)
-    if not all(map(_is_logits, rows)) or len({row.shape[1] for row in rows}) != 1:
-        return None
-    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
-
-
-def _is_logits(row: object) -> bool:
     import torch
 
-    is_float = (
-        row.is_floating_point()
-        if isinstance(row, torch.Tensor)
-        else getattr(row, "dtype", np.dtype("O")).kind == "f"
-    )
-    return is_float and getattr(row, "ndim", 0) == 2
+    rows = _rows(name, output, num_rows)
+    for row in rows:
+        if isinstance(row, torch.Tensor):
+            is_float = row.is_floating_point()
+        else:
+            is_float = getattr(row, "dtype", np.dtype("O")).kind == "f"
+        if not is_float or getattr(row, "ndim", 0) != 2:
+            return None
+    if len({row.shape[1] for row in rows}) != 1:
+        return None
+    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
 
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:

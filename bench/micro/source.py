@@ -10,6 +10,7 @@ six cameras, a lidar and five radars; the sweeps between keyframes are the rest)
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,13 @@ def write_tables(
         ),
         "sample_data": _sample_data(num_frames, channels, size, num_files, full=full),
         "ego_pose": (
-            {"token": token, "timestamp": _START_US + f * _FRAME_US, **_pose(f)}
+            {
+                "token": token,
+                "timestamp": _START_US + f * _FRAME_US,
+                # With as many digits as real ones.
+                "translation": [411.3039349319818 + f, 1180.8903791765097, 0.0],
+                "rotation": [math.cos(1e-3 * f), 0.0, 0.0, math.sin(1e-3 * f)],
+            }
             for f in frames
             for token in _sensor_tokens(f, channels, full=full)
         ),
@@ -318,15 +325,6 @@ def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
         _token(frame, name)
         for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))
     ]
-
-
-def _pose(frame: int) -> dict[str, list[float]]:
-    """Make a pose with as many digits as real ones."""
-    angle = 1e-3 * frame
-    return {
-        "translation": [411.3039349319818 + frame, 1180.8903791765097, 0.0],
-        "rotation": [float(np.cos(angle)), 0.0, 0.0, float(np.sin(angle))],
-    }
 
 
 def _neighbours(frame: int, num_frames: int) -> dict[str, str]:

@@ -54,11 +54,17 @@ def measure(options: CommOptions) -> CommReport:
         world = dist.get_world_size()
         dist.barrier()
         watch = CpuWatch()
+        sizes = []
+        size = options.smallest
+        while size < options.largest:
+            sizes.append(size)
+            size *= _STEP
+        sizes.append(options.largest)
         timed = [
             _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
             for axis, group in _groups(options, world, device)
             for kind in KINDS
-            for size in _sizes(options)
+            for size in sizes
         ]
         uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
         dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
@@ -106,14 +112,6 @@ def _groups(
         group = mesh.get_group(axis)
         if group.size() > 1:
             yield axis, group
-
-
-def _sizes(options: CommOptions) -> Iterator[int]:
-    size = options.smallest
-    while size < options.largest:
-        yield size
-        size *= _STEP
-    yield options.largest
 
 
 def _timed(

@@ -134,8 +134,12 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
         "again", [(entry_round.as_it_is, entry_round.repeat) for entry_round in rounds]
     )
     noise = abs(repeat.gain)
-    # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
-    if _was_cold(first, repeat):
+    # The same run twice differs by the machine's drift, unless it is faster because reading was:
+    # then the runs between differ by that too.
+    reading = _fetch_busy(first.as_it_is)
+    reading_again = _fetch_busy(first.repeat)
+    is_faster = repeat.is_above(0.0) and repeat.gain > _SLOWER
+    if is_faster and reading > _READING and reading_again < _WARMED * reading:
         verdict = _Verdict(
             "cold cache",
             f"The second run over the same samples was {repeat.gain:.0%} faster: what the first "
@@ -307,9 +311,13 @@ def _in_the_loader(
     worst = max(stages, key=lambda entry: entry.gain, default=None)
     start = f"Without any loading the run would be {loading.gain:.0%} faster"
     if worst is None:
+        finding = f"{start}, but no stage alone accounts for it: the loader cannot keep up"
+        busiest = max(_figures(base).stages, key=lambda stage: stage.busy, default=None)
+        if busiest is not None:
+            finding += f", and its stage '{busiest.name}' is at work {busiest.busy:.0%} of the time"
         return _Verdict(
             "loader",
-            f"{start}, but no stage alone accounts for it: {_busiest_stage(base)}",
+            f"{finding}.",
             f"{_threads_advice(base, loading.gain)} `fuelrail bench loader` shows each stage.",
             loading.gain,
         )
@@ -372,20 +380,6 @@ def _in_the_loader(
             gain,
         )
     return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base, gain), gain)
-
-
-def _was_cold(runs: Round, repeat: Counterfactual) -> bool:
-    """Return whether the second run was faster because reading was: then the runs between differ
-    by that too.
-    """
-    first = _fetch_busy(runs.as_it_is)
-    second = _fetch_busy(runs.repeat)
-    return (
-        repeat.is_above(0.0)
-        and repeat.gain > _SLOWER
-        and first > _READING
-        and second < _WARMED * first
-    )
 
 
 def _fetch_busy(report: Report) -> float:
@@ -493,17 +487,6 @@ def _more_cpus(report: Report, gain: float) -> str:
 def _samples_a_step(report: Report) -> int:
     options = report.options
     return int(report.num_ranks * options["batch_size"] * options["accumulation"])
-
-
-def _busiest_stage(report: Report) -> str:
-    stages = _figures(report).stages
-    if not stages:
-        return "the loader cannot keep up."
-    stage = max(stages, key=lambda stage: stage.busy)
-    return (
-        f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} "
-        "of the time."
-    )
 
 
 def _num_threads(report: Report) -> int:

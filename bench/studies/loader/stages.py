@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from fuelrail.bench.measure.rates import Rate, measure_rate
 from fuelrail.loaders.config import StorageOptions, Transforms
 from fuelrail.loaders.loader import DataLoader
@@ -86,24 +88,21 @@ def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float
     """Return the rate of each stage alone for ``seconds``, with the threads that the loader
     gives it.
     """
-    return [_alone(entry, batch_size, seconds) for entry in recorded]
+    rates = []
+    for stage, items, per_batch in recorded:
 
+        def work(number: int, stage: Any = stage, items: Any = items) -> None:
+            stage.work(items[number % len(items)])
 
-def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
-    stage, items, per_batch = entry
-
-    def work(number: int) -> None:
-        stage.work(items[number % len(items)])
-
-    rate = measure_rate(stage.name, work, stage.num_threads, seconds)
-    if not per_batch:
-        return rate
-    return Rate(
-        name=rate.name,
-        num_threads=rate.num_threads,
-        samples_per_s=rate.samples_per_s * batch_size,
-        cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
-    )
+        rate = measure_rate(stage.name, work, stage.num_threads, seconds)
+        if per_batch:
+            rate = msgspec.structs.replace(
+                rate,
+                samples_per_s=rate.samples_per_s * batch_size,
+                cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
+            )
+        rates.append(rate)
+    return rates
 
 
 class _Recorder(DataLoader):

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.ledger import SampleReplaced
-    from fuelrail.pipeline.order.batching import Batching
 
     Replaced = dict[tuple[int, int], SampleReplaced]
 
@@ -520,21 +519,19 @@ def _in_epoch(
         for running in (position, position + batches.epoch_length):
             step, row = divmod(running - batches.start, batches.global_batch)
             if 0 <= step < num_steps:
+                order = loader.where.order
+                if isinstance(order, BalancedOrder):
+                    running_step = batches.running(step) % batches.epoch_length
+                    costs = order.position_costs(order.epoch(epoch), running_step)
+                    dealt = deal(costs, start.ranks * order.balance.micro_batches)
+                    row = int(np.flatnonzero(dealt == row)[0])
                 showings.append(
                     Showing(
                         key=key,
                         step=first_step + step,
                         epoch=epoch,
                         position=position,
-                        rank=_dealt(
-                            loader,
-                            batches=batches,
-                            epoch=epoch,
-                            step=step,
-                            row=row,
-                            ranks=start.ranks,
-                        )
-                        // (batches.global_batch // start.ranks),
+                        rank=row // (batches.global_batch // start.ranks),
                         draw=draws[key],
                         as_frame=not is_own_sample,
                         valid=is_valid and running == position,
@@ -548,17 +545,6 @@ def _in_epoch(
                 )
         draws[key] += is_own_sample
     return showings
-
-
-def _dealt(
-    loader: DataLoader, batches: Batching, epoch: int, step: int, row: int, ranks: int
-) -> int:
-    """Return which row of all ranks' batches a row of a global batch is."""
-    order = loader.where.order
-    if not isinstance(order, BalancedOrder):
-        return row
-    costs = order.position_costs(order.epoch(epoch), batches.running(step) % batches.epoch_length)
-    return int(np.flatnonzero(deal(costs, ranks * order.balance.micro_batches) == row)[0])
 
 
 def _newest_clean(

@@ -266,16 +266,15 @@ def noting_input(
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
-            flop = None if count_for is None else _flop_a_sample(count_for, batch)
+            flop = None
+            if count_for is not None:
+                # In full precision, on no device: a rank may hold a part of the model only.
+                with torch.device("meta"):
+                    model = build_model(count_for)
+                inputs = [tensor[:1].to("meta") for tensor in model.inputs(batch)]
+                flop = count_training_flop(model, inputs)
             writer.write(
                 InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop)
             )
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for
-
-
-def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:
-    # Of one sample, in full precision, on no device: a rank may hold a part of the model only.
-    with torch.device("meta"):
-        model = build_model(settings)
-    return count_training_flop(model, [tensor[:1].to("meta") for tensor in model.inputs(batch)])

@@ -64,7 +64,26 @@ def bench_train(
     with output_folder(out if is_first else None) as folder:
         run = ask(dataset, options, folder / RECORDS)
         prepare_folder(folder, html=html and out is not None and is_first)
-        report = _measure_here(run) if in_world else measure_all([run]).reports[0]
+        report = None
+        if not in_world:
+            report = measure_all([run]).reports[0]
+        else:
+            from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
+
+            _prepare(run)
+            machine = machine_facts()
+            watch = CpuWatch()
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
+                run_in_world(run.settings)
+            if is_first:
+                report = _report(
+                    run,
+                    machine=machine,
+                    outcome=Outcome(0, False, []),
+                    cpu=watch.use(),
+                    gpus=gpus.use(),
+                )
         if report is not None and out is not None:
             write_report(report, folder, html=html)
         if options.trace:
@@ -146,23 +165,6 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
         if cut_off is not None:
             break
     return RunReports(reports, cut_off)
-
-
-def _measure_here(run: RunPlan) -> Report | None:
-    """Make the run as one rank of torchrun's world; the first one returns the report."""
-    from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
-
-    _prepare(run)
-    machine = machine_facts()
-    watch = CpuWatch()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
-        run_in_world(run.settings)
-    if os.environ["RANK"] != "0":
-        return None
-    return _report(
-        run, machine=machine, outcome=Outcome(0, False, []), cpu=watch.use(), gpus=gpus.use()
-    )
 
 
 def _report(

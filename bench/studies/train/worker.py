@@ -103,7 +103,16 @@ def run_rank(
     has one.
     """
     clock = Clock()
-    accelerator, device = _accelerator(settings, clock)
+    accelerator: Accelerator
+    if settings.accelerator == "cuda":
+        accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.cuda.get_device_name()
+    elif settings.profile is not None:
+        accelerator = EmulatedAccelerator(settings.profile, clock)
+        device = settings.profile.device
+    else:
+        accelerator = CpuAccelerator(clock)
+        device = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
@@ -294,15 +303,6 @@ class _RunCheckpoints:
             events.append(self._saver.close())
         for done in filter(None, events):
             self._writer.write(done)
-
-
-def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, str]:
-    """Return the accelerator, and what it is called."""
-    if settings.accelerator == "cuda":
-        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.get_device_name()
-    if settings.profile is not None:
-        return EmulatedAccelerator(settings.profile, clock), settings.profile.device
-    return CpuAccelerator(clock), f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def main(arguments: Sequence[str]) -> int:

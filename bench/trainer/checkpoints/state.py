@@ -38,26 +38,19 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
         if value is not None  # the momentum of a parameter that has had no gradient
     }
     averages = {f"average.{name}": value for name, value in parallel.average.items()}
-    generators = {f"rng.{rank}.{name}": state for name, state in _generators().items()}
-    return model_tensors(parallel) | moments | averages | generators
-
-
-def _generators() -> dict[str, Tensor]:
-    """Return the states of this process's random generators, those of Python and NumPy as
-    float64.
-    """
+    # Those of Python and NumPy as float64.
     python: Any = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
-    states = {
-        "cpu": torch.get_rng_state(),
-        "python": torch.tensor(
+    generators = {
+        f"rng.{rank}.cpu": torch.get_rng_state(),
+        f"rng.{rank}.python": torch.tensor(
             [*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64
         ),
-        "numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
+        f"rng.{rank}.numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+        generators[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return model_tensors(parallel) | moments | averages | generators
 
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
