@@ -72,37 +72,34 @@ class NvmlWatch:
     def _watch(self) -> None:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
-            self._nvml.nvmlInit()
+            nvml = self._nvml
+            nvml.nvmlInit()
             try:
-                self._sample()
+                self._samples = [[] for _ in range(self._num_gpus)]
+                handles = [self._handle(index) for index in range(self._num_gpus)]
+                is_stopped = False
+                while not is_stopped:
+                    for samples, handle in zip(self._samples, handles, strict=True):
+                        rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+                        samples.append(
+                            (
+                                rates.gpu / 100,
+                                rates.memory / 100,
+                                self._engine("nvmlDeviceGetDecoderUtilization", handle),
+                                self._engine("nvmlDeviceGetJpgUtilization", handle),
+                                int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+                                float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                            )
+                        )
+                    is_stopped = self._stop.wait(_INTERVAL_S)
             finally:
-                self._nvml.nvmlShutdown()
+                nvml.nvmlShutdown()
         except Exception as error:  # noqa: BLE001 - not installed, no driver, a part of a card (MIG): NVML's own errors
             self._samples = []
             self.reason = (
                 f"{type(error).__name__}: {error}; it needs nvidia-ml-py, a driver and a whole card"
             )
             _LOG.warning("no facts from NVML: %s", self.reason)
-
-    def _sample(self) -> None:
-        nvml = self._nvml
-        self._samples = [[] for _ in range(self._num_gpus)]
-        handles = [self._handle(index) for index in range(self._num_gpus)]
-        while True:
-            for samples, handle in zip(self._samples, handles, strict=True):
-                rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-                samples.append(
-                    (
-                        rates.gpu / 100,
-                        rates.memory / 100,
-                        self._engine("nvmlDeviceGetDecoderUtilization", handle),
-                        self._engine("nvmlDeviceGetJpgUtilization", handle),
-                        int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
-                        float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-                    )
-                )
-            if self._stop.wait(_INTERVAL_S):
-                return
 
     def _handle(self, index: int) -> Any:
         """Return NVML's handle of torch's GPU ``index``, by UUID where torch knows it.

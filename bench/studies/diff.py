@@ -45,22 +45,17 @@ FROM_CHECKOUT = (
 _WORSE = 1
 
 
-def _kinds() -> dict[str, tuple[type[ReportHeader], int]]:
-    kinds: dict[str, tuple[type[ReportHeader], int]] = {
-        train_report.SCHEMA: (Report, train_report.VERSION),
-        loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
-        scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
-        diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
-    }
-    if find_spec(COMPARE_ROOM) is not None:
-        from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport
-
-        kinds[SCHEMA] = (CompareReport, VERSION)
-    return kinds
-
-
-KINDS = _kinds()
+KINDS: dict[str, tuple[type[ReportHeader], int]] = {
+    train_report.SCHEMA: (Report, train_report.VERSION),
+    loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
+    scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
+    diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
+}
 """The type and the version of each kind of report, by its schema."""
+if find_spec(COMPARE_ROOM) is not None:
+    from fuelrail.bench.studies.compare import report as compare_report
+
+    KINDS[compare_report.SCHEMA] = (compare_report.CompareReport, compare_report.VERSION)
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -190,7 +185,22 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     else:
         old = _figures(before)
         new = _figures(after)
-        rows = [_change(name, old[name], new[name]) for name in new if name in old]
+        rows = []
+        for name in (name for name in new if name in old):
+            a = old[name]
+            b = new[name]
+            # Lowest over highest and the reverse, where both have an interval.
+            has_interval = a.has_interval and b.has_interval
+            rows.append(
+                Change(
+                    name=name,
+                    before=a.median,
+                    after=b.median,
+                    ratio_low=b.low / a.high if has_interval else None,
+                    ratio_high=b.high / a.low if has_interval else None,
+                    higher_is_better=not name.endswith(("[ms]", "[s]")),
+                )
+            )
     if not rows:
         raise ConfigError(
             "the reports have no figures of the same thing: there is nothing to compare"
@@ -257,24 +267,6 @@ def _figures(report: Any) -> dict[str, Interval]:
         for contestant in report.contestants
         if contestant.figures
     }
-
-
-def _change(name: str, old: Interval, new: Interval) -> Change:
-    """Return a change between two medians; its interval is lowest over highest and the reverse,
-    if both have one.
-    """
-    low = high = None
-    if old.has_interval and new.has_interval:
-        low = new.low / old.high
-        high = new.high / old.low
-    return Change(
-        name=name,
-        before=old.median,
-        after=new.median,
-        ratio_low=low,
-        ratio_high=high,
-        higher_is_better=not name.endswith(("[ms]", "[s]")),
-    )
 
 
 def _work(report: Report) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from fuelrail.bench.studies.compare.report import (
     make_run,
     reasons_left_out,
 )
-from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
+from fuelrail.bench.studies.compare.run import Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.runtime.progress import Progress
@@ -233,30 +233,27 @@ class _Session:
 
     def measure(self, workshop: Workshop) -> None:
         """Measure the rounds; write the report after each run, so that nothing measured is lost."""
+        images_per_batch = self._work.batch_size * len(self._work.cameras)
         for done in range(self._given.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
             with Progress(f"round {self._rounds + 1}", self._console) as progress:
                 for number, measured in enumerate(workshop.round(turns)):
-                    self._note(measured)
-                    text = (
-                        f"round {self._rounds + 1}, {number + 1} of {len(turns)}: "
-                        f"{measured.contestant.name}"
-                    )
+                    name = measured.contestant.name
+                    entry = self._entries[name]
+                    if measured.timed is None:
+                        why = f"it failed while timed: {measured.failure}"
+                        entry = msgspec.structs.replace(entry, left_out=why)
+                        self._entrants = [item for item in self._entrants if item.name != name]
+                    else:
+                        run = make_run(
+                            self._rounds, measured.timed, measured.beside, images_per_batch
+                        )
+                        entry = msgspec.structs.replace(entry, runs=[*entry.runs, run])
+                    self._entries[name] = entry
+                    text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {name}"
                     progress.update(text, (done + (number + 1) / len(turns)) / self._given.rounds)
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
-
-    def _note(self, measured: Measured) -> None:
-        contestant = measured.contestant
-        entry = self._entries[contestant.name]
-        if measured.timed is None:
-            why = f"it failed while timed: {measured.failure}"
-            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=why)
-            self._entrants = [entrant for entrant in self._entrants if entrant != contestant]
-            return
-        images_per_batch = self._work.batch_size * len(self._work.cameras)
-        run = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
-        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, run])
 
     def report(self) -> CompareReport:
         """Return the report of what is known so far."""
