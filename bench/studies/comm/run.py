@@ -54,24 +54,7 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
         if int(os.environ["RANK"]) != 0:
             return None
     else:
-        if options.ranks < 2:
-            raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
-        if options.mesh is not None:
-            degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
-        with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
-            options_file, report_file, log = (
-                Path(folder) / name for name in ("options.json", "report.json", "log")
-            )
-            options_file.write_bytes(msgspec.json.encode(options))
-            program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
-            outcome = run_ranks(program, options.ranks, log, lambda: None)
-            if outcome.interrupted:
-                raise KeyboardInterrupt
-            if outcome.exit_code:
-                raise FuelrailError(
-                    f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
-                )
-            report = msgspec.json.decode(report_file.read_bytes(), type=CommReport)
+        report = measure_on_this_host(options)
     write_report(report, out, html=html)
     if base is not None:
         if report.disturbed is not None:
@@ -82,6 +65,28 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
         text = yaml.safe_dump(msgspec.to_builtins(with_link(base, report)), sort_keys=False)
         publish(out / CLUSTER_YAML, text.encode())
     return report
+
+
+def measure_on_this_host(options: CommOptions) -> CommReport:
+    """Return what ranks of this host measure, started for that."""
+    if options.ranks < 2:
+        raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
+    if options.mesh is not None:
+        degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
+    with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
+        options_file, report_file, log = (
+            Path(folder) / name for name in ("options.json", "report.json", "log")
+        )
+        options_file.write_bytes(msgspec.json.encode(options))
+        program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
+        outcome = run_ranks(program, options.ranks, log, lambda: None)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if outcome.exit_code:
+            raise FuelrailError(
+                f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
+            )
+        return msgspec.json.decode(report_file.read_bytes(), type=CommReport)
 
 
 def with_link(base: ClusterSettings, report: CommReport) -> ClusterSettings:

@@ -84,7 +84,9 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
         timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01),
     )
     monkeypatch.setattr(
-        run, "_on_this_host", lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed)
+        run,
+        "measure_on_this_host",
+        lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed),
     )
     monkeypatch.setattr(
         run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")]
