@@ -40,6 +40,7 @@ class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     created: str
     machine: MachineFacts
+    options: Any
     warnings: list[str]
     disturbed: str | None = None
 

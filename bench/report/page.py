@@ -18,8 +18,10 @@ from html import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
+
+import msgspec
 
 from fuelrail.bench.measure.clock import Summary
 from fuelrail.bench.measure.rates import Interval
@@ -40,9 +42,6 @@ from fuelrail.pipeline.text import escaped
 with needs("a study or a report", "fuelrail[bench]"):
     import jinja2
     from markupsafe import Markup
-
-if TYPE_CHECKING:
-    import msgspec
 
 
 GIB = 2**30
@@ -237,8 +236,7 @@ def _facts(report: ReportHead, packages: Mapping[str, str]) -> dict[str, str]:
             f"{counted(dataset.num_shards, 'shard')}; cameras "
             f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}"
         )
-        facts["options"] = as_text(report.options)
-    return facts
+    return facts | {"options": as_text(msgspec.to_builtins(report.options))}
 
 
 def table_of(records: Sequence[msgspec.Struct]) -> Table:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -41,22 +41,16 @@ class Recorded(NamedTuple):
 
 def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
     """Return the loader that is measured, in host memory, as one rank of one."""
-    return _make(DataLoader, dataset, options, where=_where(options))
-
-
-def _where(options: LoaderOptions) -> Literal["process", "node"] | RemoteWorkers | None:
-    if options.where == "remote":
-        return RemoteWorkers(
-            options.ray_address, num_workers=options.workers or max(1, int(usable_cpus()))
-        )
-    if options.where == "node":  # the only rank of its host, unless a launcher says otherwise
-        for name, value in {
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_PORT": str(os.getpid()),
-        }.items():
-            os.environ.setdefault(name, value)
-    return options.where
+    where: str | RemoteWorkers | None = options.where
+    if where == "remote":
+        num_workers = options.workers or max(1, int(usable_cpus()))
+        where = RemoteWorkers(options.ray_address, num_workers=num_workers)
+    elif where == "node":
+        # The only rank of its host, unless a launcher says otherwise.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+        os.environ.setdefault("MASTER_PORT", str(os.getpid()))
+    return _make(DataLoader, dataset, options, where=where)
 
 
 def record_stages(

@@ -259,7 +259,30 @@ def make_loader(
             f"known form: {error}"
         )
         raise LedgerError(problem, part.stretch.record) from error
-    _check_files(order, Path(files))
+    # Files that the order names must be regular, and below the folder.
+    folder = Path(files)
+    named_files = [order.subset, *order.without]
+    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
+        named_files += [
+            weighting.file for weighting in weightings if isinstance(weighting, FileWeights)
+        ]
+    for file in named_files:
+        if not isinstance(file, str):
+            continue
+        subject = f"the ledger names the file {shortened(file)!r}"
+        try:
+            path = Path(file).resolve(strict=True)
+            if not path.is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
+                    "--files FOLDER, or files=FOLDER in Python"
+                )
+            if not path.is_file():
+                raise ConfigError(f"{subject}, which is not a regular file")
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{subject}, which cannot be read") from error
     if without is not None:
         entry = without if isinstance(without, str) else tuple(without)
         order = msgspec.structs.replace(order, without=(*order.without, entry))
@@ -299,30 +322,6 @@ def make_loader(
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
-
-
-def _check_files(order: OrderSpec, folder: Path) -> None:
-    """Raise ConfigError where an order names a file outside of a folder, or no regular file."""
-    files = [order.subset, *order.without]
-    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
-        files += [weighting.file for weighting in weightings if isinstance(weighting, FileWeights)]
-    for file in files:
-        if not isinstance(file, str):
-            continue
-        subject = f"the ledger names the file {shortened(file)!r}"
-        try:
-            path = Path(file).resolve(strict=True)
-            if not path.is_relative_to(folder.resolve()):
-                raise ConfigError(
-                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
-                    "--files FOLDER, or files=FOLDER in Python"
-                )
-            if not path.is_file():
-                raise ConfigError(f"{subject}, which is not a regular file")
-        except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{subject}, which cannot be read") from error
 
 
 class Showing(msgspec.Struct, frozen=True):

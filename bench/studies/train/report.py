@@ -138,6 +138,19 @@ def build_report(
         accelerator |= msgspec.to_builtins(settings.profile)
     else:
         accelerator["device"] = header.device if header else "unknown"
+    checkpoints = None
+    if settings.checkpoint is not None:
+        # Ranks that were killed may lack the last ones.
+        saves = list(zip(*(log.saves for log in logs), strict=False))
+        stalls_ns = [max(save.stall_ns for save in ranks) for ranks in saves]
+        totals_ns = [max(save.total_ns for save in ranks) for ranks in saves]
+        checkpoints = CheckpointFigures(
+            restored=logs[0].restored,
+            num_saves=len(saves),
+            num_bytes=saves[-1][0].num_bytes if saves else None,
+            stall=summarise_ns(stalls_ns) if saves else None,
+            save=summarise_ns(totals_ns) if saves else None,
+        )
     options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return Report(
         schema=SCHEMA,
@@ -160,7 +173,7 @@ def build_report(
         warnings=find_warnings(
             settings, logs=logs, window=window, figures=figures, dataset=dataset, cpu=cpu
         ),
-        checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
+        checkpoints=checkpoints,
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
@@ -192,22 +205,6 @@ def build_report(
             )
             for rank, log in enumerate(logs)
         ],
-    )
-
-
-def _checkpoints(logs: Sequence[RankLog]) -> CheckpointFigures:
-    # Ranks that were killed may lack the last ones.
-    saves = list(zip(*(log.saves for log in logs), strict=False))
-    return CheckpointFigures(
-        restored=logs[0].restored,
-        num_saves=len(saves),
-        num_bytes=saves[-1][0].num_bytes if saves else None,
-        stall=summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves])
-        if saves
-        else None,
-        save=summarise_ns([max(save.total_ns for save in ranks) for ranks in saves])
-        if saves
-        else None,
     )
 
 

@@ -71,7 +71,9 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
     assert (out / "report.md").read_text().count("all_reduce") == 4
     page = (out / "report.html").read_text()
-    assert page.count("<tr>") == 17, "a row for each size"
+    sizes_part, facts = page.split("Machine, dataset, options")
+    assert sizes_part.count("<tr>") == 17, "a row for each size"
+    assert "smallest=1000" in facts
 
 
 @pytest.mark.parametrize(
