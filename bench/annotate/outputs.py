@@ -127,9 +127,9 @@ def rows_of(
             if channel.dtype == "int8" and f"{name}{_SCALE}" in table:
                 if not np.isfinite(value).all():
                     raise ConfigError(
-                        f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them "
-                        "in the model, or store it as_is with a table that has allows_nan or allows_inf "
-                        "(--channels FILE)"
+                        f"output {name!r} has NaN or infinities, which int8 cannot hold; replace "
+                        "them in the model, or store it as_is with a table that has allows_nan or "
+                        "allows_inf (--channels FILE)"
                     )
                 largest = float(np.abs(value).max()) if value.size else 0.0
                 scale = np.float32(largest / _MOST_INT8 if largest else 1.0)

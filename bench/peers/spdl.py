@@ -63,7 +63,8 @@ def _decode(work: Work, recipe: str, samples: list[RawSample]) -> Batch:
             scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
             width = int(work.source_wh[0] * scale)
             height = int(work.source_wh[1] * scale)
-            crop = f"crop={work.width}:{work.height}:{(width - work.width) // 2}:{height - work.height}"
+            left = (width - work.width) // 2
+            crop = f"crop={work.width}:{work.height}:{left}:{height - work.height}"
             description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
             for image, (red, green, blue) in zip(encoded, planes, strict=True):
                 picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))

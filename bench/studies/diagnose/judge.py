@@ -328,7 +328,8 @@ def _in_the_loader(
         if is_remote:
             return _Verdict(
                 "network",
-                f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
+                f"{start} The dataset is remote: the link, or the store behind it, delivers too "
+                "little.",
                 "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
                 "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
                 "reshard DATASET NEW --shard-size 64MB`).",
@@ -408,7 +409,10 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             copy / (1 - copy),
         )
     if other_share > _SLOWER:
-        finding = f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time is spent on the host."  # noqa: E501
+        finding = (
+            f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time "
+            "is spent on the host."
+        )
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other_share / (1 - other_share))
     if report.accelerator["kind"] == "cpu":
@@ -423,16 +427,16 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         if figures.waiting_share > WAITING:
             return _Verdict(
                 "waiting model",
-                f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
-                "slept, or waited for a lock, a file, the network or other ranks.",
+                f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: "
+                "it slept, or waited for a lock, a file, the network or other ranks.",
                 f"Look for what {longest} waits for.",
                 figures.waiting_share / (1 - figures.waiting_share),
             )
         return _Verdict(
             "compute",
             finding,
-            "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
-            "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
+            "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of "
+            "a GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
             0.0,
         )
     finding = (

@@ -284,8 +284,8 @@ def find_bound(
             return Bound(
                 kind="storage",
                 stage=busiest.name,
-                finding=f"Reading is always under way and computes for only {computing:.0%} of that "
-                "time: storage is slower than the loader.",
+                finding=f"Reading is always under way and computes for only {computing:.0%} of "
+                "that time: storage is slower than the loader.",
                 advice=(
                     "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
                     "warm the page cache."

@@ -131,10 +131,9 @@ def replay(
             except (ShardError, BadSamplesError) as error:
                 if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
                     raise ConfigError(
-                        f"step {step} shows samples that were deleted since, or are damaged, and no "
-                        "other sample can take "
-                        "their places in this order: without=FILE makes the step of a run that never "
-                        f"had them ({error})"
+                        f"step {step} shows samples that were deleted since, or are damaged, and "
+                        "no other sample can take their places in this order: without=FILE makes "
+                        f"the step of a run that never had them ({error})"
                     ) from error
                 raise
     now = package_versions()

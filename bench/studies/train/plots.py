@@ -80,8 +80,8 @@ def plots(report: Report) -> dict[str, str]:
             base = base + heights
         _shade_warmup(axes, report, "step")
         axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
-        # The first steps fill queues and caches; they may tower over the rest, which is what the plot
-        # is for.
+        # The first steps fill queues and caches; they may tower over the rest, which is what the
+        # plot is for.
         usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
         if base.max() > 2 * usual:
             axes.set_ylim(0, 1.6 * usual)
