@@ -65,6 +65,7 @@ class RankTrace:
                 yield record
 
     def _take(self, profiler: torch.profiler.profile) -> None:
+        # Times in microseconds since the Unix epoch, as ours have.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             profiler.export_chrome_trace(str(path))

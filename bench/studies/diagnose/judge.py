@@ -416,7 +416,7 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other_share / (1 - other_share))
     if report.accelerator["kind"] == "cpu":
-        # Judge a run whose model computes on the CPU, for most of the time.
+        # The model computes on the CPU, for most of the time.
         share = {phase.phase: phase.share for phase in figures.phases}
         longest = max(_COMPUTING, key=lambda phase: share[phase])
         finding = (

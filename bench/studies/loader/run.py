@@ -123,7 +123,6 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
         recorded = record_stages(dataset, options, num_batches)
         for number in range(options.repeats):
             where = f"round {number + 1} of {options.repeats}"
-            # Measure the whole loader, its stages and the limits once.
             show(f"{where}: the whole loader")
             run = run_loader(dataset, options)
             local_rates = []

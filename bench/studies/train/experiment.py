@@ -63,8 +63,7 @@ def make_loader(
     window = settings.window
     layer = settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
-    # Raise ConfigError for packs that one of our models cannot read, and for a teacher of
-    # documents in rows.
+    # Refused: packs that one of our models cannot read, and a teacher of documents in rows.
     pack = None if settings.order is None else settings.order.pack
     size = MODELS.get(settings.model)
     table = open_dataset(settings.dataset).manifest.extra_channels

@@ -152,8 +152,7 @@ def parallelise(
         mesh = make_mesh(degrees, device.type)
     module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
     inputs: Any = getattr(module, "inputs", lambda batch: (batch,))
-    # Check that a model has what a pipeline and tensor parallel ask of it. Raise ConfigError,
-    # which names it.
+    # A model must have what a pipeline and tensor parallel ask of it.
     of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
     attributes = {"pp": of_stages, "tp": ("plan",)}
     for axis, names in attributes.items():
