@@ -35,16 +35,14 @@ COMMANDS = {
     "annotate": command(
         "run a model over a dataset and store a layer",
         print_annotated,
-        {
+        arguments={
             "dataset": DATASET,
             "layer": {
                 "metavar": "LAYER",
                 "help": "folder of the layer; must be new, empty, or hold a partial layer",
             },
         },
-        ModelOption,
-        AnnotateOptions,
-        PrintOptions,
+        options=(ModelOption, AnnotateOptions, PrintOptions),
         description=_DESCRIPTION,
     )
 }

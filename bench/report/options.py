@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -37,8 +37,9 @@ DATASET: Final[dict[str, Any]] = {
 def command(
     help: str,  # noqa: A002 - as argparse names it
     run: Callable[..., int],
+    *,
     arguments: Mapping[str, Mapping[str, Any]],
-    *options: type[msgspec.Struct],
+    options: Sequence[type[msgspec.Struct]],
     if_given: Collection[type[msgspec.Struct]] = (),
     description: str | None = None,
 ) -> Command:

@@ -360,12 +360,11 @@ def _row(change: Change) -> list[str]:
 DIFF = command(
     "compare two reports, and fail if the second is worse beyond noise",
     print_comparison,
-    {
+    arguments={
         "before": {"metavar": "A", "type": Path, "help": "report.json, or its folder"},
         "after": {"metavar": "B", "type": Path, "help": "the report to judge"},
     },
-    DiffOptions,
-    PrintOptions,
+    options=(DiffOptions, PrintOptions),
     description="Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
     "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
     "of both does not explain it; 2: no comparison.",

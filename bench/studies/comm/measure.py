@@ -4,6 +4,7 @@ size.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -60,12 +61,12 @@ def measure(options: CommOptions) -> CommReport:
             sizes.append(size)
             size *= _STEP
         sizes.append(options.largest)
-        timed = [
-            _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
-            for axis, group in _groups(options, world, device)
-            for kind in KINDS
-            for size in sizes
-        ]
+        timed = []
+        for axis, group in _groups(options, world, device):
+            for kind, size in itertools.product(KINDS, sizes):
+                timed.append(
+                    _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
+                )
         uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
         dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
         uses = [

@@ -237,10 +237,8 @@ _WORDS = {
     "describe": command(
         "figures of one epoch",
         print_description,
-        {"dataset": DATASET},
-        DescribeOptions,
-        OrderSpec,
-        PrintOptions,
+        arguments={"dataset": DATASET},
+        options=(DescribeOptions, OrderSpec, PrintOptions),
         if_given=(OrderSpec,),
         description="Shows which samples an order selects from a dataset, how long an epoch is, "
         "and how random the order is compared with webdataset's shuffle buffer on the same shards "

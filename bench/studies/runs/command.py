@@ -174,29 +174,32 @@ _WORDS = {
     "show": command(
         "print the segments of a run, and what its weights have seen",
         print_history,
-        {"ledger": _LEDGER},
-        PrintOptions,
+        arguments={"ledger": _LEDGER},
+        options=(PrintOptions,),
     ),
     "replay": command(
-        "make the batch of a step again", print_replayed, {"ledger": _LEDGER}, ReplayOptions
+        "make the batch of a step again",
+        print_replayed,
+        arguments={"ledger": _LEDGER},
+        options=(ReplayOptions,),
     ),
     "seen": command(
         "print at which steps samples or clips were shown",
         print_seen,
-        {"ledger": _LEDGER, "names": _KEYS},
-        FindOptions,
+        arguments={"ledger": _LEDGER, "names": _KEYS},
+        options=(FindOptions,),
     ),
     "diff": command(
         "print the first step and the settings in which two runs differ",
         print_diff,
-        {"ledger": _LEDGER, "other": _LEDGER},
-        PrintOptions,
+        arguments={"ledger": _LEDGER, "other": _LEDGER},
+        options=(PrintOptions,),
     ),
     "attest": command(
         "print what a checkpoint's weights have seen as an in-toto statement",
         print_statement,
-        {"ledger": _LEDGER, "checkpoint": _CHECKPOINT},
-        AttestOptions,
+        arguments={"ledger": _LEDGER, "checkpoint": _CHECKPOINT},
+        options=(AttestOptions,),
     ),
 }
 COMMANDS = {
