@@ -98,7 +98,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         shuffle: True gives a seeded random order, another one each epoch; False the stored order.
             None: what ``order`` says; without one the stored order, as torch's default is.
         seed: seed of the augmentation; without ``order`` also of the order. The order of an
-            `OrderSpec` has the seed of that alone; where both are given (not 0) they are equal.
+            `OrderSpec` has the seed of that alone.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False,
             torch's default too: fill it with the epoch's first samples, as DistributedSampler does;
             ``valid`` of these is False. Either way all ranks get the same number of batches, of the
@@ -249,11 +249,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self.order = OrderSpec(seed=options.seed).resolved(shuffle=bool(options.shuffle))
         else:
             self.order = options.order.resolved(shuffle=options.shuffle)
-            if options.seed and self.order.seed not in (0, options.seed):
-                raise ConfigError(
-                    f"seed={options.seed} and the order's seed {self.order.seed} contradict each "
-                    "other: give the same number twice, or leave out one of them, which is 0 then"
-                )
         points, *_ = [
             choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]

@@ -230,6 +230,9 @@ def _on_ray(
             f"engine='ray' divides the work itself, and this is one of {world.size} ranks: "
             "start it once"
         )
+    import torch
+    from ray import cloudpickle
+
     from fuelrail.sharding.engines.ray import RayEngine
 
     cpus = options.workers or 1
@@ -238,7 +241,14 @@ def _on_ray(
     options = msgspec.structs.replace(options, workers=cpus)
     layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
     work = _Annotation(base, None, options, World(0, 1))
-    start = partial(_start, _pickled(base, model, options))
+    try:
+        setup = cloudpickle.dumps((base, model, options, torch.get_num_threads()))
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be pickled for the processes of engine='ray' ({error}): give "
+            "it as 'MODULE:NAME'"
+        ) from error
+    start = partial(_start, setup)
     with engine.connected():
         facts = next(engine.make(partial(start, None), [0]))
         with LayerWriter(base, layer, **facts, view=work.view) as writer:
@@ -249,20 +259,6 @@ def _on_ray(
             for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
                 pass
             return writer.finish().fingerprint, done.size - num_lacking, num_lacking
-
-
-def _pickled(*setup: Any) -> bytes:
-    import torch
-    from ray import cloudpickle
-
-    try:
-        content: bytes = cloudpickle.dumps((*setup, torch.get_num_threads()))
-    except Exception as error:
-        raise ConfigError(
-            f"the model cannot be pickled for the processes of engine='ray' ({error}): give "
-            "it as 'MODULE:NAME'"
-        ) from error
-    return content
 
 
 def _start(
