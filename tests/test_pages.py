@@ -80,7 +80,7 @@ def test_readme_is_short_and_its_pictures_are_small() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= MAX_README_WORDS
     for code in re.findall(r"```\w+\n(.*?)```", text, re.DOTALL):
-        lines = [line for line in code.splitlines() if not line.startswith("wrote: ")]
+        lines = [line for line in code.splitlines() if not line.startswith("wrote: ")]  # output
         assert max(map(len, lines)) <= MAX_CODE_COLUMNS + 1, "a diff has a column more"
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert pictures
