@@ -200,8 +200,7 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
         # A manifest has the mapping itself; a name would be that of a file of this machine.
         raise ConfigError(
             f"the manifest of '{root}' has classes={shortened(classes)} in its recipe: allowed are "
-            f"{SOURCE}, {NUSCENES10} "
-            "or a mapping; it was edited"
+            f"{SOURCE}, {NUSCENES10} or a mapping; it was edited"
         )
     spec = parse_source(source, recipe.source_options)
     return shard(

@@ -186,9 +186,9 @@ def _rows(name: str, output: object, num_rows: int) -> list[Any]:
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
-            f"output {name!r} is a {kind} "
-            f"{f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
-            f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; "
+            "it must be a tensor [B, ...] or a list, with a row for each of the batch's "
+            f"{num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
     return rows

@@ -238,8 +238,8 @@ def describe_work(
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(
-            f"dataset '{dataset.location}' has the splits "
-            f"{', '.join(dataset.manifest.splits)}; compare needs one: choose it with --split"
+            f"dataset '{dataset.location}' has the splits {', '.join(dataset.manifest.splits)}; "
+            "compare needs one: choose it with --split"
         )
     if not dataset.manifest.cameras:
         raise ConfigError(

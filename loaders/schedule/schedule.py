@@ -185,7 +185,7 @@ def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> W
         if lookup(samples).present[:, offset_columns].any():
             return lookup
     raise OrderError(
-        f"{window}: no sample of dataset "
-        f"'{source.dataset.root}' has any of these frames in its clip, so every window "
-        "would be one frame repeated; its clips are too short, or it stores single frames"
+        f"{window}: no sample of dataset '{source.dataset.root}' has any of these frames in its "
+        "clip, so every window would be one frame repeated; its clips are too short, or it stores "
+        "single frames"
     )

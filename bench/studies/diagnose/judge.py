@@ -283,8 +283,8 @@ def _judge(
             "all-reduce",
             f"Without the all-reduce the run would be {reducing.gain:.0%} faster.",
             "Accumulate gradients over more batches than "
-            f"{first.as_it_is.options['accumulation']}, reduce in bf16, or use a faster "
-            "link between the ranks.",
+            f"{first.as_it_is.options['accumulation']}, reduce in bf16, or use a faster link "
+            "between the ranks.",
             reducing.gain,
         )
     if loading is not None:

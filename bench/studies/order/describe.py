@@ -180,10 +180,9 @@ def print_description(
     )
     padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
     console.print(
-        f"{description.dataset}, split {description.split}: "
-        f"{description.num_selected:,}{selected} samples selected; an epoch has "
-        f"{description.epoch_length:,} positions{padding}, {description.num_steps:,} steps "
-        f"of {description.global_batch}"
+        f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} "
+        f"samples selected; an epoch has {description.epoch_length:,} positions{padding}, "
+        f"{description.num_steps:,} steps of {description.global_batch}"
     )
     name, z = description.figures[0].quality.worst
     verdict = (

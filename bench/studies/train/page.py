@@ -275,8 +275,8 @@ def _checkpoints(report: Report) -> list[Section]:
     if figures.restored is not None:
         lines.append(
             f"The run continued after step {figures.restored.step} from checkpoint "
-            f"{figures.restored.folder}, which "
-            f"{counted(figures.restored.world_size, 'rank')} saved."
+            f"{figures.restored.folder}, which {counted(figures.restored.world_size, 'rank')} "
+            "saved."
         )
     if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
         lines.append(
