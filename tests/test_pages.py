@@ -70,7 +70,7 @@ def test_the_site_has_every_page() -> None:
         r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
     )
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    generated = {"index.md", "reference/commands.md", "reference/python.md"}
+    generated = {"index.md", *(f"reference/{name}.md" for name in ("commands", "names", "python"))}
     assert pages <= set(nav)
     assert all((ROOT / page).is_file() for page in set(nav) - pages - generated)
 
