@@ -28,6 +28,8 @@ ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
     "sources.md": "tests/sharding/sources/tables/test_page.py",
     "your-dataset.md": "tests/docs/test_your_dataset.py",
+    "features-once.md": "tests/docs/test_layer_recipes.py",
+    "video-latents.md": "tests/docs/test_layer_recipes.py",
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",

@@ -124,6 +124,7 @@ def test_the_first_commands_of_quickstart(laboratory, tmp_path) -> None:
     ("page", "headings"),
     [
         ("guides/diagnose.md", ()),
+        ("guides/video-latents.md", ()),
         ("guides/large-scale.md", ("How long, how much",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
