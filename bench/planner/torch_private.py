@@ -92,7 +92,8 @@ def private_parts() -> PrivateParts:
 
 @contextmanager
 def fake_group(rank: int, world: int) -> Iterator[None]:
-    """Let a fake process group stand for the other ranks.
+    """Run the body as rank ``rank`` of ``world``, with torch's fake process group in place of the
+    other ranks.
 
     Raises FuelrailError where the process has a group of its own.
     """
@@ -103,24 +104,24 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
     parts = private_parts()
     find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
 
-    def unseen(*args: Any) -> Any:
-        """Let DTensors find placements, by operators at global sizes, where neither tracker nor
-        counter looks.
+    def propagate_untracked(*args: Any) -> Any:
+        """Find the shapes of DTensors: torch runs operators at global sizes for it, which neither
+        the memory tracker nor the counter may count.
         """
         with _disable_current_modes():
             return find(*args)
 
     hook = sys.excepthook  # to which each group adds its rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
-    parts.propagator._propagate_tensor_meta_non_cached = unseen  # noqa: SLF001
+    parts.propagator._propagate_tensor_meta_non_cached = propagate_untracked  # noqa: SLF001
     try:
         yield
     finally:
         parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
         dist.destroy_process_group()
         sys.excepthook = hook
-        # They know meshes by their ranks, and would bring this one's groups to the next of the same
-        # ranks.
+        # DTensor's caches know a mesh by its ranks: the next fake group of the same ranks would get
+        # entries of this one, which is gone.
         for forget in parts.forget:
             forget()
 
