@@ -39,6 +39,7 @@ from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
     ParallelSettings,
     Precision,
+    check_pipeline,
     degrees_of,
     divisors,
     stages_of,
@@ -153,6 +154,12 @@ def parallelise(
     module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
     inputs: Any = getattr(module, "inputs", _the_batch)
     _check_parts(module, degrees)
+    if degrees.pp > 1:
+        if settings.micro_batches is None:
+            raise ConfigError(
+                "a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N"
+            )
+        check_pipeline(settings, degrees, len(module.blocks), settings.micro_batches)
     stages = _stages(module, settings, degrees, mesh)
     _divide(
         stages,
@@ -169,11 +176,7 @@ def parallelise(
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(module, accelerator, settings)]
     pipeline = None
-    if mesh is not None and degrees.pp > 1:
-        if settings.micro_batches is None:
-            raise ConfigError(
-                "a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N"
-            )
+    if mesh is not None and settings.micro_batches is not None and degrees.pp > 1:
         group = mesh["pp"].get_group()
         pipeline = Pipeline(
             modules=stages,

@@ -99,7 +99,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(options, world, message)
             Degrees(pp=4),
             {},
             2,
-            "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2",
+            "1F1B with pp=4 needs 4 micro-batches or more, .* is cut into 2",
         ),
         (
             "gpt-tiny",
