@@ -90,6 +90,13 @@ def test_context_parallel_ranks_share_a_sample_and_pass_keys_and_values_on():
     (ring,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     # Keys and values of 16 of 64 tokens in 16 bits, three rounds of three sends in each of 8 layers.
     assert ring.bytes == 3 * 3 * 8 * 2 * 2 * 16 * 32
+    wide = planned(  # heads of 32 channels in place of 8
+        model=msgspec.structs.replace(SMALL, head_width=32),
+        parallel=ParallelSettings(mesh="dp_shard=8"),
+        context_parallel=4,
+    )
+    (wide_ring,) = [traffic for traffic in wide.work.traffic if traffic.reach == 4]
+    assert wide_ring.bytes == 4 * ring.bytes
     with pytest.raises(ConfigError, match="context_parallel is 3, which does not divide the 8"):
         planned(parallel=ParallelSettings(mesh="dp_shard=8"), context_parallel=3)
 
