@@ -384,25 +384,32 @@ def write_batches(path, content, form, compression="zstd"):
 
 ZEROS = pa.array(np.zeros(3000))
 TEXT = pa.DictionaryArray.from_arrays(np.zeros(400, np.int8), [50_000 * "x"])
+TEXT_STORED = pa.DictionaryArray.from_arrays(np.zeros(400, np.int8), [10_000 * "x"])
+BATCH = "a record batch, decoded"
+ROWS = r"\d+ rows, decoded"
+ELEMENTS = pa.ListArray.from_arrays([0, 3000], pa.nulls(3000))
 LARGE = {
-    "compressed numbers": pa.table({"score": ZEROS}),
-    "a compressed dictionary": pa.table({"source": TEXT.take([0]).cast(TEXT.type)}),
-    "a text of many rows": pa.table({"source": TEXT}),
-    "rows without bytes": pa.table({"score": pa.nulls(3000)}),
-    "a text of many rows inside": pa.table({"talk": pa.StructArray.from_arrays([TEXT], ["a"])}),
-    "elements without bytes": pa.table(
-        {"words": pa.ListArray.from_arrays([0, 3000], pa.nulls(3000))}
+    "compressed numbers": (BATCH, pa.table({"score": ZEROS})),
+    "a compressed dictionary": (BATCH, pa.table({"source": TEXT.slice(0, 1)})),
+    "a text of many rows": (ROWS, pa.table({"source": TEXT_STORED})),
+    "rows without bytes": (ROWS, pa.table({"score": pa.nulls(3000)})),
+    "a text of many rows inside": (
+        ROWS,
+        pa.table({"talk": pa.StructArray.from_arrays([TEXT_STORED], ["a"])}),
     ),
+    "elements without bytes": (ROWS, pa.table({"words": ELEMENTS})),
 }
 
 
 @pytest.mark.parametrize("form", ["file", "stream"])
-@pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
-def test_rows_that_decode_to_more_than_the_limit_are_refused(tmp_path, monkeypatch, form, content):
+@pytest.mark.parametrize(("words", "content"), LARGE.values(), ids=LARGE)
+def test_rows_that_decode_to_more_than_the_limit_are_refused(
+    tmp_path, monkeypatch, form, words, content
+):
     write_batches(tmp_path / "a.arrow", content, form)
     assert (tmp_path / "a.arrow").stat().st_size < 20_000
     monkeypatch.setattr(arrow, "TABLE", TABLE._replace(maximum=20_000))
-    with pytest.raises(SourceError, match=r"a\.arrow'.*, decoded, has \d+ bytes, .* most 20000"):
+    with pytest.raises(SourceError, match=rf"a\.arrow'.*{words}, has \d+ bytes, .* most 20000"):
         scan(tmp_path)
 
 

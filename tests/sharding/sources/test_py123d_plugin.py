@@ -215,7 +215,7 @@ def test_a_file_without_metadata_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (pa.array(np.zeros(3000)), "decoded, has 24000 bytes, .* at most 20000"),
+        (pa.array(np.zeros(3000)), "sync.arrow', decoded, has 24000 bytes, .* at most 20000"),
         (pa.nulls(3000), "3000 rows, decoded, has 24000 bytes, .* at most 20000"),
         (
             pa.RunEndEncodedArray.from_arrays(pa.array([3000], pa.int32()), pa.array(["x"])),
