@@ -358,6 +358,13 @@ def test_each_preset_is_found_by_its_name(preset):
     assert kind.preset(preset.name) == load_yaml(preset.file, kind) == load_yaml(preset.name, kind)
 
 
+@pytest.mark.parametrize("kind", [fuelrail.OrderSpec, fuelrail.Transforms])
+def test_a_preset_of_another_kind_is_named_as_such(kind):
+    words = "'bevdet-704x256' is a preset of ImageAugment, which is a value of another field"
+    with pytest.raises(ConfigError, match=words):
+        load_yaml("bevdet-704x256", kind)
+
+
 def test_an_unknown_preset_names_the_known_ones():
     for load in (fuelrail.BevAugment.preset, partial(load_yaml, to=fuelrail.BevAugment)):
         with pytest.raises(
