@@ -353,7 +353,8 @@ def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_mean
 
 @pytest.mark.parametrize("preset", presets().presets, ids=lambda one: f"{one.kind}-{one.name}")
 def test_each_preset_is_found_by_its_name(preset):
-    kind = getattr(fuelrail, preset.kind)
+    face = fuelrail.bench if preset.kind == "Scenario" else fuelrail
+    kind = getattr(face, preset.kind)
     assert preset.summary.endswith(".")
     assert kind.preset(preset.name) == load_yaml(preset.file, kind) == load_yaml(preset.name, kind)
 
