@@ -490,6 +490,9 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
             if presets_by_name
             else ""
         )
+        for kind, folder in _PRESETS.items():
+            if str(path) in {preset.stem for preset in (_CONFIGS / folder).glob("*.yaml")}:
+                hint += f"; '{path}' is a preset of {kind}, which is a value of another field"
         raise ConfigError(
             f"config file '{shortened(file)}' cannot be read: {error.strerror}{hint}"
         ) from error

@@ -88,6 +88,13 @@ def test_readme_is_short_and_its_pictures_are_small() -> None:
         assert 0 < (ROOT / picture).stat().st_size <= MAX_PICTURE_BYTES, picture
 
 
+def test_readme_says_first_what_state_the_project_is_in() -> None:
+    """Where it comes from, and whether a GPU has seen it, before any figure."""
+    head = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())[:500]
+    assert re.search(r"Status: .*not on the package index", head)
+    assert re.search(r"measured on CPUs.* nothing of it has run on a GPU", head, re.IGNORECASE)
+
+
 def test_no_page_promises_a_time_of_a_host() -> None:
     """The same command takes three times as long elsewhere: processor time is about the same, wall time is not."""
     for page in (

@@ -150,6 +150,16 @@ class _Parser(argparse.ArgumentParser):
             names = [text[2:] for text in options if text.startswith("--")]
             close = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.7)
             message += f"; did you mean --{close[0]}?" if close else ""
+        number = re.match(r"argument (\S+): invalid (int|float) value: (.+)", message)
+        if number is not None:
+            kind = "a whole number" if number[2] == "int" else "a number"
+            message = f"{number[1]} must be {kind}; got {number[3]}"
+        choice = re.match(r"argument (\S+): invalid choice: (.+) \(choose from (.+)\)", message)
+        if choice is not None:
+            names = re.findall(r"[^\s,']+", choice[3])
+            close = difflib.get_close_matches(choice[2].strip("'"), names, n=1)
+            message = f"{choice[1]} must be one of {', '.join(names)}; got {choice[2]}"
+            message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:

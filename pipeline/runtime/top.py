@@ -97,7 +97,8 @@ def read(url: str) -> Reading:
             )
         return digest(parse(body.decode()), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = shortened(getattr(error, "reason", error))
+        cause = getattr(error, "reason", error)
+        reason = shortened(getattr(cause, "strerror", None) or cause)
         raise ConfigError(
             f"no metrics at {address}: {reason}; is the trainer running, with "
             "fuelrail.bench.serve_metrics(loader)?"

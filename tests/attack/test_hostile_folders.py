@@ -36,9 +36,9 @@ from support.hostile_folders import (
 )
 from support.hostile_runs import in_fork, run
 
-pytestmark = pytest.mark.process
-
-EVERY = 23  # of the states of a command, by default
+IS_WHOLE = os.environ.get("FUELRAIL_ATTACK") == "all"
+EVERY = 1 if IS_WHOLE else 23  # of the states of a command
+pytestmark = [pytest.mark.process, *([pytest.mark.timeout(0)] if IS_WHOLE else [])]
 
 
 def preload() -> None:
@@ -88,7 +88,7 @@ def states(command: str) -> list[tuple[str, str]]:
     times.
     """
     chosen = [(name, shape) for shape, name in product(SHAPES, COMMANDS[command][2])]
-    return chosen if os.environ.get("FUELRAIL_ATTACK") == "all" else chosen[::EVERY]
+    return chosen[::EVERY]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -353,9 +353,17 @@ def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_mean
 
 @pytest.mark.parametrize("preset", presets().presets, ids=lambda one: f"{one.kind}-{one.name}")
 def test_each_preset_is_found_by_its_name(preset):
-    kind = getattr(fuelrail, preset.kind)
+    face = fuelrail.bench if preset.kind == "Scenario" else fuelrail
+    kind = getattr(face, preset.kind)
     assert preset.summary.endswith(".")
     assert kind.preset(preset.name) == load_yaml(preset.file, kind) == load_yaml(preset.name, kind)
+
+
+@pytest.mark.parametrize("kind", [fuelrail.OrderSpec, fuelrail.Transforms])
+def test_a_preset_of_another_kind_is_named_as_such(kind):
+    words = "'bevdet-704x256' is a preset of ImageAugment, which is a value of another field"
+    with pytest.raises(ConfigError, match=words):
+        load_yaml("bevdet-704x256", kind)
 
 
 def test_an_unknown_preset_names_the_known_ones():

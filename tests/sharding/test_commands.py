@@ -151,7 +151,7 @@ def test_unknown_options(run, source, tmp_path):
     for words, says in (
         (["--colour", "red"], "unrecognized arguments: --colour red"),
         (["--layout", "zip"], "'zip'"),
-        (["--seed", "x"], "invalid int value: 'x'"),
+        (["--seed", "x"], "--seed must be a whole number; got 'x'"),
     ):
         code, _, err = shard(run, source.root, out, *words)
         assert code == 2

@@ -28,6 +28,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.sample.schema import META
+from fuelrail.sharding import forget as forget_module
 from fuelrail.sharding.forget import ForgetReport
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
@@ -453,6 +454,28 @@ def test_a_working_folder_of_another_run_is_not_continued(plain, tmp_path):
     assert {name: unchanged[name] for name in unchanged if "fuelrail" not in name} == {
         name: before[name] for name in before if "fuelrail" not in name
     }
+
+
+def test_an_earlier_version_in_the_working_folder_is_not_taken_for_the_one_before(
+    plain, tmp_path, monkeypatch
+):
+    """A call that is killed as it began, over a folder where the parent of the dataset lies."""
+    clip, key, _ = choose(plain)
+    shutil.copytree(plain, tmp_path / "parent")
+    fr.forget(plain, [key])
+    (plain / ".fuelrail").mkdir(mode=0o700)
+    shutil.copytree(tmp_path / "parent", plain / ".fuelrail" / "before")
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(forget_module, "_delete_all", die)
+        fr.forget(plain, [clip])
+    report = fr.forget(plain, [clip])
+    assert clip not in open_dataset(plain).index.strings("clip_id")
+    assert report.folders[0].after == open_dataset(plain).manifest.fingerprint
+    assert verify(plain, deep=True, num_threads=1).faults == []
 
 
 def test_other_versions_and_the_dictionary_are_named(dataroot, sharded, tmp_path):

@@ -1,8 +1,7 @@
 """One rank that makes staged models whose sizes tensor parallel of two ranks may not divide.
 
-Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron,
-and for a pipeline in place of tensor parallel its parts of a batch of four. Rank 0 writes the error
-of each, or the loss.
+Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron, and
+the fields of `ParallelSettings`. Rank 0 writes the error of each, or the loss of a batch of four.
 """
 
 from __future__ import annotations
@@ -66,12 +65,9 @@ class Tokens(StagedModel):
         return (logits - inputs[1]).square()
 
 
-def outcome(tokens: int, heads: int, inner: int, micro_batches: int | None = None) -> str:
-    strategy = "tensor" if micro_batches is None else "pipeline"
+def outcome(tokens: int, heads: int, inner: int, options: dict[str, object]) -> str:
     try:
-        parallel = bench.parallelise(
-            lambda: Tokens(heads, inner), strategy=strategy, micro_batches=micro_batches
-        )
+        parallel = bench.parallelise(lambda: Tokens(heads, inner), **options)
         batch = {"tokens": torch.ones(4, tokens, 4), "score": torch.ones(4, 1)}
         return str(float(parallel.step([batch])))
     except fr.errors.ConfigError as error:

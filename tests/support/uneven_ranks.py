@@ -112,7 +112,7 @@ def forever(loader):
         yield from loader
 
 
-def train_alone(dataset: str, global_batch: int, accumulation: int):
+def train_alone(dataset: str, global_batch: int, accumulation: int, clip_norm: float | None):
     """Losses and parameters of a plain loop."""
     torch.manual_seed(0)
     model = Points()
@@ -133,6 +133,8 @@ def train_alone(dataset: str, global_batch: int, accumulation: int):
                 count += len(distance)
             was_uneven |= count < accumulation * global_batch
             (total / count).backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimiser.step()
             optimiser.zero_grad()
             losses.append(float(total.detach()) / count)
@@ -150,7 +152,9 @@ def differences(dataset: str, kind: str, accumulation: int, options: dict[str, o
     if parallel.mesh is not None:
         sizes = dict(zip(parallel.mesh.mesh_dim_names, parallel.mesh.shape, strict=True))
         num_data = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
-    expected, parameters = train_alone(dataset, num_data * BATCH, accumulation)
+    expected, parameters = train_alone(
+        dataset, num_data * BATCH, accumulation, options.get("clip_norm")
+    )
     losses = []
     with load(dataset, BATCH, parallel.mesh) as loader:
         batches = forever(loader)

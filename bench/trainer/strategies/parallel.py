@@ -39,6 +39,7 @@ from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
     ParallelSettings,
     Precision,
+    check_pipeline,
     degrees_of,
     divisors,
     stages_of,
@@ -164,6 +165,12 @@ def parallelise(
                 "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
                 "hsdp, which take any module"
             )
+    if degrees.pp > 1:
+        if settings.micro_batches is None:
+            raise ConfigError(
+                "a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N"
+            )
+        check_pipeline(settings, degrees, len(module.blocks), settings.micro_batches)
     stages: dict[int, nn.Module] = {0: module}
     if mesh is not None and degrees.pp > 1:
         rank = mesh.get_local_rank("pp")
@@ -188,11 +195,7 @@ def parallelise(
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(module, accelerator, settings)]
     pipeline = None
-    if mesh is not None and degrees.pp > 1:
-        if settings.micro_batches is None:
-            raise ConfigError(
-                "a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N"
-            )
+    if mesh is not None and settings.micro_batches is not None and degrees.pp > 1:
         group = mesh["pp"].get_group()
         pipeline = Pipeline(
             modules=stages,

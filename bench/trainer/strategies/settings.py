@@ -259,31 +259,47 @@ def check_fits(
     blocks = num_blocks(model)
     stages = stages_of(settings, degrees)
     parts = settings.micro_batches or batch_size
-    cut = f"{stages} stages ({schedule}, pp={pp})"
     uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
     _refuse(
-        uneven, f"{cut} do not divide the model's {blocks} layers; {divisors('stages', blocks)}"
+        uneven,
+        f"{stages} stages ({schedule}, pp={pp}) do not divide the model's {blocks} layers; "
+        f"{divisors('stages', blocks)}",
     )
-    _refuse(
-        blocks < stages,
-        f"{cut} are more than the model's {blocks} layers; use a model of more, or a smaller pp",
-    )
+    would = divisors("micro_batches", batch_size)
+    of_batch = f"the batch of {batch_size} samples per rank"
+    _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
+    check_pipeline(settings, degrees, blocks, parts)
+
+
+def check_pipeline(
+    settings: ParallelSettings, degrees: Degrees, blocks: int, micro_batches: int
+) -> None:
+    """Check that a pipeline's schedule can run the blocks of a model in these stages, and a batch
+    in this number of parts.
+
+    Raises ConfigError, which says what would fit.
+    """
+    pp = degrees.pp
+    schedule = settings.pipeline_schedule
+    stages = stages_of(settings, degrees)
     _refuse(
         schedule in _APART and degrees.data > 1,
         f"{schedule} loses gradients where data-parallel ranks share a pipeline "
         f"(dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}); use "
         "Interleaved1F1B, or pp and tp alone",
     )
-    would = divisors("micro_batches", batch_size)
-    of_batch = f"the batch of {batch_size} samples per rank"
-    _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
-    fewest = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
-    multiple = "Interleaved" in schedule
     _refuse(
-        parts < fewest or (multiple and parts % pp),
+        blocks < stages,
+        f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a "
+        "model of more, or a smaller pp",
+    )
+    fewest = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
+    is_multiple = "Interleaved" in schedule
+    _refuse(
+        micro_batches < fewest or (is_multiple and micro_batches % pp),
         f"{schedule} with pp={pp} needs {fewest} "
-        f"micro-batches{' or a multiple' if multiple else ' or more'}, {of_batch} gives {parts}; "
-        f"use a batch_size of {fewest}",
+        f"micro-batches{' or a multiple' if is_multiple else ' or more'}, and a rank's batch is "
+        f"cut into {micro_batches}; use micro_batches={fewest}, and a batch_size that it divides",
     )
 
 

@@ -27,7 +27,13 @@ from fuelrail.sharding.sources.adapter.classes import SOURCE
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image
 from fuelrail.sharding.sources.adapter.members import DAMAGED, LEFT_OUT
 from fuelrail.sharding.sources.adapter.rows import attribute_types, may_be_attribute
-from fuelrail.sharding.sources.shared.arrow import byte_ranges, open_parquet
+from fuelrail.sharding.sources.shared.arrow import (
+    byte_ranges,
+    check_expanded,
+    is_plain,
+    open_mapped,
+    open_parquet,
+)
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import (
     EXTENSION_OF,
@@ -52,7 +58,6 @@ _FAULTS: Final = "_faults"
 _HIDDEN: Final[dict[str, type]] = {_NAME: str, _FAULTS: str}
 """Columns of each row: the sample's name in the source, and what is wrong with its images."""
 _DEEPEST: Final = 3
-_MAGIC: Final = b"ARROW1"
 _UNCOMPRESSED: Final = "write them without compression, or Parquet"
 _ROW: Final = re.compile(r"(.+)#row=(\d{1,9})\.(\d{1,9})&(.+)\.(?:jpg|png)\Z", re.DOTALL)
 _SPLIT: Final = re.compile(
@@ -63,7 +68,9 @@ _ENDINGS: Final = (".parquet", ".arrow")
 _LANCE: Final = ".lance"
 _ROWS: Final = 64
 _GROUP: Final = 1024
-"""Rows of a Lance dataset that are a clip where no column has clips."""
+"""Rows of a Lance dataset that are a clip where no column has clips, and of an Arrow file at
+once.
+"""
 _OWN: Final = (CLIP, *TIME_COLUMNS[:3], "ego2global", "split", "log_id", "vehicle")
 
 
@@ -224,6 +231,11 @@ class ArrowRows(Manifest):
         asked = self.given.columns.get(name)
         if asked is not None and not asked:
             return ""
+        if not is_plain(kind):
+            if asked:
+                raise ValueError(f"column '{name}' of {kind} is not read: write plain values")
+            self.noted[f"column {shortened(name)} left out, {shortened(kind)}"] += 1
+            return ""
         if (data := _bytes_of(column)) is not None and (
             feature == "Image" or (not feature and _is_picture(data))
         ):
@@ -286,9 +298,8 @@ class ArrowRows(Manifest):
         1,024 rows of Lance.
         """
         for part in self._read_parts(name):
-            part.batch.validate(
-                full=True
-            )  # before anything else: offsets and indices of a file may lead anywhere
+            # Before anything else: offsets and indices of a file may lead anywhere.
+            part.batch.validate(full=True)
             yield part
 
     def _read_parts(self, name: str) -> Iterator[_Part]:
@@ -301,14 +312,16 @@ class ArrowRows(Manifest):
                         first += len(batch)
         elif name.endswith(".arrow"):
             with pa.memory_map(self._local(name)) as file:
+                where = f"table '{self.files.shown}/{name}'"
                 mapped = file.read_buffer()
-                is_file = mapped[: len(_MAGIC)].to_pybytes() == _MAGIC
-                reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-                batches = (
-                    map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-                )
+                batches = open_mapped(mapped, where)
+                if isinstance(batches, pa.RecordBatchFileReader):
+                    batches = map(batches.get_batch, range(batches.num_record_batches))
                 for group, batch in enumerate(batches):
-                    yield _Part(batch, group, 0, mapped)
+                    batch.validate(full=True)
+                    check_expanded(batch, where)
+                    for first in range(0, max(len(batch), 1), _GROUP):
+                        yield _Part(batch.slice(first, _GROUP), group, first, mapped)
         else:
             at = 0
             for batch in self._lance(name).to_batches(batch_size=_ROWS):

@@ -21,7 +21,12 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.shared.arrow import byte_ranges
+from fuelrail.sharding.sources.shared.arrow import (
+    byte_ranges,
+    check_expanded,
+    is_plain,
+    open_mapped,
+)
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -88,10 +93,15 @@ class Py123d(FrameSource[Py123dSettings]):
         path = self._logs.path(name)
         if path is None or self._logs.facts(name) is None:
             raise SourceError(f"'{self._logs.shown}/{name}' is not a file on this machine")
-        with parsing(f"table '{self._logs.shown}/{name}'"), pa.memory_map(path) as file:
+        where = f"table '{self._logs.shown}/{name}'"
+        with parsing(where), pa.memory_map(path) as file:
             mapped = file.read_buffer()
-            table = pa.ipc.open_file(mapped).read_all()
+            reader = open_mapped(mapped, where, read_whole=True)
+            if odd := [field for field in reader.schema if not is_plain(field.type)]:
+                raise ValueError(f"column '{odd[0].name}' of {odd[0].type} is not read")
+            table = reader.read_all()
             table.validate(full=True)
+            check_expanded(table, where)
             stated = msgspec.msgpack.decode(
                 (table.schema.metadata or {})[b"metadata"], type=dict[str, Any]
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +40,14 @@ _LENGTH_BYTES: Final = 8
 # Numbers of fields in Arrow's flatbuffers (File.fbs, Message.fbs).
 _FOOTER_DICTIONARIES: Final = 2
 _FOOTER_BATCHES: Final = 3
+_MESSAGE_HEADER_TYPE = 1
 _MESSAGE_HEADER = 2
 _MESSAGE_METADATA = 4
 _BATCH_BUFFERS = 2
 _BATCH_COMPRESSION = 3
 _DICTIONARY_BATCH = 1
+_IS_DICTIONARY = 2
+"""What a message says that its header is."""
 
 
 def check_plain(view: memoryview, number: int) -> None:
@@ -79,44 +82,70 @@ def check_plain(view: memoryview, number: int) -> None:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
 
 
+class BufferBytes(NamedTuple):
+    """What the buffers of a dictionary or record batch of Arrow take: decompressed, as they state
+    it, and as they are stored.
+    """
+
+    decoded: int
+    stored: int
+    is_dictionary: bool
+
+
 def decoded_bytes(view: memoryview) -> int:
     """Return the bytes of all buffers of an Arrow file when they are decompressed, as the file
     states them.
 
     Raises IndexFileError for what is not an Arrow file.
     """
-    total = 0
+    return sum(buffers.decoded for buffers in list_buffer_bytes(view))
+
+
+def list_buffer_bytes(view: memoryview) -> list[BufferBytes]:
+    """Return what each dictionary and record batch of an Arrow file takes.
+
+    Raises IndexFileError for what is not an Arrow file.
+    """
+    sizes = []
     try:
         for field in (_FOOTER_DICTIONARIES, _FOOTER_BATCHES):
             _, count = _blocks(view, field)
             for number in range(count):
-                total += _decoded_bytes_of_block(view, _block(view, number, field), field)
+                start, metadata_bytes, body_bytes = _block(view, number, field)
+                (first,) = struct.unpack_from("<I", view, start)
+                message_start = start + (8 if first == _CONTINUED else 4)
+                body_start = start + metadata_bytes
+                message = view[message_start:body_start]
+                body = view[body_start : body_start + body_bytes]
+                sizes.append(buffer_bytes_of_message(message, body))
     except (struct.error, ValueError, OverflowError) as error:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
-    return total
+    return sizes
 
 
-def _decoded_bytes_of_block(view: memoryview, block: tuple[int, int, int], field: int) -> int:
-    start, metadata_bytes, body_bytes = block
-    (first,) = struct.unpack_from("<I", view, start)
-    message = view[start + (8 if first == _CONTINUED else 4) : start + metadata_bytes]
-    header_at = _field(message, _root(message), _MESSAGE_HEADER)
+def buffer_bytes_of_message(message: memoryview, body: memoryview) -> BufferBytes:
+    """Return what a dictionary or record batch takes.
+
+    Raises struct.error, ValueError or OverflowError for what is not a message of Arrow.
+    """
+    root = _root(message)
+    header_at = _field(message, root, _MESSAGE_HEADER)
     batch = header_at + struct.unpack_from("<I", message, header_at)[0]
-    if field == _FOOTER_DICTIONARIES:
+    (kind,) = struct.unpack_from("<B", message, _field(message, root, _MESSAGE_HEADER_TYPE))
+    if kind == _IS_DICTIONARY:
         data_at = _field(message, batch, _DICTIONARY_BATCH)
         batch = data_at + struct.unpack_from("<I", message, data_at)[0]
     is_compressed = bool(_field(message, batch, _BATCH_COMPRESSION))
     buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
-    body = view[start + metadata_bytes : start + metadata_bytes + body_bytes]
-    total = 0
+    decoded = 0
     for index in range(count):
         offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * index)
         num_bytes = max(length, 0)
         if is_compressed and length >= _LENGTH_BYTES:
             (stated,) = struct.unpack_from("<q", body, offset)
             num_bytes = max(num_bytes, stated)  # -1: it is stored as it is
-        total += num_bytes
-    return total
+        decoded += num_bytes
+    return BufferBytes(decoded, stored=len(body), is_dictionary=kind == _IS_DICTIONARY)
 
 
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:

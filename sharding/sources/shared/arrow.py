@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from pyarrow import feather
 
 from fuelrail.pipeline.errors import IndexFileError, SourceError
-from fuelrail.pipeline.format.index.checks import ARROW_MAGIC, decoded_bytes
+from fuelrail.pipeline.format.index.checks import (
+    ARROW_MAGIC,
+    buffer_bytes_of_message,
+    decoded_bytes,
+    list_buffer_bytes,
+)
+from fuelrail.pipeline.limits import TABLE, TABLE_OF_LOG
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.windows import open_file
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
 
 QUATERNION: Final = ("qw", "qx", "qy", "qz")
 TRANSLATION: Final = ("tx_m", "ty_m", "tz_m")
-_MOST_COLUMN: Final = 512 << 20
+_MOST_COLUMN: Final = TABLE.maximum
 """Bytes of one column in one row group of Parquet, before compression and when it is decoded."""
 _MOST_ROWS: Final = 65_536
 """Rows of a batch where nothing else bounds them."""
@@ -75,6 +81,60 @@ def read_feather(
         num_bytes += sum(map(_count_decoded_bytes, table.column(name).chunks))
     check_most(num_bytes, f"{where}: the rows, decoded,", _MOST_COLUMN)
     return columns(table, where, types)
+
+
+def open_mapped(mapped: pa.Buffer, where: str, *, read_whole: bool = False) -> Any:
+    """Return pyarrow's reader of a mapped Arrow file or stream.
+
+    Raises SourceError, naming ``where``, for a record batch, or for a ``whole`` table, that takes
+    more than its limit when it is decompressed. What is not compressed stays in the file.
+    """
+    with parsing(where):
+        is_file = mapped[: len(ARROW_MAGIC)].to_pybytes() == ARROW_MAGIC
+        if is_file:
+            try:
+                sizes = list_buffer_bytes(memoryview(mapped))
+            except IndexFileError as error:
+                raise SourceError(f"{where} cannot be read: {error}") from error
+        else:
+            sizes = [
+                buffer_bytes_of_message(memoryview(message.metadata), memoryview(message.body))
+                for message in pa.ipc.MessageReader.open_stream(mapped)
+                if message.type in ("dictionary", "record batch")
+            ]
+    num_bytes_held = 0
+    for size in sizes:
+        num_bytes = size.decoded if size.decoded > size.stored else 0
+        check_most(num_bytes, f"{where}: a record batch, decoded,", TABLE.maximum)
+        num_bytes_held += num_bytes if read_whole or size.is_dictionary else 0
+    limit = TABLE_OF_LOG if read_whole else TABLE
+    check_most(num_bytes_held, f"{where}, decoded,", limit.maximum)
+    with parsing(where):
+        return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+
+
+def check_expanded(rows: pa.RecordBatch | pa.Table, where: str) -> None:
+    """Raise SourceError, naming ``where``, for rows of Arrow that take more than the limit as
+    plain values: few bytes may be many rows, and many rows may share a text.
+    """
+    num_bytes = 0
+    with parsing(where):
+        for column in rows.columns:
+            chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+            num_bytes += sum(map(_count_expanded_bytes, chunks))
+    check_most(num_bytes, f"{where}: {len(rows)} rows, decoded,", TABLE.maximum)
+
+
+def is_plain(kind: pa.DataType) -> bool:
+    """Return whether each value of this type is stored for itself: no runs, and no views, of
+    which many may show the same.
+    """
+    if pa.types.is_dictionary(kind):
+        return is_plain(kind.value_type)
+    text = str(kind).partition("<")[0]
+    if text.endswith(("_view", "union", "run_end_encoded")):
+        return False
+    return all(is_plain(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[int, int]]:
@@ -320,6 +380,29 @@ def _count_decoded_bytes(array: pa.Array) -> int:
             _count_decoded_bytes(array.field(number)) for number in range(array.type.num_fields)
         )
     return int(array.nbytes)
+
+
+def _count_expanded_bytes(array: pa.Array) -> int:
+    """Return the bytes of an array as plain values, without those of texts that it has itself."""
+    kind = array.type
+    num_bytes = len(array) * _WIDEST
+    if isinstance(array, pa.ExtensionArray):
+        return _count_expanded_bytes(array.storage)
+    if pa.types.is_dictionary(kind):
+        if pa.types.is_nested(kind.value_type):
+            raise ValueError(f"a dictionary of {kind.value_type} is not read: write plain values")
+        return num_bytes + _count_decoded_bytes(array)
+    if pa.types.is_struct(kind):
+        parts = [array.field(number) for number in range(kind.num_fields)]
+    elif pa.types.is_map(kind):
+        parts = [array.keys, array.items]
+    elif (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
+        parts = [array.values]
+    else:
+        parts = []
+    return num_bytes + sum(map(_count_expanded_bytes, parts))
 
 
 def _decode_dictionaries(array: pa.Array) -> pa.Array:

@@ -328,7 +328,9 @@ def test_a_row_of_efficiencies_is_of_a_generation_a_precision_and_a_software():
     [
         ("NVIDIA A100", "bf16", "dense decoder", True),
         ("NVIDIA H200", "fp8", "dense decoder", True),
-        ("NVIDIA A100", "tf32", "convolution", True),
+        ("NVIDIA A100", "fp16", "convolution", True),
+        ("NVIDIA A100", "tf32", "convolution", False),
+        ("NVIDIA H100", "tf32", "dense decoder", False),
         ("NVIDIA H100", "bf16", "convolution", False),  # of one source
         ("NVIDIA A100", "fp32", "dense decoder", False),
         ("NVIDIA H100", "bf16", "mixture of experts", False),

@@ -155,7 +155,7 @@ def test_a_job_that_was_killed_as_it_began_starts_again_at_once(
     ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
     lines = finished(ranks, tmp_path, job)
     assert lines == [expected[rank // 2] for rank in range(NUM_RANKS)]
-    assert time.monotonic() - begin_s < 60
+    assert time.monotonic() - begin_s < 110  # it waits for ranks for two minutes
     wait_for(lambda: not servers(job))
 
 

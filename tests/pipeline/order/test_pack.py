@@ -469,6 +469,14 @@ def over(costs, **spec):
             "window=0 must be a whole number from 1",
         ),
         (
+            lambda: Pack(budget=9, cost="c", window=2**20 + 1),
+            "window=1048577 must be a whole number from 1 to 1048576",
+        ),
+        (
+            lambda: Pack(budget=2**40 + 1, cost="c", window=2**20),
+            "budget=1099511627777 must be a whole number from 1 to 1099511627776",
+        ),
+        (
             lambda: Pack(budget=9, cost="c", max_samples=0),
             "max_samples=0 must be a whole number >= 1",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.bucket import MAX_BUCKETS
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, derive_key
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage, position_map
 from fuelrail.pipeline.order.table import Table
@@ -40,6 +43,7 @@ from fuelrail.pipeline.settings import convert
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PAGE = Path(__file__).resolve().parents[3] / "pipeline" / "order" / "ORDER.md"
 SMALL = (3, 1, 4, 2, 5)
 BY_A = (AttributeWeights(attribute="a"),)
 MIX_A = Mix(attribute="a", ratios={"b": 1})
@@ -296,3 +300,16 @@ def test_the_hints_do_work(global_batch, size):
         Batching(10**6, int(batch), World(0, size))
     for count in re.findall(r"\d+", ranks.split(" ranks")[0]):
         Batching(10**6, global_batch, World(0, int(count)))
+
+
+def test_the_page_states_the_limits_that_hold() -> None:
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    (most_window,) = re.findall(r"W being `window`, from 1 to 2\^(\d+)", page)
+    (most_budget,) = re.findall(r"budget C, from 1 to 2\^(\d+)", page)
+    Pack(budget=2 ** int(most_budget), cost="c", window=2 ** int(most_window))
+    for past in ({"budget": 2 ** int(most_budget) + 1}, {"window": 2 ** int(most_window) + 1}):
+        with pytest.raises(OrderError, match="must be a whole number from 1 to"):
+            Pack(**{"budget": 1, "cost": "c"} | past)
+    assert f"There are at most {MAX_BUCKETS:,} buckets" in page
+    assert f"B, their sum, is at most {MAX_BLOCK:,}" in page
+    assert f"the sums of all stages, at most {MAX_BLOCK:,}" in page

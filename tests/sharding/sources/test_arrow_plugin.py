@@ -20,8 +20,10 @@ from PIL import Image
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.limits import TABLE
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
+from fuelrail.sharding.sources.shared import arrow
 from support.manifest_world import write_wide
 from support.neutral_source import install_plugin
 from support.sharding import digests
@@ -369,6 +371,68 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     (tmp_path / "a.arrow").symlink_to("/etc/hostname")
     with pytest.raises(SourceError, match="outside of the source"):
         scan(tmp_path)
+
+
+def write_batches(path, content, form, compression="zstd"):
+    """Write the record batches of a table as an Arrow file or stream."""
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    new = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with new(str(path), content.schema, options=options) as writer:
+        for batch in content.to_batches():
+            writer.write_batch(batch)
+
+
+ZEROS = pa.array(np.zeros(3000))
+TEXT = pa.DictionaryArray.from_arrays(np.zeros(400, np.int8), [50_000 * "x"])
+TEXT_STORED = pa.DictionaryArray.from_arrays(np.zeros(400, np.int8), [10_000 * "x"])
+BATCH = "a record batch, decoded"
+ROWS = r"\d+ rows, decoded"
+ELEMENTS = pa.ListArray.from_arrays([0, 3000], pa.nulls(3000))
+LARGE = {
+    "compressed numbers": (BATCH, pa.table({"score": ZEROS})),
+    "a compressed dictionary": (BATCH, pa.table({"source": TEXT.slice(0, 1)})),
+    "a text of many rows": (ROWS, pa.table({"source": TEXT_STORED})),
+    "rows without bytes": (ROWS, pa.table({"score": pa.nulls(3000)})),
+    "a text of many rows inside": (
+        ROWS,
+        pa.table({"talk": pa.StructArray.from_arrays([TEXT_STORED], ["a"])}),
+    ),
+    "elements without bytes": (ROWS, pa.table({"words": ELEMENTS})),
+}
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+@pytest.mark.parametrize(("words", "content"), LARGE.values(), ids=LARGE)
+def test_rows_that_decode_to_more_than_the_limit_are_refused(
+    tmp_path, monkeypatch, form, words, content
+):
+    write_batches(tmp_path / "a.arrow", content, form)
+    assert (tmp_path / "a.arrow").stat().st_size < 20_000
+    monkeypatch.setattr(arrow, "TABLE", TABLE._replace(maximum=20_000))
+    with pytest.raises(SourceError, match=rf"a\.arrow'.*{words}, has \d+ bytes, .* most 20000"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_what_is_stored_as_it_is_stays_in_the_file_and_has_no_limit(tmp_path, monkeypatch, form):
+    rows = [row(number) for number in range(4)]
+    write_batches(tmp_path / "a.arrow", table(rows), form, compression=None)
+    num_bytes = sum(len(record["image"]["bytes"]) for record in rows)
+    monkeypatch.setattr(arrow, "TABLE", TABLE._replace(maximum=num_bytes // 2))
+    assert scan(tmp_path).num_samples == 4
+
+
+def test_columns_of_views_and_runs_are_left_out_by_name(tmp_path):
+    rows = table([row(number) for number in range(4)])
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([4], pa.int32()), pa.array(["x"]))
+    rows = rows.append_column("runs", runs)
+    rows = rows.append_column("seen", pa.array([["x"]] * 4, pa.list_(pa.string_view())))
+    write_batches(tmp_path / "a.arrow", rows, "file", compression=None)
+    noted = str(scan(tmp_path).report)
+    assert "column runs left out" in noted
+    assert "column seen left out" in noted
+    with pytest.raises(SourceError, match=r"column 'runs' of run_end_encoded.* write plain values"):
+        scan(tmp_path, columns={"runs": "clip_id"})
 
 
 def test_the_kind_says_how_to_install_it(monkeypatch):

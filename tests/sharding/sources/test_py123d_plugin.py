@@ -12,8 +12,10 @@ import pytest
 from scipy.spatial.transform import Rotation
 
 import fuelrail as fr
+from fuelrail.pipeline.limits import TABLE, TABLE_OF_LOG
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.sources.shared import arrow
 from support.neutral_source import install_plugin
 from support.source_world import samples_of
 
@@ -207,4 +209,32 @@ def test_a_file_without_metadata_is_refused(tmp_path):
         writer.write_table(table)
     (folder / "camera.pcam_f0.arrow").write_bytes((folder / "sync.arrow").read_bytes())
     with pytest.raises(fr.errors.SourceError, match=r"sync\.arrow' cannot be read: no b'metadata'"):
+        scan_source(SourceSpec("py123d", str(tmp_path), {}))
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (pa.array(np.zeros(3000)), "sync.arrow', decoded, has 24000 bytes, .* at most 20000"),
+        (pa.nulls(3000), "3000 rows, decoded, has 24000 bytes, .* at most 20000"),
+        (
+            pa.RunEndEncodedArray.from_arrays(pa.array([3000], pa.int32()), pa.array(["x"])),
+            "column 'sync.timestamp_us' of run_end_encoded.* is not read",
+        ),
+    ],
+    ids=["compressed numbers", "rows without bytes", "runs"],
+)
+def test_a_table_that_decodes_to_more_than_the_limit_is_refused(
+    tmp_path, monkeypatch, column, words
+):
+    folder = tmp_path / "made_train" / "a"
+    folder.mkdir(parents=True)
+    table = pa.table({"sync.timestamp_us": column})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(str(folder / "sync.arrow"), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=1000)  # each batch is within the limit
+    (folder / "camera.pcam_f0.arrow").write_bytes((folder / "sync.arrow").read_bytes())
+    monkeypatch.setattr(arrow, "TABLE", TABLE._replace(maximum=20_000))
+    monkeypatch.setattr(arrow, "TABLE_OF_LOG", TABLE_OF_LOG._replace(maximum=20_000))
+    with pytest.raises(fr.errors.SourceError, match=words):
         scan_source(SourceSpec("py123d", str(tmp_path), {}))

@@ -14,6 +14,7 @@ import yaml
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner import choice
+from fuelrail.bench.planner import shape as shape_module
 from fuelrail.bench.planner.fake_rank import Inputs, run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS, Sourced, load_cluster
 from fuelrail.bench.planner.scenario import Scenario, TransformerShape
@@ -90,6 +91,13 @@ def test_context_parallel_ranks_share_a_sample_and_pass_keys_and_values_on():
     (ring,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     # Keys and values of 16 of 64 tokens in 16 bits, three rounds of three sends in each of 8 layers.
     assert ring.bytes == 3 * 3 * 8 * 2 * 2 * 16 * 32
+    wide = planned(  # heads of 32 channels in place of 8
+        model=msgspec.structs.replace(SMALL, head_width=32),
+        parallel=ParallelSettings(mesh="dp_shard=8"),
+        context_parallel=4,
+    )
+    (wide_ring,) = [traffic for traffic in wide.work.traffic if traffic.reach == 4]
+    assert wide_ring.bytes == 4 * ring.bytes
     with pytest.raises(ConfigError, match="context_parallel is 3, which does not divide the 8"):
         planned(parallel=ParallelSettings(mesh="dp_shard=8"), context_parallel=3)
 
@@ -181,10 +189,18 @@ def test_a_plan_with_recomputation_shares_runs_of_the_one_without():
 
 
 @pytest.mark.slow
-def test_a_mixture_of_many_experts_is_run_with_few():
+def test_a_mixture_of_many_experts_is_run_with_few(monkeypatch):
     """With all of its experts it has the same FLOP, parameters and, nearly, memory."""
     mixture = msgspec.structs.replace(SMALL, experts=16, active_experts=2, layers=4)
+    numbers_run = set()
+
+    def noted_run(model, **options):
+        numbers_run.add(model.experts)
+        return run_rank(model, **options)
+
+    monkeypatch.setattr(shape_module, "run_rank", noted_run)
     short = planned(model=mixture).stages[0]
+    assert numbers_run == {4, 8}
     model = mixture.settings(64)
     exact = shape_of(
         model,
@@ -206,6 +222,11 @@ def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
     experts = 8 * expert_parameters(mixture.settings(64))
     fewer = alone.stages[0].parameters - shared.stages[0].parameters
     assert fewer == pytest.approx(experts * 3 / 4, rel=0.01)
+    # Of a rank's experts one other rank has a copy, of the rest seven: each has its share of both.
+    dense = alone.stages[0].parameters - experts
+    for fit in (alone, shared):
+        moments = fit.stages[0].memory["moments"]
+        assert moments == pytest.approx(12 * (dense + experts) / 8, rel=0.01)
     assert shared.work.flop == pytest.approx(alone.work.flop, rel=0.02)
     (exchange,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     assert exchange.bytes == 4 * 8 * 2 * 64 * 2 * 64 * 3 / 4

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
 
 from fuelrail.bench.trainer.models.settings import MODELS, num_blocks
+from fuelrail.bench.trainer.strategies.optimiser import usual_optimiser
 from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
     ParallelSettings,
@@ -12,6 +17,8 @@ from fuelrail.bench.trainer.strategies.settings import (
     degrees_of,
 )
 from fuelrail.pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(options, world, message)
             Degrees(pp=4),
             {},
             2,
-            "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2",
+            "1F1B with pp=4 needs 4 micro-batches or more, .* is cut into 2",
         ),
         (
             "gpt-tiny",
@@ -143,3 +150,12 @@ def test_sizes_and_numbers_of_blocks_are_those_of_the_models():
             if name in billions:
                 count = sum(p.numel() for p in model.parameters()) / 1e9
                 assert count == pytest.approx(billions[name], rel=0.06), name
+
+
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/guides/own-model.md"])
+def test_pages_that_name_sgd_say_its_momentum(page):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimiser = usual_optimiser([("weight", parameter)], ParallelSettings(optimiser="sgd"))
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    (momentum,) = re.findall(r"`\"?sgd\"?`,? (?:which )?has a momentum of ([\d.]+)", text)
+    assert float(momentum) == optimiser.defaults["momentum"]

@@ -22,10 +22,14 @@ CASES = {
         {"strategy": "zero1"},
         {"strategy": "zero2"},
         {"strategy": "fsdp2"},
-        {"strategy": "tensor"},
+        {"strategy": "tensor", "clip_norm": 0.5},
         PIPELINE,
     ],
-    4: [{"strategy": "hsdp"}, {"mesh": "pp=2,dp_shard=2", "micro_batches": 2}],
+    4: [
+        {"strategy": "hsdp", "clip_norm": 0.5},
+        {"mesh": "pp=2,dp_shard=2", "micro_batches": 2, "clip_norm": 0.5},
+        {"mesh": "dp_replicate=2,tp=2"},
+    ],
 }
 
 
