@@ -74,12 +74,18 @@ demo: setup
 	@echo "  file://$(abspath $(DEMO))/bench/report.html  occupancy, time breakdown of each step, what the loader did"
 	@echo "  file://$(abspath $(DEMO))/bench/report.json  the same as data"
 
-# A small sample and the first screen of the report: pictures of README.md.
-pictures: demo
+# A small sample, the first screen of the report, and the end of what `make demo` prints: pictures of README.md.
+pictures: setup
+	@mkdir -p $(DEMO)
+	$(MAKE) --no-print-directory demo | tee $(DEMO)/demo.txt
+	{ echo '<meta charset="utf-8"><pre style="font: 13px/1.35 monospace; white-space: pre-wrap; background: #1e1e1e; color: #ddd; margin: 0; padding: 12px; height: 100vh">'; \
+		sed -n '/accelerator occupancy/,/^Ranks/p' $(DEMO)/demo.txt | sed '$$d; s/&/\&amp;/g; s/</\&lt;/g'; echo '</pre>'; } >$(DEMO)/demo.html
 	sed 's/^height: 256/height: 120/; s/^width: 704/width: 330/' configs/images/bevdet-704x256.yaml >$(DEMO)/small.yaml
 	$(FUELRAIL) view $(DEMO)/dataset scene-9003-000004 --image $(DEMO)/small.yaml --train --output docs/assets/sample.png
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,705 \
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,520 \
+		--screenshot=docs/assets/demo.png "file://$(abspath $(DEMO))/demo.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
 test: setup

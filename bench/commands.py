@@ -25,31 +25,29 @@ INSPECT = OFFLINE["inspect"]
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     # Not before: studies take a second to import, and `inspect` needs none.
-    from fuelrail.bench.studies.commands import STUDIES, command
-    from fuelrail.bench.studies.diff import COMPARE_ROOM, DIFF
+    from fuelrail.bench.report.options import command_of_words
+    from fuelrail.bench.studies.commands import STUDIES, study_command
+    from fuelrail.bench.studies.diff import COMPARE_ROOM, DIFF, FROM_CHECKOUT
 
-    entries = {word: command(word, study) for word, study in STUDIES.items()} | {"diff": DIFF}
-    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+    words = {word: study_command(word, study) for word, study in STUDIES.items()}
+    words["diff"] = DIFF
     if importlib.util.find_spec(COMPARE_ROOM) is not None:
         from fuelrail.bench.studies.compare.session import COMPARE
 
-        entries["compare"] = COMPARE
-    else:  # whatever its arguments are
-        refused = words.add_parser(
-            "compare", help="compare loaders: runs from a checkout", prefix_chars="+"
+        words["compare"] = COMPARE
+    else:
+
+        def take_any_arguments(refused: argparse.ArgumentParser) -> None:
+            refused.prefix_chars = "+"
+            refused.add_argument("arguments", nargs="*")
+
+        def refuse(_: argparse.Namespace) -> int:
+            raise ConfigError(FROM_CHECKOUT)
+
+        words["compare"] = Command(
+            "compare loaders: runs from a checkout", take_any_arguments, refuse
         )
-        refused.add_argument("arguments", nargs="*")
-        refused.set_defaults(run_word=_refuse_compare)
-    for word, entry in entries.items():
-        parser_of_word = words.add_parser(word, help=entry.help)
-        entry.configure(parser_of_word)
-        parser_of_word.set_defaults(run_word=entry.run)
-
-
-def _refuse_compare(_: argparse.Namespace) -> int:
-    from fuelrail.bench.studies.diff import FROM_CHECKOUT
-
-    raise ConfigError(FROM_CHECKOUT)
+    command_of_words("", words).configure(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -270,10 +270,19 @@ def _signed(digest: int) -> int:
     return digest - (1 << 63)
 
 
-def warn_of_workers(share: WorkerShard) -> None:
-    """Warn where this process is one of several workers of torch's DataLoader, and the steps are
-    not shared out.
+def check_process(world: World | None, share: WorkerShard) -> None:
+    """Check that this process is the one that a loader was made for.
+
+    Raises WorldError where it is another rank by now than ``world``, which the loader has detected
+    (None: it was told). Warns where it is one of several workers of torch's DataLoader, and the
+    steps are not shared out.
     """
+    if world is not None and (detected := detect_world()) != world:
+        raise WorldError(
+            f"this loader was made as {world}, but the process is {detected} by now: "
+            "make it after torch.distributed is initialised (in Lightning: in "
+            "`train_dataloader`), or pass world="
+        )
     worker = get_worker_info()
     if worker is not None and share.stride < worker.num_workers:
         warnings.warn(

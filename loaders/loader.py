@@ -31,10 +31,9 @@ from fuelrail.loaders.config import (
 )
 from fuelrail.loaders.distributed import (
     batch_digest,
+    check_process,
     check_ranks_agree,
-    detect_world,
     resolve_world,
-    warn_of_workers,
 )
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
@@ -48,7 +47,7 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.buffers import Memory, pageable
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
@@ -99,7 +98,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         shuffle: True gives a seeded random order, another one each epoch; False the stored order.
             None: what ``order`` says; without one the stored order, as torch's default is.
         seed: seed of the augmentation; without ``order`` also of the order. The order of an
-            `OrderSpec` has the seed of that alone; where both are given (not 0) they are equal.
+            `OrderSpec` has the seed of that alone.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False,
             torch's default too: fill it with the epoch's first samples, as DistributedSampler does;
             ``valid`` of these is False. Either way all ranks get the same number of batches, of the
@@ -250,11 +249,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self.order = OrderSpec(seed=options.seed).resolved(shuffle=bool(options.shuffle))
         else:
             self.order = options.order.resolved(shuffle=options.shuffle)
-            if options.seed and self.order.seed not in (0, options.seed):
-                raise ConfigError(
-                    f"seed={options.seed} and the order's seed {self.order.seed} contradict each "
-                    "other: give the same number twice, or leave out one of them, which is 0 then"
-                )
         points, *_ = [
             choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]
@@ -299,7 +293,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers(buffer_pool.page_locked if pinned else pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._away = serve_elsewhere(
+        self._client = serve_elsewhere(
             make_loader,
             self._recipe(),
             tuning,
@@ -307,7 +301,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             finishes=transfer is None,
             pinned=pinned,
         )
-        clocks_there = self._away.counts.clocks if self._away else tuple
+        clocks_there = self._client.clocks if self._client else tuple
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share = WorkerShard()
         self._batches = 0
@@ -339,13 +333,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         without an error. Once exhausted, the next iteration finds the next epoch's first batches
         loaded: threads continue over the epoch's end, until :meth:`close` or garbage collection.
         """
-        if self._world_is_detected and (world := detect_world()) != self.world:
-            raise WorldError(
-                f"this loader was made as {self.world}, but the process is {world} by now: "
-                "make it after torch.distributed is initialised (in Lightning: in "
-                "`train_dataloader`), or pass world="
-            )
-        warn_of_workers(self._share)
+        check_process(self.world if self._world_is_detected else None, self._share)
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for
             # that one's rest.
@@ -357,8 +345,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self._walk = walk = Walk(self._start, self._batching, self._share)
             if not (self._runner.is_running and self._runner.idle_at(self._start)):
                 self._halt()
-                if self._away is not None:
-                    self._runner.start(self._away.items(walk), self.stages(), [self._away])
+                if self._client is not None:
+                    self._runner.start(self._client.items(walk), self.stages(), [self._client])
                 else:
                     self._run(walk, self.where.scheduled(walk))
             return self._drain(self._runner.take(), walk)
@@ -406,8 +394,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         runner = self._runner
         samples = self._batches * self.batch_size
-        remote_counts = self._away and self._away.counts
-        storage = (remote_counts.storage() if remote_counts else []) or [
+        client = self._client
+        storage = (client.storage() if client else []) or [
             source.storage.stats() for source in self._schedule.sources
         ]
         return LoaderStats(
@@ -419,8 +407,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             elapsed_s=runner.elapsed_s,
             storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=remote_counts.refused_images
-            if remote_counts
+            refused_images=client.refused_images
+            if client
             else getattr(self._make.decoder, "num_refused", 0),
         )
 
@@ -433,7 +421,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
-        if self._away is not None:
+        if self._client is not None:
             raise ConfigError(
                 f"where={self._arguments.where!r} cannot be used in worker processes: leave "
                 "it out there"
@@ -448,8 +436,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         The loader can be iterated again.
         """
         self._halt()
-        if self._away is not None:
-            self._away.end()
+        if self._client is not None:
+            self._client.end()
 
     def _halt(self) -> None:
         self._runner.stop()
@@ -550,20 +538,20 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         A subclass may wrap them, to watch or to disturb a loader.
         """
         tuning = Tuning(self.num_workers, self.prefetch_factor)
-        return self._make.stages(tuning) if self._away is None else self._make.receiving(tuning)
+        return self._make.stages(tuning) if self._client is None else self._make.receiving(tuning)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches, also of an iteration under way."""
         self.num_workers, self.prefetch_factor = tuning
         self._runner.adapt(self._left_out.stages(self.stages()))
-        if self._away is not None:
-            self._away.tune(tuning)
+        if self._client is not None:
+            self._client.tune(tuning)
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches
         keep their shape.
         """
-        if self._away is not None:
+        if self._client is not None:
             raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 

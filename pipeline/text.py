@@ -160,8 +160,8 @@ _KINDS: Final = {
 }
 """Words for the names that msgspec has for kinds of values."""
 _EXPECTED: Final = re.compile(r"(Expected|, got) `([^`]+)`")
-_PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`")
-_STEP: Final = re.compile(r"\[(\d+)\]|\[\.\.\.\]|([^.\[\]]+)")
+_PLACE: Final = re.compile(r" - at (?P<is_key>`key` in )?`\$(?P<path>[^`]*)`")
+_STEP: Final = re.compile(r"\[(?P<index>\d+)\]|\[\.\.\.\]|(?P<name>[^.\[\]]+)")
 
 
 def fault_in_words(error: msgspec.ValidationError) -> str:
@@ -191,11 +191,17 @@ def _expected_in_words(match: re.Match[str]) -> str:
 
 
 def _place_in_words(match: re.Match[str]) -> str:
+    """Return the place of a fault: `` - at `$.cameras[0]` `` is `` (at 'cameras', entry 0)``.
+
+    ``match`` is one of `_PLACE`.
+    """
     steps = []
-    for step in _STEP.finditer(match[2]):
-        if step[2]:
-            steps.append(f"'{step[2]}'")
+    for step in _STEP.finditer(match["path"]):
+        if step["name"]:
+            steps.append(f"'{step['name']}'")
+        elif step["index"]:
+            steps.append(f"entry {step['index']}")
         else:
-            steps.append("an entry" if step[1] is None else f"entry {step[1]}")
+            steps.append("an entry")
     place = ", ".join(steps) or "the value itself"
-    return f" (a key of {place})" if match[1] else f" (at {place})"
+    return f" (a key of {place})" if match["is_key"] else f" (at {place})"

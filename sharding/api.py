@@ -71,8 +71,8 @@ class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             (
                 f"{counted(self.num_samples, 'sample')} ({splits}) of "
                 f"{counted(self.num_clips, 'clip')} in "
-                f"{counted(self.num_shards, 'shard')}{reused_text}, "
-                f"{self.num_bytes / 1e6:,.1f} MB, {self.seconds:.1f} s: {self.dataset}"
+                f"{counted(self.num_shards, 'shard')}{reused_text}, {self.num_bytes / 1e6:,.1f} "
+                f"MB, {self.seconds:.1f} s: {self.dataset}"
             )
         ]
         if self.num_clips_left_out:

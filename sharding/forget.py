@@ -198,8 +198,7 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             if entry.num_cut:
                 lines.append(
                     f"  {counted(entry.num_cut, 'other sample')} held sweeps, measurements or "
-                    "steps of trajectories of "
-                    "them, which went too"
+                    "steps of trajectories of them, which went too"
                 )
             lines += [
                 f"  {name} has other names, which still hold the samples" for name in entry.linked
@@ -438,9 +437,8 @@ def _find_cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[P
         for path in (folder.parent, folder):
             if path.is_symlink():
                 raise ConfigError(
-                    f"cache '{path}' is a link, and nothing is deleted through one: remove it, "
-                    "or name the folder that "
-                    "it leads to"
+                    f"cache '{path}' is a link, and nothing is deleted through one: remove it, or "
+                    "name the folder that it leads to"
                 )
     return list(folders)
 
@@ -467,9 +465,8 @@ def _open_source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Datase
 def _edited(out: FolderOutput) -> DatasetError:
     return DatasetError(
         f"'{out.work}' is not what an interrupted `fuelrail forget` has left: it was edited or "
-        "belongs to another "
-        f"dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove '{out.work}'; else "
-        f"{BRING_BACK}"
+        f"belongs to another dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove "
+        f"'{out.work}'; else {BRING_BACK}"
     )
 
 

@@ -270,9 +270,8 @@ def _rebuild_tables(
 
 def _make_mismatch_error(file: Path, dataset: Dataset) -> ConfigError:
     return ConfigError(
-        f"receipt '{file}' is not that of a deletion from '{dataset.location}', or it was "
-        "edited: give the file that "
-        "`fuelrail forget` wrote"
+        f"receipt '{file}' is not that of a deletion from '{dataset.location}', or it was edited: "
+        "give the file that `fuelrail forget` wrote"
     )
 
 

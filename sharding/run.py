@@ -200,8 +200,7 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
         # A manifest has the mapping itself; a name would be that of a file of this machine.
         raise ConfigError(
             f"the manifest of '{root}' has classes={shortened(classes)} in its recipe: allowed are "
-            f"{SOURCE}, {NUSCENES10} "
-            "or a mapping; it was edited"
+            f"{SOURCE}, {NUSCENES10} or a mapping; it was edited"
         )
     spec = parse_source(source, recipe.source_options)
     return shard(
@@ -289,14 +288,16 @@ def _load_stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry
 def _plan_dataset(
     work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None
 ) -> _Planned:
-    """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it
-    has.
+    """Plan the dataset, and write `plan_rows` and `selection` into the workspace.
+
+    A finished dataset or a started run keeps the cut into shards that it has.
     """
     info, table, recipe, _ = scan
     rows = select_rows(table, info.clips, recipe)
     clip, frame, size_bytes = (
         table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes")
     )
+    # Stored bytes of a scanned byte, estimated from the first sample.
     first = table.row(int(rows[0])).members
     share = stored_share(recipe.images, first) * (
         uncompressed_share(first) if recipe.layout == "none" else 1.0
@@ -328,8 +329,8 @@ def _plan_dataset(
         plan = plan._replace(shards=started.shards)
     save_npy(work.plan_rows, plan.rows)
     save_npy(work.selection, selected)
-    firsts = [planned.first_sample for planned in plan.shards]
-    shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], firsts) * share
+    first_rows = [planned.first_sample for planned in plan.shards]
+    shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], first_rows) * share
     state = msgspec.structs.replace(state, shards=plan.shards)
     return _Planned(plan, clips_by_split, shard_bytes, state)
 

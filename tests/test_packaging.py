@@ -582,5 +582,6 @@ def test_no_plug_in_asks_an_index_for_fuelrail_by_its_name() -> None:
         extras = project.get("optional-dependencies", {}).values()
         requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
         assert not [text for text in requirements if text.startswith("fuelrail")], name
-    video = PROJECT["optional-dependencies"]["video"]
-    assert asked["physical_ai"]["dependencies"] == video
+    extras = PROJECT["optional-dependencies"]
+    video = [text for text in extras["video"] if not text.startswith("fuelrail")]
+    assert asked["physical_ai"]["dependencies"] == [*video, *extras["opencv"]]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from fuelrail.bench.report.options import add_dataset
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.bench.annotation.run import AnnotateOptions, annotate
+from fuelrail.bench.report.options import DATASET, command, print_text
+from fuelrail.pipeline.cli import PrintOptions
 from fuelrail.pipeline.settings import Settings, flag
-
-if TYPE_CHECKING:
-    import argparse
 
 _DESCRIPTION = (
     "Run a model over a dataset, in order, and store what it returns as a layer. The "
@@ -26,34 +23,26 @@ class ModelOption(Settings, frozen=True, kw_only=True):
     model: Annotated[str, flag("the function, or a class that makes it", metavar="MODULE:FUNCTION")]
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.bench.annotation.run import AnnotateOptions
-
-    parser.description = _DESCRIPTION
-    add_dataset(parser)
-    parser.add_argument(
-        "layer",
-        metavar="LAYER",
-        help="folder of the layer; must be new, empty, or hold a partial layer",
-    )
-    add_flags(parser, ModelOption)
-    add_flags(parser, AnnotateOptions)
-    add_flags(parser, PrintOptions)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from fuelrail.bench.annotation.run import AnnotateOptions, annotate
-
-    report = annotate(
-        args.dataset,
-        args.layer,
-        from_flags(args, ModelOption).model,
-        from_flags(args, AnnotateOptions),
-    )
-    print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(
-        report.as_text()
-    )
+def print_annotated(
+    dataset: str, layer: str, model: ModelOption, options: AnnotateOptions, printing: PrintOptions
+) -> int:
+    """Run the model, and print what was written."""
+    print_text(annotate(dataset, layer, model.model, options), printing)
     return 0
 
 
-COMMANDS = {"annotate": Command("run a model over a dataset and store a layer", _configure, _run)}
+COMMANDS = {
+    "annotate": command(
+        "run a model over a dataset and store a layer",
+        print_annotated,
+        arguments={
+            "dataset": DATASET,
+            "layer": {
+                "metavar": "LAYER",
+                "help": "folder of the layer; must be new, empty, or hold a partial layer",
+            },
+        },
+        options=(ModelOption, AnnotateOptions, PrintOptions),
+        description=_DESCRIPTION,
+    )
+}

@@ -83,9 +83,14 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                     }
                 )
         else:
-            kinds = ", ".join(sorted({_kind(value) for value in values}))
+            kinds = {
+                f"array {list(value.shape)}"
+                if isinstance(value, np.ndarray)
+                else type(value).__name__
+                for value in values
+            }
             raise ConfigError(
-                f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: "
+                f"output {name!r} holds {', '.join(sorted(kinds))}, not arrays of one shape, texts or bytes: "
                 f"{_BY_HAND}"
             )
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
@@ -120,7 +125,17 @@ def rows_of(
             if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
                 continue
             if channel.dtype == "int8" and f"{name}{_SCALE}" in table:
-                row[name], row[f"{name}{_SCALE}"] = _quantised(name, value)
+                if not np.isfinite(value).all():
+                    raise ConfigError(
+                        f"output {name!r} has NaN or infinities, which int8 cannot hold; replace "
+                        "them in the model, or store it as_is with a table that has allows_nan or "
+                        "allows_inf (--channels FILE)"
+                    )
+                largest = float(np.abs(value).max()) if value.size else 0.0
+                scale = np.float32(largest / _MOST_INT8 if largest else 1.0)
+                quantised = np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8)
+                row[name] = quantised.astype(np.int8)
+                row[f"{name}{_SCALE}"] = scale
             elif channel.dtype.startswith("float"):
                 with np.errstate(over="ignore"):
                     row[name] = value.astype(channel.numpy_dtype)
@@ -133,41 +148,23 @@ def rows_of(
     return rows
 
 
-def _kind(value: object) -> str:
-    return f"array {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
-    if not np.isfinite(value).all():
-        raise ConfigError(
-            f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them "
-            "in the model, or store it as_is with a table that has allows_nan or allows_inf "
-            "(--channels FILE)"
-        )
-    largest = float(np.abs(value).max()) if value.size else 0.0
-    scale = np.float32(largest / _MOST_INT8 if largest else 1.0)
-    return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale
-
-
 def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None, int] | None:
     """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in
     a list: it may vary.
     """
-    rows = _rows(name, output, num_rows)
-    if not all(map(_is_logits, rows)) or len({row.shape[1] for row in rows}) != 1:
-        return None
-    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
-
-
-def _is_logits(row: object) -> bool:
     import torch
 
-    is_float = (
-        row.is_floating_point()
-        if isinstance(row, torch.Tensor)
-        else getattr(row, "dtype", np.dtype("O")).kind == "f"
-    )
-    return is_float and getattr(row, "ndim", 0) == 2
+    rows = _rows(name, output, num_rows)
+    for row in rows:
+        if isinstance(row, torch.Tensor):
+            is_float = row.is_floating_point()
+        else:
+            is_float = getattr(row, "dtype", np.dtype("O")).kind == "f"
+        if not is_float or getattr(row, "ndim", 0) != 2:
+            return None
+    if len({row.shape[1] for row in rows}) != 1:
+        return None
+    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
 
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
@@ -189,9 +186,9 @@ def _rows(name: str, output: object, num_rows: int) -> list[Any]:
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
-            f"output {name!r} is a {kind} "
-            f"{f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
-            f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; "
+            "it must be a tensor [B, ...] or a list, with a row for each of the batch's "
+            f"{num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
     return rows

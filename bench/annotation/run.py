@@ -2,8 +2,9 @@
 launcher, or on Ray.
 
 Batch b of B samples holds positions b B to b B + B - 1 of its split, on any number of ranks, so the
-model sees the same batches however many ranks there are and however often a run is interrupted. A
-task of Ray makes some of these batches.
+model sees the same batches however many ranks there are and however often a run is interrupted.
+Positions count the samples that the model sees: a window that drops leaves out those that lack a
+frame. A task of Ray makes some of these batches.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.logits import logits_store
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError
+from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import Cursor, World
+from fuelrail.pipeline.order.compile import plain
+from fuelrail.pipeline.order.windows import FrameWindow, window_lookup
 from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, load_yaml, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -90,6 +94,13 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     transforms: Annotated[
         Transforms | None, flag("size, augmentation, points, what is selected, ...")
     ] = None
+    window: Annotated[
+        FrameWindow | None,
+        flag(
+            "frames that the model sees with each sample: frames, stride, pad; pad: drop "
+            "leaves out samples whose clip lacks one"
+        ),
+    ] = None
     device: Annotated[
         str | None, flag("device of the batches, such as cuda (of this local rank)")
     ] = None
@@ -132,6 +143,11 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and "
                 "view='fixed' shows samples without any: leave them out, or give view='per_view'"
             )
+        if self.view == "per_view" and self.window is not None:
+            raise ConfigError(
+                "view='per_view' with a window: a window augments its frames by the sample's "
+                "draw, and the layer would be of no single view: leave one of them out"
+            )
         if self.channels is not None and self.store != "as_is":
             raise ConfigError(
                 f"store={self.store!r} is for values without a table: '{self.channels}' has "
@@ -140,14 +156,15 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
 
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What this rank did: rows written by it, rows that were there before, and the layer where
-    it is finished.
+    """What this rank did: rows written by it, rows that were there before, samples of the base
+    that the window leaves out, and the layer where it is finished.
     """
 
     layer: str
     fingerprint: str | None
     num_written: int
     num_kept: int
+    num_left_out: int = 0
     seconds: float
 
     def as_text(self) -> str:
@@ -158,9 +175,14 @@ class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
             else f"fingerprint {self.fingerprint}"
         )
         earlier_text = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
+        left_out_text = (
+            f"; {counted(self.num_left_out, 'sample')} without all frames of the window left out"
+            if self.num_left_out
+            else ""
+        )
         return (
             f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} "
-            f"s{earlier_text}; {state}\n"
+            f"s{earlier_text}{left_out_text}; {state}\n"
         )
 
 
@@ -197,25 +219,29 @@ def annotate(
         with LayerWriter(
             base, layer, channels=work.table(), view=work.view, recipe=work.recipe()
         ) as writer:
-            done = writer.written()
+            done = writer.written() & ~work.left_out
             num_kept = int(done.sum())
             num_written = sum(
                 work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize)
             )
-        fingerprint = writer.finish().fingerprint if writer.written().all() else None
+        is_whole = (writer.written() | work.left_out).all()
+        is_partial = bool(work.left_out.any())
+        fingerprint = writer.finish(partial=is_partial).fingerprint if is_whole else None
     else:
-        fingerprint, num_kept, num_written = _on_ray(base, os.fspath(layer), model, options)
+        work = _Annotation(base, None, options, World(0, 1))
+        fingerprint, num_kept, num_written = _on_ray(work, os.fspath(layer), model, options)
     return AnnotateReport(
         layer=os.fspath(layer),
         fingerprint=fingerprint,
         num_written=num_written,
         num_kept=num_kept,
+        num_left_out=int(work.left_out.sum()),
         seconds=round(time.monotonic() - start, 3),
     )
 
 
 def _on_ray(
-    base: Dataset, layer: str, model: Model | str, options: AnnotateOptions
+    work: _Annotation, layer: str, model: Model | str, options: AnnotateOptions
 ) -> tuple[str, int, int]:
     """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were
     there, and new ones.
@@ -230,6 +256,9 @@ def _on_ray(
             f"engine='ray' divides the work itself, and this is one of {world.size} ranks: "
             "start it once"
         )
+    import torch
+    from ray import cloudpickle
+
     from fuelrail.sharding.engines.ray import RayEngine
 
     cpus = options.workers or 1
@@ -237,32 +266,25 @@ def _on_ray(
     engine = RayEngine(options.ray_address, cpus=cpus, gpus=gpus)
     options = msgspec.structs.replace(options, workers=cpus)
     layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
-    work = _Annotation(base, None, options, World(0, 1))
-    start = partial(_start, _pickled(base, model, options))
-    with engine.connected():
-        facts = next(engine.make(partial(start, None), [0]))
-        with LayerWriter(base, layer, **facts, view=work.view) as writer:
-            done = writer.written()
-            num_lacking = int(done.size - done.sum())
-            piece_batches = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
-            pieces = work.pieces(done, max(1, piece_batches))
-            for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
-                pass
-            return writer.finish().fingerprint, done.size - num_lacking, num_lacking
-
-
-def _pickled(*setup: Any) -> bytes:
-    import torch
-    from ray import cloudpickle
-
     try:
-        content: bytes = cloudpickle.dumps((*setup, torch.get_num_threads()))
+        setup = cloudpickle.dumps((work.base, model, options, torch.get_num_threads()))
     except Exception as error:
         raise ConfigError(
             f"the model cannot be pickled for the processes of engine='ray' ({error}): give "
             "it as 'MODULE:NAME'"
         ) from error
-    return content
+    start = partial(_start, setup)
+    with engine.connected():
+        facts = next(engine.make(partial(start, None), [0]))
+        with LayerWriter(work.base, layer, **facts, view=work.view) as writer:
+            done = writer.written() & ~work.left_out
+            num_lacking = int((~(done | work.left_out)).sum())
+            piece_batches = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
+            pieces = work.pieces(done, max(1, piece_batches))
+            for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
+                pass
+            manifest = writer.finish(partial=bool(work.left_out.any()))
+            return manifest.fingerprint, int(done.sum()), num_lacking
 
 
 def _start(
@@ -344,6 +366,25 @@ class _Annotation:
         return self._given_world or detect_world()
 
     @cached_property
+    def left_out(self) -> Rows:
+        """Which samples of the base lack a frame of a window that drops: bool (num_samples,)."""
+        window = self._options.window
+        left_out = np.zeros(len(self.base), dtype=bool)
+        if window is None or window.pad != "drop":
+            return left_out
+        for name, entry in self.base.splits.items():
+            lookup = window_lookup(ClipTable.of_split(self.base, name), window)
+            left_out[
+                entry.first_sample : entry.first_sample + entry.num_samples
+            ] = ~lookup.complete()
+        if left_out.all():
+            raise ConfigError(
+                f"{window}: no clip of '{self.base.root}' has all of these frames; give "
+                "fewer frames, a smaller stride, or another pad"
+            )
+        return left_out
+
+    @cached_property
     def _reduction(self) -> Reduction:
         from fuelrail.bench.annotation.teacher import Reduction
 
@@ -362,6 +403,7 @@ class _Annotation:
             "teacher": teacher,
             "temperature": options.temperature,
             "positions": options.positions,
+            "window": None if options.window is None else plain(options.window),
         }
         return {name: value for name, value in facts.items() if value not in (None, 1.0)}
 
@@ -371,7 +413,12 @@ class _Annotation:
         """
         if self._options.channels is not None:
             return load_yaml(self._options.channels, list[dict[str, Any]])  # type: ignore[type-var]
-        split = next(name for name, entry in self.base.splits.items() if entry.num_samples)
+        first_row = int(np.argmin(self.left_out))
+        split = next(
+            name
+            for name, entry in self.base.splits.items()
+            if 0 <= first_row - entry.first_sample < entry.num_samples
+        )
         with self._loader(split, World(0, 1)) as loader:
             (batch,) = loader.make_steps(Cursor(), 0)
         return infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
@@ -383,9 +430,8 @@ class _Annotation:
         size = self._options.batch_size * self._world.size
         pieces_found = []
         for name, entry in self.base.splits.items():
-            lacking = np.flatnonzero(
-                ~done[entry.first_sample : entry.first_sample + entry.num_samples]
-            )
+            of_split = slice(entry.first_sample, entry.first_sample + entry.num_samples)
+            lacking = np.flatnonzero(~done[of_split][~self.left_out[of_split]])
             for _, batches in groupby(
                 np.unique(lacking // size).tolist(), lambda batch: batch // max_batches
             ):
@@ -450,6 +496,7 @@ class _Annotation:
             seed=options.seed,
             split=split,
             num_workers=options.workers,
+            window=options.window,
             transforms=self._transforms,
             device=self._device,
             world=world,

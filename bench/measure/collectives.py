@@ -43,18 +43,17 @@ def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:
     )
     if kind is None:
         return None
-    sizes = [_bytes(argument) for argument in args[:2]]
+    sizes = [
+        sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(argument)
+            if isinstance(leaf, Tensor)
+        )
+        for argument in args[:2]
+    ]
     if name.startswith("_c10d_functional.all_gather"):
         return kind, sizes[0] * int(args[1])  # what comes together is in its result only
     return kind, max(sizes, default=0)
-
-
-def _bytes(argument: object) -> int:
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in tree_leaves(argument)
-        if isinstance(leaf, Tensor)
-    )
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +131,12 @@ class Counter(LocalOperators):
         name = str(func)
         moved = collective_of(func, args)
         if moved is not None:
-            self._note(*moved, args)
+            kind, size = moved
+            names = [name for name in map(_group_name, args) if name in self._axes]
+            axis, ranks = self._axes[names[-1]] if names else ("world", dist.get_world_size())
+            noted = self._found.setdefault((kind, axis, ranks), [0, 0])
+            noted[0] += 1
+            noted[1] += size
         elif name.startswith(f"{_ATTENTION}_backward"):
             self._attend(sdpa_backward_flop_count(args[0].shape, *_query_shapes(args[1:4])))  # type: ignore[no-untyped-call]
         elif name.startswith(_ATTENTION):
@@ -145,13 +149,6 @@ class Counter(LocalOperators):
     def _attend(self, flop: int) -> None:
         self.flop += flop
         self.attention += flop
-
-    def _note(self, kind: str, size: int, args: Sequence[Any]) -> None:
-        names = [name for name in map(_group_name, args) if name in self._axes]
-        axis, ranks = self._axes[names[-1]] if names else ("world", dist.get_world_size())
-        noted = self._found.setdefault((kind, axis, ranks), [0, 0])
-        noted[0] += 1
-        noted[1] += size
 
     def collectives(self) -> list[Collective]:
         """Return the counted collectives."""

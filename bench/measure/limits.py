@@ -26,7 +26,6 @@ from fuelrail.pipeline.sample.image_header import probe
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Fetched, Parsed
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.sample.arrays import Buffer
 
 _JPEG_SCALES = (1, 2, 4, 8)
 
@@ -84,7 +83,12 @@ def measure_limits(
         for frame, span in zip(stored, spans, strict=True)
     ]
     images = [list(entry.sample.images.values()) for entry in parsed]
-    factor = _jpeg_factor(parsed)
+    scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
+    formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
+    # The largest divisor by which libjpeg-turbo may shrink for every map of the samples.
+    factor = None
+    if formats == {"jpeg"}:
+        factor = max(n for n in _JPEG_SCALES if n == 1 or max(scales) * n <= 1.0 + 1e-9)
     picture = np.zeros(output_bytes, np.uint8)
     scratch = _Scratch()
 
@@ -107,7 +111,16 @@ def measure_limits(
 
     def decode(divisor: int, number: int) -> None:
         for image in images[number % count]:
-            _decode(image, divisor, scratch)
+            info = probe(image)
+            height = -(-info.height // divisor)
+            width = -(-info.width // divisor)
+            simplejpeg.decode_jpeg(
+                image,
+                "RGBX",
+                min_height=height,
+                min_width=width,
+                buffer=scratch.take((height, width, 4)),
+            )
 
     rates = [
         measure_rate("copy decoded images", copy, num_threads, seconds),
@@ -130,25 +143,3 @@ def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
     JPEG.
     """
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
-
-
-def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
-    """Return the largest divisor that libjpeg-turbo may shrink by while it decodes, for every
-    map of the samples.
-    """
-    scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
-    formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
-    if formats != {"jpeg"}:
-        return None
-    return max(
-        factor for factor in _JPEG_SCALES if factor == 1 or max(scales) * factor <= 1.0 + 1e-9
-    )
-
-
-def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
-    info = probe(image)
-    height = -(-info.height // divisor)
-    width = -(-info.width // divisor)
-    simplejpeg.decode_jpeg(
-        image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4))
-    )

@@ -78,6 +78,8 @@ def machine_facts() -> MachineFacts:
     invented.
     """
     commit, changed = _commit()
+    # What follows the number of the kernel's release is free text that may name a site.
+    release = re.match(r"[\d.]*\d", platform.release())
     return MachineFacts(
         cpu=_cpu_model(),
         num_cpus=usable_cpus(),
@@ -87,7 +89,7 @@ def machine_facts() -> MachineFacts:
             memory_limit_bytes() or sys.maxsize,
         ),
         gpus=installed_gpus(),
-        system=_system(),
+        system=f"{platform.system()} {release.group(0)}" if release else platform.system(),
         python=platform.python_version(),
         fuelrail=fuelrail.__version__,
         commit=commit,
@@ -103,12 +105,6 @@ def _cpu_model() -> str:
         return platform.processor() or "unknown"
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return f"{match.group(1).strip() if match else 'unknown'} ({platform.machine()})"
-
-
-def _system() -> str:
-    # Only the numeric head of the kernel release: what follows is free text that may name a site.
-    release = re.match(r"[\d.]*\d", platform.release())
-    return f"{platform.system()} {release.group(0)}" if release else platform.system()
 
 
 def installed_gpus() -> list[Gpu]:

@@ -6,9 +6,11 @@ import importlib
 import logging
 import os
 import threading
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
+
+from fuelrail.bench.measure.shown import shown
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,13 +25,13 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     decoding units were, None where the driver does not report it.
     """
 
-    index: int
-    kernels: float
-    memory_traffic: float
-    decoder: float | None
-    jpeg: float | None
-    peak_memory_bytes: int
-    mean_sm_clock_mhz: float
+    index: Annotated[int, shown("GPU")]
+    kernels: Annotated[float, shown("kernels ran", digits=".0%")]
+    memory_traffic: Annotated[float, shown("memory busy", digits=".0%")]
+    decoder: Annotated[float | None, shown("video decoder", digits=".0%", missing="unknown")]
+    jpeg: Annotated[float | None, shown("JPEG decoder", digits=".0%", missing="unknown")]
+    peak_memory_bytes: Annotated[int, shown("memory", unit="GiB", digits=".1f", scale=2**-30)]
+    mean_sm_clock_mhz: Annotated[float, shown("SM clock", unit="MHz", digits=".0f")]
     num_samples: int
 
 
@@ -70,11 +72,28 @@ class NvmlWatch:
     def _watch(self) -> None:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
-            self._nvml.nvmlInit()
+            nvml = self._nvml
+            nvml.nvmlInit()
             try:
-                self._sample()
+                self._samples = [[] for _ in range(self._num_gpus)]
+                handles = [self._handle(index) for index in range(self._num_gpus)]
+                is_stopped = False
+                while not is_stopped:
+                    for samples, handle in zip(self._samples, handles, strict=True):
+                        rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+                        samples.append(
+                            (
+                                rates.gpu / 100,
+                                rates.memory / 100,
+                                self._engine("nvmlDeviceGetDecoderUtilization", handle),
+                                self._engine("nvmlDeviceGetJpgUtilization", handle),
+                                int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+                                float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                            )
+                        )
+                    is_stopped = self._stop.wait(_INTERVAL_S)
             finally:
-                self._nvml.nvmlShutdown()
+                nvml.nvmlShutdown()
         except Exception as error:  # noqa: BLE001 - not installed, no driver, a part of a card (MIG): NVML's own errors
             self._samples = []
             self.reason = (
@@ -82,33 +101,18 @@ class NvmlWatch:
             )
             _LOG.warning("no facts from NVML: %s", self.reason)
 
-    def _sample(self) -> None:
-        nvml = self._nvml
-        self._samples = [[] for _ in range(self._num_gpus)]
-        handles = [self._handle(index) for index in range(self._num_gpus)]
-        while True:
-            for samples, handle in zip(self._samples, handles, strict=True):
-                rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-                samples.append(
-                    (
-                        rates.gpu / 100,
-                        rates.memory / 100,
-                        self._engine("nvmlDeviceGetDecoderUtilization", handle),
-                        self._engine("nvmlDeviceGetJpgUtilization", handle),
-                        int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
-                        float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-                    )
-                )
-            if self._stop.wait(_INTERVAL_S):
-                return
-
     def _handle(self, index: int) -> Any:
         """Return NVML's handle of torch's GPU ``index``, by UUID where torch knows it.
 
         NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that
         CUDA_VISIBLE_DEVICES names, in that order, and without it the fastest one first.
         """
-        uuid = _uuid(index)
+        import torch
+
+        uuid = None
+        if torch.cuda.is_available() and index < torch.cuda.device_count():
+            # Torch before 2.5 has none.
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is not None:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         visible = [
@@ -128,16 +132,6 @@ class NvmlWatch:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
         except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card does not have
             return None
-
-
-def _uuid(index: int) -> str | None:
-    """Return the UUID of torch's GPU; None where torch has no such GPU, or is older than 2.5."""
-    import torch
-
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return None if uuid is None else str(uuid)
 
 
 def _summary(

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.bench.measure.clock import NS_PER_MS
 from fuelrail.bench.measure.records import PHASES, StepRecord
@@ -114,7 +113,11 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
         busy_ns = sum(step.device_busy_ns for step in steps)
         all_reduce_ns = sum(step.all_reduce_ns for step in steps)
         wall_ns = steps[-1].end_ns - steps[0].start_ns
-        slower, most_in = _against_others(means, rank)
+        # By how much it is slower than the median of the others, and in which phase.
+        rest = np.delete(means, rank, axis=0) if len(means) > 1 else means
+        beyond = means[rank] - np.median(rest, axis=0)
+        slower = float(means[rank].sum() / np.median(rest.sum(axis=1)) - 1)
+        most_in = _RANK_PHASES[int(np.argmax(beyond if slower >= 0 else -beyond))]
         rows.append(
             RankOccupancy(
                 rank=rank,
@@ -131,16 +134,6 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
         lowest=min(row.occupancy for row in rows),
         ranks=rows,
     )
-
-
-def _against_others(means: NDArray[np.float64], rank: int) -> tuple[float, str]:
-    """Return by how much a rank is slower than the others by the mean times of phases [ranks,
-    phases], and in which.
-    """
-    rest = np.delete(means, rank, axis=0) if len(means) > 1 else means
-    beyond = means[rank] - np.median(rest, axis=0)
-    slower = float(means[rank].sum() / np.median(rest.sum(axis=1)) - 1)
-    return slower, _RANK_PHASES[int(np.argmax(beyond if slower >= 0 else -beyond))]
 
 
 def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:

@@ -8,12 +8,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.bench.measure.shown import shown
 from fuelrail.pipeline.errors import needs
 
 _NUM_RESAMPLES = 2000
@@ -29,10 +30,10 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     [ms].
     """
 
-    name: str
-    num_threads: int
-    samples_per_s: float
-    cpu_ms_per_sample: float
+    name: Annotated[str, shown("what")]
+    num_threads: Annotated[int, shown("threads")]
+    samples_per_s: Annotated[float, shown("samples/s", digits=",.1f")]
+    cpu_ms_per_sample: Annotated[float, shown("CPU time a sample", unit="ms", digits=".3f")]
 
 
 def median_rates(repeats: Sequence[Sequence[Rate]]) -> list[Rate]:

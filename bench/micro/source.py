@@ -9,9 +9,8 @@ six cameras, a lidar and five radars; the sweeps between keyframes are the rest)
 
 from __future__ import annotations
 
-import ast
 import json
-import sysconfig
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,11 @@ def make_dataroot(
     """
     num_files = num_files or num_frames
     rng = np.random.default_rng(0)
-    image = _noise_jpeg(rng, size)
+    # Noise, as large as a photograph of this size.
+    width, height = size
+    coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
+    pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
+    image = bytes(simplejpeg.encode_jpeg(pixels, 60, "RGB", "420"))
     sweeps = [_sweep(rng) for _ in range(8 if lidar else 0)]
     channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
     for channel in channels:
@@ -100,14 +103,6 @@ def make_dataroot(
         num_files=num_files,
         full=full_tables,
     )
-
-
-def _noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
-    """Make a JPEG of noise, as large as a photograph of this size (width, height)."""
-    width, height = size
-    coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
-    pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
-    return bytes(simplejpeg.encode_jpeg(pixels, 60, "RGB", "420"))
 
 
 def _sweep(rng: np.random.Generator) -> bytes:
@@ -182,7 +177,16 @@ def write_tables(
             }
             for first in range(0, num_frames, SCENE_FRAMES)
         ),
-        "sensor": ({"token": c, "channel": c, "modality": _modality(c)} for c in sensors),
+        "sensor": (
+            {
+                "token": c,
+                "channel": c,
+                "modality": {"CAM": "camera", "LIDAR": "lidar", "RADAR": "radar"}[
+                    c.partition("_")[0]
+                ],
+            }
+            for c in sensors
+        ),
         "calibrated_sensor": (
             {
                 "token": c,
@@ -203,7 +207,13 @@ def write_tables(
         ),
         "sample_data": _sample_data(num_frames, channels, size, num_files, full=full),
         "ego_pose": (
-            {"token": token, "timestamp": _START_US + f * _FRAME_US, **_pose(f)}
+            {
+                "token": token,
+                "timestamp": _START_US + f * _FRAME_US,
+                # With as many digits as real ones.
+                "translation": [411.3039349319818 + f, 1180.8903791765097, 0.0],
+                "rotation": [math.cos(1e-3 * f), 0.0, 0.0, math.sin(1e-3 * f)],
+            }
             for f in frames
             for token in _sensor_tokens(f, channels, full=full)
         ),
@@ -317,19 +327,6 @@ def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
     ]
 
 
-def _pose(frame: int) -> dict[str, list[float]]:
-    """Make a pose with as many digits as real ones."""
-    angle = 1e-3 * frame
-    return {
-        "translation": [411.3039349319818 + frame, 1180.8903791765097, 0.0],
-        "rotation": [float(np.cos(angle)), 0.0, 0.0, float(np.sin(angle))],
-    }
-
-
-def _modality(channel: str) -> str:
-    return {"CAM": "camera", "LIDAR": "lidar", "RADAR": "radar"}[channel.partition("_")[0]]
-
-
 def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
     """Return the links to the samples before and after in the scene."""
     first = frame // SCENE_FRAMES * SCENE_FRAMES
@@ -343,24 +340,3 @@ def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
 def _token(frame: int, kind: str = "sample") -> str:
     """Make a token of 32 characters, as nuScenes' are."""
     return f"{kind:_>16}{frame:016x}"
-
-
-def documentation_texts(*, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield the documentation texts of Python's standard library, file by file.
-
-    Args:
-        without: folders and files that are not read, as parts of a path.
-    """
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
-        if not without.isdisjoint(file.parts) or "site-packages" in file.parts:
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # files that test the parser
-            continue
-        nodes = (
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        )
-        yield from filter(None, (ast.get_docstring(node) for node in nodes))

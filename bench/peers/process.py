@@ -134,7 +134,8 @@ def _check(peer: Peer, task: Task) -> Check:
         + _MAX_MISSING_SHARE * work.num_samples
     ):
         fault = f"{missing} of {work.num_samples} samples did not come in an epoch"
-    psnr = [_psnr_db(error) for error in errors]
+    # Of equal pictures: as if a single bit of the set differed.
+    psnr = [float(10 * np.log10(255**2 / max(error, 1e-9))) for error in errors]
     return Check(
         num_images=len(errors),
         lowest_psnr_db=min(psnr),
@@ -154,11 +155,6 @@ def _faulty(fault: str) -> Check:
         num_repeated=0,
         fault=fault,
     )
-
-
-def _psnr_db(mean_square_error: float) -> float:
-    # Equal pictures: as far as a single differing bit of the set could be seen.
-    return float(10 * np.log10(255**2 / max(mean_square_error, 1e-9)))
 
 
 def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
@@ -242,8 +238,8 @@ def describe_work(
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(
-            f"dataset '{dataset.location}' has the splits "
-            f"{', '.join(dataset.manifest.splits)}; compare needs one: choose it with --split"
+            f"dataset '{dataset.location}' has the splits {', '.join(dataset.manifest.splits)}; "
+            "compare needs one: choose it with --split"
         )
     if not dataset.manifest.cameras:
         raise ConfigError(

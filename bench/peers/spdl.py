@@ -13,7 +13,6 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.bench.peers import wds
 from fuelrail.bench.peers.peer import (
@@ -60,22 +59,19 @@ def _decode(work: Work, recipe: str, samples: list[RawSample]) -> Batch:
     images = np.empty((len(samples), *work.sample_shape), np.uint8)
     for (_, encoded), planes in zip(samples, images, strict=True):
         if recipe == "ffmpeg":
-            _decode_by_ffmpeg(encoded, work, planes)
+            io = import_module("spdl.io")
+            scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
+            width = int(work.source_wh[0] * scale)
+            height = int(work.source_wh[1] * scale)
+            left = (width - work.width) // 2
+            crop = f"crop={work.width}:{work.height}:{left}:{height - work.height}"
+            description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
+            for image, (red, green, blue) in zip(encoded, planes, strict=True):
+                picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
+                cv2.split(picture, [red, green, blue])
         else:
             decode_sample(encoded, recipe, planes)
     return Batch([unpack_number(number) for number, _ in samples], images)
-
-
-def _decode_by_ffmpeg(encoded: list[memoryview], work: Work, planes: NDArray[np.uint8]) -> None:
-    io = import_module("spdl.io")
-    scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
-    width = int(work.source_wh[0] * scale)
-    height = int(work.source_wh[1] * scale)
-    crop = f"crop={work.width}:{work.height}:{(width - work.width) // 2}:{height - work.height}"
-    description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
-    for image, (red, green, blue) in zip(encoded, planes, strict=True):
-        picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
-        cv2.split(picture, [red, green, blue])
 
 
 def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:

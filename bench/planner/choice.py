@@ -253,9 +253,7 @@ def fit(
         )
     single_pass = shapes
     if settings.recompute != "none":
-        single_pass = beside(
-            shaped(msgspec.structs.replace(settings, recompute="none"), single_batch=True)
-        )
+        single_pass = beside(shaped(msgspec.structs.replace(settings, recompute="none")))
     work = work_of(
         scenario,
         settings=settings,
@@ -359,8 +357,9 @@ def check_state(
         low=scenario.low,
         gradient_bytes=scenario.gradient_bytes,
         tied_parameters=scenario.tied_parameters,
+        expert_parallel=scenario.expert_parallel or 1,
     )
-    state = sum(parts) / (scenario.expert_parallel or 1)
+    state = sum(parts)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
         words = (

@@ -9,42 +9,45 @@ The micro-batch is a large prime, which says of each size whether and how it gro
 FLOP, hidden tensors and each block of memory either are multiples of it or do not grow. So memory
 after each operator is a line over the micro-batch, and one run is enough for all of them.
 
-The fake store, the trackers and DTensor's caches are private parts of torch: :func:`private_parts`
-finds them or says so.
+What of torch is private is in :mod:`~fuelrail.bench.planner.torch_private`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators, summed
 from fuelrail.bench.planner.state import make_own
+from fuelrail.bench.planner.torch_private import (
+    Bytes,
+    FakeTensorMode,
+    bytes_by_kind,
+    fake_group,
+    launches,
+    private_parts,
+    tree_leaves,
+    tree_map,
+    watch_growth,
+)
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.gpt import VOCABULARY_PART
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
@@ -54,9 +57,6 @@ if TYPE_CHECKING:
 
 # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
 ROWS = 16777259
-_GROWS = torch.device("meta")  # on which the tracker sees nothing else
-
-Bytes = dict[str, tuple[int, int]]
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,99 +119,8 @@ class _Memory(LocalOperators):
 
     def after(self, func: Any, *_: object) -> None:
         """Note the bytes after an operator."""
-        self.noted.append(_bytes_by_kind(self._tracker))
+        self.noted.append(bytes_by_kind(self._tracker, ROWS))
         self.operators += launches(func)
-
-
-@cache
-def launches(func: Any) -> bool:
-    """Return whether an operator computes something, rather than make a view or an empty tensor."""
-    returns = func._schema.returns  # noqa: SLF001 - its only place
-    is_view = any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in returns
-    )
-    name = func._schema.name  # noqa: SLF001
-    return not is_view and name.startswith("aten::") and not name.startswith("aten::empty")
-
-
-def _bytes_by_kind(tracker: Any) -> Bytes:
-    """Return the bytes in memory now, as pairs."""
-    bytes_by_kind: Bytes = {}
-    for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
-        for kind, size in sizes.items():
-            name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
-            if name != "Total" and size:
-                fixed, grows = bytes_by_kind.get(name, (0, 0))
-                bytes_by_kind[name] = (
-                    (fixed, grows + size // ROWS) if device == _GROWS else (fixed + size, grows)
-                )
-    return bytes_by_kind
-
-
-def _watch_growth(tracker: Any) -> None:
-    """Let the tracker count what grows with the rows as another device's, and look for no peaks:
-    it takes long.
-    """
-    update = tracker._update_snap  # noqa: SLF001
-
-    def noted(kind: Any, block: Any, **old: Any) -> None:
-        if kind.name == "ADD" and block.mem_consumed % ROWS == 0:
-            block.device = _GROWS
-        update(kind, block, **old)
-
-    tracker._update_snap = noted  # noqa: SLF001
-    tracker._update_peak_stats = lambda _: None  # noqa: SLF001
-
-
-class PrivateParts(NamedTuple):
-    """What of torch is private: the fake store, two memory trackers, how DTensors find
-    placements, their caches.
-    """
-
-    fake_store: Any
-    tracker: Any
-    sharded_tracker: Any
-    propagator: Any
-    forget: tuple[Callable[[], None], ...]
-
-
-def private_parts() -> PrivateParts:
-    """Return what is private. Raises FuelrailError where this torch has it elsewhere."""
-    try:
-        from torch._C import _clear_DTensor_sharding_propagator_cache as forget_native
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-        from torch.distributed._tools.mem_tracker import MemTracker
-        from torch.distributed.tensor._redistribute import (
-            _gen_transform_infos,
-            clear_redistribute_planner_cache,
-        )
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-        from torch.distributed.tensor.debug import (
-            _clear_python_sharding_prop_cache as forget_python,
-        )
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which _watch_growth replaces
-        attrgetter("_propagate_tensor_meta_non_cached")(ShardingPropagator)
-    except (ImportError, AttributeError) as error:
-        raise FuelrailError(
-            f"torch {torch.__version__} has moved a part that the planner runs ({error}); "
-            "it was tested with torch 2.13: install that, in an environment of its own "
-            "where training needs another"
-        ) from error
-    forget = (
-        forget_native,
-        forget_python,
-        clear_redistribute_planner_cache,
-        _gen_transform_infos.cache_clear,
-    )
-    return PrivateParts(
-        fake_store=FakeStore,
-        tracker=MemTracker,
-        sharded_tracker=FSDPMemTracker,
-        propagator=ShardingPropagator,
-        forget=forget,
-    )
 
 
 @cache
@@ -230,10 +139,11 @@ def run_rank(
     :func:`~fuelrail.bench.trainer.models.build.maker`: its method ``example(samples)`` returns a
     batch of tensors with that many samples, which ``forward`` makes a loss of, or a dict of losses.
     The process must have no process group of its own. Raises ConfigError for images that are too
-    small for the model, and FuelrailError as :func:`private_parts`.
+    small for the model, and FuelrailError as
+    :func:`~fuelrail.bench.planner.torch_private.private_parts`.
     """
     inputs = msgspec.structs.replace(inputs, micro_batch=ROWS)
-    with _fake_group(rank, degrees.pp * degrees.data * degrees.tp):
+    with fake_group(rank, degrees.pp * degrees.data * degrees.tp):
         is_whole = not degrees.composed
         mesh = make_mesh(degrees, "cpu")
         with torch.device("meta"):
@@ -281,37 +191,6 @@ def run_rank(
             passes = _Passes(parallel, rank_inputs, received, "fp32" if inputs.low else precision)
             passes.reduces_each = inputs.low and degrees.dp_replicate == 1
             return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and is_whole)
-
-
-@contextmanager
-def _fake_group(rank: int, world: int) -> Iterator[None]:
-    if dist.is_initialized():
-        raise FuelrailError(
-            "the planner needs a process without a process group; call it in one of its own"
-        )
-    parts = private_parts()
-    find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
-
-    def unseen(*args: Any) -> Any:
-        """Let DTensors find placements, by operators at global sizes, where neither tracker nor
-        counter looks.
-        """
-        with _disable_current_modes():
-            return find(*args)
-
-    hook = sys.excepthook  # to which each group adds its rank
-    dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
-    parts.propagator._propagate_tensor_meta_non_cached = unseen  # noqa: SLF001
-    try:
-        yield
-    finally:
-        parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
-        dist.destroy_process_group()
-        sys.excepthook = hook
-        # They know meshes by their ranks, and would bring this one's groups to the next of the same
-        # ranks.
-        for forget in parts.forget:
-            forget()
 
 
 def _make_own_model(name: str) -> Any:
@@ -401,7 +280,7 @@ class _Passes:
         parts = private_parts()
         sharded = isinstance(part, FSDPModule)
         tracker = parts.sharded_tracker(part) if sharded else parts.tracker()
-        _watch_growth(tracker)
+        watch_growth(tracker, ROWS)
         if sharded:
             tracker.track_inputs(self._inputs)
         else:
@@ -470,7 +349,7 @@ class _Passes:
         counters = [Counter(mesh) for _ in range(3)]
         with forward, counters[0], autocast(torch.device("cpu"), self._precision):
             result = self._result()
-        activation_bytes = _bytes_by_kind(tracker).get("Activation", (0, 0))
+        activation_bytes = bytes_by_kind(tracker, ROWS).get("Activation", (0, 0))
         with backward, counters[1]:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with counters[2]:

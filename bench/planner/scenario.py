@@ -423,9 +423,9 @@ def check(scenario: Scenario) -> None:
     """
     if isinstance(scenario.model, str) and not scenario.is_own and scenario.model not in MODELS:
         raise ConfigError(
-            f"model '{scenario.model}' is not known; known: {', '.join(MODELS)}; or give a "
-            f"shape ({{kind: transformer, "
-            "...}) in a scenario, or MODULE:FUNCTION for a module of your own"
+            f"model '{scenario.model}' is not known; known: {', '.join(MODELS)}; or give a shape "
+            "({kind: transformer, ...}) in a scenario, or MODULE:FUNCTION for a module of your "
+            "own"
         )
     if not isinstance(scenario.settings, GptSettings):
         wrong = {

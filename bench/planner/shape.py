@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
 from fuelrail.bench.planner.formulas import chunks_in_flight, in_flight, passes_of, schedule_order
-from fuelrail.bench.planner.state import FP32, MOMENTS, num_parameters
+from fuelrail.bench.planner.state import FP32, MOMENTS, expert_parameters, num_parameters
 from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     ModelSettings,
@@ -126,13 +126,11 @@ def stages(
     inputs: Inputs,
     precision: Precision,
     *,
-    single_batch: bool = False,
     virtual: int = 1,
 ) -> list[Shape]:
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
-    ``single_batch`` runs a single micro-batch, which says what it computes and keeps, but
-    not what lies beside its gradients. ``virtual`` is the number of stages of a rank in an interleaved schedule.
+    ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
     _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
     blocks = blocks_of(model) / degrees.pp
@@ -142,58 +140,54 @@ def stages(
         degrees.pp > 3 or blocks > _BLOCKS[-1]
     )
     numbers = _BLOCKS if blocks > _BLOCKS[-1] else (round(blocks),)
-    small = Degrees(
-        pp=min(3, degrees.pp) if equal else degrees.pp,
-        dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
-        dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
-        tp=degrees.tp,
-    )
-    sizes: dict[ModelSettings | str, float] = {model: 1.0}
-    if equal and isinstance(model, (GptSettings, VitSettings)):
-        shares = _line_through(numbers, blocks)
-        sizes = {
-            msgspec.structs.replace(model, depth=count * small.pp): share
-            for count, share in shares.items()
-        }
-    if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
-        sizes = _with_fewer_experts(sizes, model)
+    spared = recomputed = 0
+    if inputs.low:
+        spared = _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
+        if settings.recompute == "selective" and degrees.dp_shard > 1:
+            outputs, recomputed = _second_products(model, degrees, blocks)
+            spared += outputs
+    experts = 0.0
+    if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
+        experts = expert_parameters(model) * blocks
     shapes = []
     for stage in range(degrees.pp):
-        like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
-        rank = like * small.data * small.tp
+        # The first and the last of many stages are those of two, an inner one is that of three.
+        is_inner = 0 < stage < degrees.pp - 1
+        num_stages = min(degrees.pp, 3 if is_inner else 2) if equal else degrees.pp
+        small = Degrees(
+            pp=num_stages,
+            dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
+            dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
+            tp=degrees.tp,
+        )
+        sizes: dict[ModelSettings | str, float] = {model: 1.0}
+        if equal and isinstance(model, (GptSettings, VitSettings)):
+            sizes = {
+                msgspec.structs.replace(model, depth=count * num_stages): share
+                for count, share in _line_through(numbers, blocks).items()
+            }
+        if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
+            sizes = _with_fewer_experts(sizes, model)
+        like = min(stage, 1) if equal else stage
         runs = [
             _run(
                 size,
                 settings=settings,
                 degrees=small,
                 inputs=inputs,
-                rank=rank,
+                rank=like * small.data * small.tp,
                 precision=precision,
-                passes=1 if single_batch else 2,
             )
             for size in sizes
         ]
-        spared = (
-            _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
-            if inputs.low
-            else 0
-        )
-        recomputed = 0
-        if inputs.low and settings.recompute == "selective" and degrees.dp_shard > 1:
-            more, recomputed = _second_products(model, degrees, blocks)
-            spared += more
-        experts = 0.0
-        if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
-            experts = expert_parameters(model) * blocks
         # The halves of a backward pass are those of the run with as many experts and the fewest
         # blocks.
         counts = [getattr(size, "experts", 1) for size in sizes]
-        halves = [len(runs[counts.index(count)].backward) // 2 for count in counts]
         ranks = _Ranks(
             runs=runs,
             weights=list(sizes.values()),
             small=small,
-            halves=halves,
+            halves=[len(runs[counts.index(count)].backward) // 2 for count in counts],
             spared=spared,
             experts=experts,
         )
@@ -229,14 +223,6 @@ def _with_fewer_experts(
             fewer = msgspec.structs.replace(size, experts=count, active_experts=active)
             result[fewer] = share * part
     return result
-
-
-def expert_parameters(model: GptSettings) -> int:
-    """Return the number of parameters of all experts of a block."""
-    inner = model.ffn or 4 * model.width
-    matrices = 3 if model.gated else 2
-    parameters_of_expert = matrices * model.width * inner + (matrices - 1) * inner + model.width
-    return model.experts * parameters_of_expert
 
 
 def _spared(
@@ -298,6 +284,13 @@ def _check(
                 "of an own model; use ddp, zero1, zero2, fsdp2 or hsdp"
             )
         return
+    if degrees.tp > 1 and isinstance(model, GptSettings) and model.experts > 1:
+        raise ConfigError(
+            f"tp={degrees.tp} with a mixture of experts is not planned: which ranks of tp share an "
+            "expert differs between trainers (Megatron folds them into the groups of experts, arXiv "
+            "2504.14960); use tp=1 with expert_parallel, as DeepSeek-V3 was trained (arXiv "
+            "2412.19437), or with dp_shard"
+        )
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
@@ -325,7 +318,6 @@ def _run(
     inputs: Inputs,
     rank: int,
     precision: Precision,
-    passes: int = 2,
 ) -> RankRun:
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
@@ -337,7 +329,7 @@ def _run(
     small_inputs = msgspec.structs.replace(
         inputs,
         micro_batch=ROWS,
-        micro_batches=min(passes, inputs.micro_batches),
+        micro_batches=min(2, inputs.micro_batches),
         gradient_bytes=FP32,
         tied_parameters=0,
         expert_parallel=1,
@@ -438,7 +430,10 @@ class _Ranks:
         order = schedule_order(schedule, degrees.pp, stage, count) if degrees.pp > 1 else None
         sent = [self._sent(way, order, degrees, inputs) for way in range(3)]
         if degrees.data > 1 and not degrees.composed:
-            sent[2] = self._copied(settings, degrees, parameters)
+            sent[2] = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
+            if settings.shards_optimiser:  # which sends what it changed, tensor by tensor
+                tensors = self._extrapolate(lambda run: run.tensors)
+                sent[2].append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
         elif degrees.dp_shard > 1 and degrees.dp_replicate > self._small.dp_replicate == 1:
             times = sum(
                 item.count for way in sent for item in way if (item.kind, item.axis) == _REDUCED
@@ -546,18 +541,6 @@ class _Ranks:
                     bytes=times * self._line(sizes),
                 )
             )
-        return collectives
-
-    def _copied(
-        self, settings: ParallelSettings, degrees: Degrees, parameters: int
-    ) -> list[Collective]:
-        """Return the collectives of copies: gradients, and a sharded optimiser's changes, tensor
-        by tensor.
-        """
-        collectives = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
-        if settings.shards_optimiser:
-            tensors = self._extrapolate(lambda run: run.tensors)
-            collectives.append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
         return collectives
 
 

@@ -4,7 +4,7 @@ fit in its memory.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ import torch
 from fuelrail.bench.planner.formulas import zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.trainer.models.build import build_model, maker
-from fuelrail.bench.trainer.models.settings import MODELS, ModelSettings
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.parallel import units_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -48,6 +48,16 @@ def num_parameters(model: ModelSettings | str) -> Counted:
     )
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return Counted(total, trained, max(blocks, default=0), len(units))
+
+
+def expert_parameters(model: GptSettings) -> int:
+    """Return the number of parameters of all experts of a block; 0 for a block of one perceptron."""
+    if model.experts == 1:
+        return 0
+    inner = model.ffn or 4 * model.width
+    matrices = 3 if model.gated else 2
+    parameters_of_expert = matrices * model.width * inner + (matrices - 1) * inner + model.width
+    return model.experts * parameters_of_expert
 
 
 def make_own(name: str) -> Any:
@@ -98,12 +108,14 @@ def state_of(
     low: bool = False,
     gradient_bytes: int = FP32,
     tied_parameters: int = 0,
+    expert_parallel: int = 1,
 ) -> State:
     """Return weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
     Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``:
     weights in 16 bits, and gradients of ``gradient_bytes``; ``tied_parameters`` are those that two
-    layers share.
+    layers share. Of ``expert_parallel`` ranks each has its part of the experts, which fewer ranks
+    share than the rest.
     """
     stage, ranks = zero_stage(settings, degrees)
     # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the
@@ -115,21 +127,23 @@ def state_of(
         moments = moments + FP32
         stage, ranks = (1, degrees.data) if stage == 0 else (stage, ranks)
     counted = num_parameters(model)
-    learnt = counted.trained - tied_parameters
+    experts = expert_parameters(model) * model.depth if isinstance(model, GptSettings) else 0
+    dense = counted.trained - tied_parameters - experts
     grad = gradient_bytes if low else FP32
     frozen = (counted.total - counted.trained) * weights / (ranks if stage == 3 else 1)
-    parts = (
-        zero_state_bytes(
-            learnt, ranks=ranks, stage=stage, param_bytes=weights, grad_bytes=0, optimiser_bytes=0
+    parts = []
+    for sizes in ((weights, 0, 0), (0, grad, 0), (0, 0, moments)):
+        param_bytes, grad_bytes, optimiser_bytes = sizes
+        bytes_of = partial(
+            zero_state_bytes,
+            stage=stage,
+            param_bytes=param_bytes,
+            grad_bytes=grad_bytes,
+            optimiser_bytes=optimiser_bytes,
         )
-        + frozen,
-        zero_state_bytes(
-            learnt, ranks=ranks, stage=stage, param_bytes=0, grad_bytes=grad, optimiser_bytes=0
-        ),
-        zero_state_bytes(
-            learnt, ranks=ranks, stage=stage, param_bytes=0, grad_bytes=0, optimiser_bytes=moments
-        ),
-    )
+        of_experts = bytes_of(experts / expert_parallel, ranks=max(1, ranks // expert_parallel))
+        parts.append(bytes_of(dense, ranks=ranks) + of_experts)
+    parts[0] += frozen
     return State(*(part / degrees.pp / degrees.tp for part in parts))
 
 

@@ -66,13 +66,13 @@ EFFICIENCIES: dict[str, Efficiency] = {
         products=0.529, attention=0.374, convolution=0.134, passes=7.24, unfused=0.15, spread=0.19
     ),
     EIGHT_BITS: Efficiency(
-        products=0.63, attention=0.517, convolution=0.3, passes=10.7, unfused=0.15, spread=0.24
+        products=0.642, attention=0.563, convolution=0.3, passes=14.5, unfused=0.15, spread=0.24
     ),
     TORCH_8_BITS: Efficiency(
         products=0.356, attention=0.569, convolution=0.3, passes=3.2, unfused=0.15, spread=0.24
     ),
     NVIDIA_8_BITS: Efficiency(
-        products=0.722, attention=0.979, convolution=0.3, passes=16.3, unfused=0.15, spread=0.12
+        products=0.675, attention=0.933, convolution=0.3, passes=17.5, unfused=0.15, spread=0.14
     ),
     # No share of a tensor core's peak: fp32 arithmetic reaches far more of its own. Its
     # convolutions are a fit to ResNet-50 on V100; no step of anything else was published.

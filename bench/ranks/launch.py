@@ -59,11 +59,16 @@ def run_ranks(
     with log.open("wb") as output:
         # A session of its own: Ctrl-C in a terminal must reach this process alone, which then ends
         # the ranks in order.
+        defaults = {"OMP_NUM_THREADS": "1"}
+        if sys.platform.startswith("linux"):
+            # All ranks are on this host: gloo need not find out which of its interfaces reaches the
+            # others.
+            defaults["GLOO_SOCKET_IFNAME"] = "lo"
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env={**defaults, **package_environment()},
             start_new_session=True,
         )
         interrupted = False
@@ -95,12 +100,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.kill()
         process.wait()
-
-
-def _environment() -> dict[str, str]:
-    defaults = {"OMP_NUM_THREADS": "1"}
-    if sys.platform.startswith("linux"):
-        # All ranks are on this host: gloo need not find out which of its interfaces reaches the
-        # others.
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**defaults, **package_environment()}

@@ -65,7 +65,29 @@ class RankTrace:
                 yield record
 
     def _take(self, profiler: torch.profiler.profile) -> None:
-        self._profiled = _exported(profiler)
+        # Times in microseconds since the Unix epoch, as ours have.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            profiler.export_chrome_trace(str(path))
+            document = json.loads(path.read_text(encoding="utf-8"))
+        base_us = document.get("baseTimeNanoseconds", 0) / 1e3
+        events = []
+        for event in document["traceEvents"]:
+            pid = event.get("pid")
+            # Processes of the viewer that clash neither between ranks nor with our own.
+            number = isinstance(pid, int)
+            moved = {
+                **event,
+                "pid": pid + os.getpid() + _PROFILER_PID_OFFSET
+                if number
+                else f"{pid} {os.getpid()}",
+            }
+            if "ts" in event:
+                moved["ts"] = event["ts"] + base_us
+            if "id" in event:
+                moved["id"] = f"torch {os.getpid()} {event['id']}"
+            events.append(moved)
+        self._profiled = events
 
     def span(self, phase: str, begin_s: float, end_s: float) -> None:
         """Take down one phase of the present step."""
@@ -120,29 +142,3 @@ class TracedAccelerator:
         """
         self._inner.all_reduce_finished()
         self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
-
-
-def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """Return the profiler's events with times in microseconds since the Unix epoch, as ours
-    have.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        profiler.export_chrome_trace(str(path))
-        document = json.loads(path.read_text(encoding="utf-8"))
-    base_us = document.get("baseTimeNanoseconds", 0) / 1e3
-    events = []
-    for event in document["traceEvents"]:
-        pid = event.get("pid")
-        # Processes of the viewer that clash neither between ranks nor with our own.
-        number = isinstance(pid, int)
-        moved = {
-            **event,
-            "pid": pid + os.getpid() + _PROFILER_PID_OFFSET if number else f"{pid} {os.getpid()}",
-        }
-        if "ts" in event:
-            moved["ts"] = event["ts"] + base_us
-        if "id" in event:
-            moved["id"] = f"torch {os.getpid()} {event['id']}"
-        events.append(moved)
-    return events

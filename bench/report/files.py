@@ -28,24 +28,32 @@ TRACE_JSON = "trace.json"
 _MAX_REPORT_BYTES = 256 << 20
 
 
-class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
+class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
-    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says
-    why it is partial, and ``interrupted`` whether Ctrl+C or SIGTERM ended it; ``disturbed`` by how
-    much other processes used the host meanwhile (None: too little to matter, or unknown),
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`); ``disturbed`` says
+    by how much other processes used the host meanwhile (None: too little to matter, or unknown),
     ``warnings`` why its figures may be wrong.
     """
 
     schema: str
     version: int
     created: str
-    cut_off: str | None
     machine: MachineFacts
-    dataset: DatasetFacts
-    options: dict[str, Any]
+    options: Any
     warnings: list[str]
     disturbed: str | None = None
+
+
+class ReportHeader(ReportHead, frozen=True, kw_only=True):
+    """The beginning of a report on a dataset.
+
+    ``cut_off`` says why it is partial, and ``interrupted`` whether Ctrl+C or SIGTERM ended it.
+    """
+
+    cut_off: str | None
+    dataset: DatasetFacts
+    options: dict[str, Any]
     interrupted: bool = False
 
 

@@ -18,26 +18,30 @@ from html import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
+
+from fuelrail.bench.measure.clock import Summary
+from fuelrail.bench.measure.rates import Interval
+from fuelrail.bench.measure.shown import Shown, shown_fields
 from fuelrail.bench.report.files import (
     REPORT_HTML,
     REPORT_JSON,
     REPORT_MARKDOWN,
+    ReportHead,
     ReportHeader,
     publish,
     publish_json,
 )
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.text import escaped
 
 with needs("a study or a report", "fuelrail[bench]"):
     import jinja2
     from markupsafe import Markup
-
-if TYPE_CHECKING:
-    import msgspec
 
 
 GIB = 2**30
@@ -167,7 +171,7 @@ class Document:
 
 
 def document(
-    report: ReportHeader,
+    report: ReportHead,
     brand: str,
     title: str,
     subtitle: Words,
@@ -190,7 +194,7 @@ def document(
         title=title,
         subtitle=subtitle,
         origin=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
-        doubts=doubts(report.cut_off, report.disturbed),
+        doubts=doubts(getattr(report, "cut_off", None), report.disturbed),
         parts=[*before, *map(Note, report.warnings), *after],
         facts=_facts(report, machine.packages if packages is None else packages),
     )
@@ -200,40 +204,85 @@ def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
     """Return what the headline says before any figure: that the report is partial, or of a host
     that others used.
     """
-    partial = (
-        []
-        if cut_off is None
-        else [f"Partial report: {cut_off}. It shows what was measured until then."]
-    )
-    loaded = (
-        []
-        if disturbed is None
-        else [f"Measured on a loaded host: {disturbed}. Repeat it on an idle machine."]
-    )
-    return partial + loaded
+    texts = []
+    if cut_off is not None:
+        texts.append(f"Partial report: {cut_off}. It shows what was measured until then.")
+    if disturbed is not None:
+        texts.append(f"Measured on a loaded host: {disturbed}. Repeat it on an idle machine.")
+    return texts
 
 
-def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
+def _facts(report: ReportHead, packages: Mapping[str, str]) -> dict[str, str]:
+    """Return what the figures depend on, by name."""
     machine = report.machine
-    dataset = report.dataset
     gpus = ", ".join(
         f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
         for gpu in machine.gpus
     )
     changed = " with uncommitted changes" if machine.uncommitted_changes else ""
     commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
-    return {
+    facts = {
         "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
         "memory": f"{machine.memory_bytes / GIB:.1f} GiB",
         "GPUs": gpus or "none",
         "system": f"{machine.system}, Python {machine.python}",
         "fuelrail": f"{machine.fuelrail}, {commit}",
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in "
-        f"{dataset.num_shards} shard{'s' if dataset.num_shards != 1 else ''}; cameras "
-        f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
-        "options": as_text(report.options),
     }
+    if isinstance(report, ReportHeader):
+        dataset = report.dataset
+        facts["dataset"] = (
+            f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in "
+            f"{counted(dataset.num_shards, 'shard')}; cameras "
+            f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}"
+        )
+    return facts | {"options": as_text(msgspec.to_builtins(report.options))}
+
+
+def table_of(records: Sequence[msgspec.Struct]) -> Table:
+    """Return the table of records of one type: a column for each field that says how it shows.
+
+    There is at least one record.
+    """
+    fields = shown_fields(type(records[0]))
+    rows = [
+        [_shown_text(getattr(record, name), entry) for name, entry in fields.items()]
+        for record in records
+    ]
+    return Table([entry.label for entry in fields.values()], rows)
+
+
+def tiles_of(*records: msgspec.Struct, names: Mapping[str, str] | None = None) -> Tiles:
+    """Return a tile for each field of records that says how it shows and is not None; ``names``:
+    by field, in place of those of the type.
+    """
+    entries = []
+    for record in records:
+        for name, entry in shown_fields(type(record)).items():
+            value = getattr(record, name)
+            if value is None:
+                continue
+            label = (names or {}).get(name, entry.name)
+            if isinstance(value, Interval):
+                if value.has_interval:
+                    low, high = (_shown_text(end, entry) for end in (value.low, value.high))
+                    label = f"{label} ({low} to {high})"
+                value = value.median
+            elif isinstance(value, Summary):
+                label = f"{label} p50; p99 {_shown_text(value.p99_ms, entry)} {entry.unit}"
+                value = value.p50_ms
+            entries.append((f"{_shown_text(value, entry)} {entry.unit}".rstrip(), label))
+    return Tiles(entries)
+
+
+def _shown_text(value: Any, entry: Shown) -> str:
+    if value is None:
+        return entry.missing
+    if isinstance(value, int | float) and entry.scale != 1:
+        value *= entry.scale
+    if entry.digits:
+        return f"{value:{entry.digits}}"
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:

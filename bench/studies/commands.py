@@ -61,7 +61,7 @@ class Study(NamedTuple):
     output: type[OutputOptions] = OutputOptions
 
 
-def command(word: str, study: Study) -> Command:
+def study_command(word: str, study: Study) -> Command:
     """Return the command of a study."""
 
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -199,4 +199,4 @@ _PLAN = Study(
     ),
     output=PlanOutput,
 )
-COMMANDS = {"plan": command("plan", _PLAN)}
+COMMANDS = {"plan": study_command("plan", _PLAN)}

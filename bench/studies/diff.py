@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from fuelrail.bench.measure.shown import shown_fields
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import ReportHeader, load_report_of, read_report
+from fuelrail.bench.report.options import command
 from fuelrail.bench.studies.diagnose import report as diagnose_report
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 from fuelrail.bench.studies.loader import report as loader_report
-from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 from fuelrail.bench.studies.scale import report as scale_report
 from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train import report as train_report
 from fuelrail.bench.studies.train.report import Report, step_ratios
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import PrintOptions, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 
 if TYPE_CHECKING:
-    import argparse
-
     from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.compare.report import CompareReport
 
@@ -45,22 +45,17 @@ FROM_CHECKOUT = (
 _WORSE = 1
 
 
-def _kinds() -> dict[str, tuple[type[ReportHeader], int]]:
-    kinds: dict[str, tuple[type[ReportHeader], int]] = {
-        train_report.SCHEMA: (Report, train_report.VERSION),
-        loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
-        scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
-        diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
-    }
-    if find_spec(COMPARE_ROOM) is not None:
-        from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport
-
-        kinds[SCHEMA] = (CompareReport, VERSION)
-    return kinds
-
-
-KINDS = _kinds()
+KINDS: dict[str, tuple[type[ReportHeader], int]] = {
+    train_report.SCHEMA: (Report, train_report.VERSION),
+    loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
+    scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
+    diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
+}
 """The type and the version of each kind of report, by its schema."""
+if find_spec(COMPARE_ROOM) is not None:
+    from fuelrail.bench.studies.compare import report as compare_report
+
+    KINDS[compare_report.SCHEMA] = (compare_report.CompareReport, compare_report.VERSION)
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -190,7 +185,22 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     else:
         old = _figures(before)
         new = _figures(after)
-        rows = [_change(name, old[name], new[name]) for name in new if name in old]
+        rows = []
+        for name in (name for name in new if name in old):
+            a = old[name]
+            b = new[name]
+            # Lowest over highest and the reverse, where both have an interval.
+            has_interval = a.has_interval and b.has_interval
+            rows.append(
+                Change(
+                    name=name,
+                    before=a.median,
+                    after=b.median,
+                    ratio_low=b.low / a.high if has_interval else None,
+                    ratio_high=b.high / a.low if has_interval else None,
+                    higher_is_better=not name.endswith(("[ms]", "[s]")),
+                )
+            )
     if not rows:
         raise ConfigError(
             "the reports have no figures of the same thing: there is nothing to compare"
@@ -246,35 +256,17 @@ def _figures(report: Any) -> dict[str, Interval]:
             for run in report.measured
         }
     if isinstance(report, LoaderReport):
-        assert report.figures is not None
+        fields = shown_fields(LoaderFigures)
         return {
-            "samples/s": report.figures.samples_per_s,
-            "CPU time a sample [ms]": report.figures.cpu_ms_per_sample,
-            "first batch [s]": report.figures.first_batch_s,
+            entry.label: getattr(report.figures, name)
+            for name, entry in fields.items()
+            if entry.better is not None
         }
     return {
         f"{contestant.name} [images/s]": contestant.figures.images_per_s
         for contestant in report.contestants
         if contestant.figures
     }
-
-
-def _change(name: str, old: Interval, new: Interval) -> Change:
-    """Return a change between two medians; its interval is lowest over highest and the reverse,
-    if both have one.
-    """
-    low = high = None
-    if old.has_interval and new.has_interval:
-        low = new.low / old.high
-        high = new.high / old.low
-    return Change(
-        name=name,
-        before=old.median,
-        after=new.median,
-        ratio_low=low,
-        ratio_high=high,
-        higher_is_better=not name.endswith(("[ms]", "[s]")),
-    )
 
 
 def _work(report: Report) -> tuple[Any, ...]:
@@ -317,48 +309,33 @@ def _conditions(report: Comparable) -> dict[str, Any]:
     return conditions
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
-        "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
-        "of both does not explain it; 2: no comparison."
-    )
-    parser.add_argument("before", metavar="A", type=Path, help="report.json, or its folder")
-    parser.add_argument("after", metavar="B", type=Path, help="the report to judge")
-    add_flags(parser, DiffOptions)
-    add_flags(parser, PrintOptions)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    options = from_flags(arguments, DiffOptions)
-    comparison = diff(arguments.before, arguments.after, options)
-    if from_flags(arguments, PrintOptions).json:
-        rows = [
+def print_comparison(
+    before: Path, after: Path, options: DiffOptions, printing: PrintOptions
+) -> int:
+    """Print the changes between two reports; return 1 where something is worse."""
+    comparison = diff(before, after, options)
+    code = _WORSE if comparison.worse else 0
+    if printing.json:
+        changes = [
             change._asdict() | {"ratio": change.ratio, "is_real": change.is_real}
             for change in comparison.changes
         ]
-        print_json(
-            {"changes": rows, "worse": comparison.worse, "differences": comparison.differences}
-        )
-    else:
-        _print(comparison, options.threshold)
-    return _WORSE if comparison.worse else 0
-
-
-def _print(comparison: Comparison, threshold: float) -> None:
+        print_json(msgspec.structs.asdict(comparison) | {"changes": changes})
+        return code
     console = report_console()
     for line in comparison.differences:
         if line.startswith(("dataset:", "split:")):
             console.print(f"warning: the reports are of different data: {line}")
-    print_table(
-        console, ("figure", "A", "B", "B / A", "interval", ""), map(_row, comparison.changes)
-    )
+    header = ("figure", "A", "B", "B / A", "interval", "")
+    print_table(console, header, map(_row, comparison.changes))
     for line in comparison.differences:
         console.print(f"also differs: {line}")
     worse = ": " + ", ".join(comparison.worse) if comparison.worse else ""
     console.print(
-        f"{'' if worse else 'nothing is '}worse by more than {threshold:.1%}, beyond noise{worse}"
+        f"{'' if worse else 'nothing is '}worse by more than {options.threshold:.1%}, "
+        f"beyond noise{worse}"
     )
+    return code
 
 
 def _row(change: Change) -> list[str]:
@@ -380,6 +357,15 @@ def _row(change: Change) -> list[str]:
     ]
 
 
-DIFF = Command(
-    "compare two reports, and fail if the second is worse beyond noise", _configure, _run
+DIFF = command(
+    "compare two reports, and fail if the second is worse beyond noise",
+    print_comparison,
+    arguments={
+        "before": {"metavar": "A", "type": Path, "help": "report.json, or its folder"},
+        "after": {"metavar": "B", "type": Path, "help": "the report to judge"},
+    },
+    options=(DiffOptions, PrintOptions),
+    description="Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
+    "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
+    "of both does not explain it; 2: no comparison.",
 )

@@ -133,29 +133,27 @@ def evaluate(
             batch = to_device(batch_loaded, parallel.device)
             scores = {"sample_key": batch["sample_key"], **score(model(batch), batch)}
             rows = [row for row, real in enumerate(batch["valid"].tolist()) if real]
-            scores_here.append({name: _rows(values, rows) for name, values in scores.items()})
+            kept_scores: dict[str, Any] = {}
+            for name, values in scores.items():
+                if isinstance(values, Tensor):
+                    kept_scores[name] = values.detach().cpu()[rows]
+                else:
+                    entries = [values[row] for row in rows]
+                    kept_scores[name] = to_device(entries, torch.device("cpu"))
+            scores_here.append(kept_scores)
     of_ranks: list[list[dict[str, Any]]] = [scores_here]
     if parallel.world > 1:
         of_ranks = [[] for _ in range(parallel.world)]
         dist.all_gather_object(of_ranks, scores_here if parallel.counts else [])
     batches = [part for step in zip(*filter(None, of_ranks), strict=True) for part in step]
-    return (
-        {name: _joined([part[name] for part in batches]) for name in batches[0]} if batches else {}
-    )
-
-
-def _rows(values: Tensor | Sequence[Any], rows: Sequence[int]) -> Any:
-    if isinstance(values, Tensor):
-        return values.detach().cpu()[rows]
-    return to_device([values[row] for row in rows], torch.device("cpu"))
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return (
-        torch.cat(list(parts))
-        if isinstance(parts[0], Tensor)
-        else [entry for part in parts for entry in part]
-    )
+    joined: dict[str, Any] = {}
+    for name, first in batches[0].items() if batches else ():
+        parts = [part[name] for part in batches]
+        if isinstance(first, Tensor):
+            joined[name] = torch.cat(parts)
+        else:
+            joined[name] = [entry for part in parts for entry in part]
+    return joined
 
 
 def means(scores: Scores) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""MkDocs hook: pages that are elsewhere in the repository, references from the code, and links
-between all of them.
+"""MkDocs hook: pages that are elsewhere in the repository, references from the code, links between
+all of them, and ``llms.txt``, which says in a line each what they are.
 
 A page is written once, for the repository: its links are relative to its place there. Here each
 link is turned into one of the site. A file of the repository that is not a page is copied into the
@@ -16,7 +16,7 @@ import os
 import posixpath
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import griffe
 import msgspec
@@ -46,17 +46,25 @@ PAGES: Final = {
     "pipeline/order/ORDER.md": "pipeline/order/ORDER.md",
 }
 """Pages of the site whose text is elsewhere in the repository."""
+Names: TypeAlias = dict[str, tuple[str, str]]
+"""Public names as programs write them, each with its module and its name there."""
 FENCE: Final = re.compile(r"^ *(```|~~~)")
 LINK: Final = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+PARAGRAPH: Final = re.compile(r"(?!\d+\. |[-*+] )[\w*`\[]")
+SENTENCE: Final = re.compile(r".+?[.!?](?=\s+[A-Z`\"(]|$)|.+")
 NAMED_PAGE: Final = re.compile(r"(?<!\[)`((?:[\w.-]+/)*[\w.-]+\.md)`(?!\])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are elsewhere, the references, and the files that pages link to."""
+    """Add the pages that are elsewhere, the references, the files that pages link to, and
+    ``llms.txt``.
+    """
     for uri, place in PAGES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / place)))
+    groups = public_groups()
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
-    files.append(File.generated(config, "reference/python.md", content=python_page()))
+    files.append(File.generated(config, "reference/names.md", content=names_page(groups)))
+    files.append(File.generated(config, "reference/python.md", content=python_page(groups)))
     known = {repository_path(file.src_uri) for file in files}
     for uri in [file.src_uri for file in files.documentation_pages()]:
         place = repository_path(uri)
@@ -67,6 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if "://" not in target and path not in known and (ROOT / path).is_file():
                 known.add(path)
                 files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "llms.txt", content=llms_text(config, files, groups)))
     return files
 
 
@@ -144,43 +153,112 @@ def help_text(*words: str) -> str:
     return text.getvalue()
 
 
-def python_page() -> str:
-    """Return the reference of all public names, by hall, errors last."""
+def public_groups() -> dict[str, Names]:
+    """Return all public names, as programs write them, with their module and their name there: by
+    hall, errors last.
+    """
     package = ROOT / ".src" / "fuelrail"
-    groups: dict[str, dict[str, tuple[str, str]]] = {
-        "Loading": {},
-        "Datasets, orders, augmentation": {},
-        "Making datasets": {},
-        "Laboratory": read_public_names(package / "bench" / "__init__.pyi"),
-        "Errors": {
-            name: (errors.__name__, name)
-            for name, value in vars(errors).items()
-            if issubclass_of_exception(value)
-        },
+    error_places = {
+        f"fr.errors.{name}": (errors.__name__, name)
+        for name, value in vars(errors).items()
+        if issubclass_of_exception(value)
     }
     titles = {
         "loaders": "Loading",
         "pipeline": "Datasets, orders, augmentation",
         "sharding": "Making datasets",
     }
-    for name, (module, attribute) in read_public_names(package / "__init__.pyi").items():
-        hall = module.removeprefix("fuelrail.").partition(".")[0]
-        if hall in titles and name not in {"errors", *groups["Errors"]}:
-            groups[titles[hall]][name] = module, attribute
+    groups: dict[str, Names] = {title: {} for title in titles.values()}
+    for name, place in read_public_names(package / "__init__.pyi").items():
+        hall = place[0].removeprefix("fuelrail.").partition(".")[0]
+        if hall in titles and name != "errors" and f"fr.errors.{name}" not in error_places:
+            groups[titles[hall]][f"fr.{name}"] = place
+    known = {place for group in groups.values() for place in group.values()}
+    groups["Orders of your own rows"] = {
+        f"fr.order.{name}": place
+        for name, place in read_public_names(package / "order.py").items()
+        if place not in known and f"fr.errors.{name}" not in error_places
+    }
+    groups["Laboratory"] = {
+        f"bench.{name}": place
+        for name, place in read_public_names(package / "bench" / "__init__.pyi").items()
+    }
+    groups["Errors"] = error_places
+    return groups
+
+
+def python_page(groups: dict[str, Names]) -> str:
+    """Return the reference of all public names."""
     parts = [
         "# Python\n",
         (
             "Every public name: `import fuelrail as fr`, then `fr.NAME`; those of the laboratory "
-            "are `fuelrail.bench.NAME`, errors `fr.errors.NAME`. A name is imported when it is "
-            "first used.\n"
+            "are `fuelrail.bench.NAME`, errors `fr.errors.NAME`, orders of your own rows "
+            "`fr.order.NAME`. A name is imported when it is first used. [Names](names.md) has a "
+            "line for each.\n"
         ),
     ]
     for title, places in groups.items():
         parts.append(f"## {title}\n")
         for name in sorted(places, key=str.lower):
             module, attribute = places[name]
-            parts += reference_of(name, module, attribute)
+            parts += reference_of(name.removeprefix("fr."), module, attribute)
     return "\n".join(parts)
+
+
+def names_page(groups: dict[str, Names]) -> str:
+    """Return the index of all public names: a table for each hall."""
+    parts = [
+        "# Names\n",
+        "All public names, after `import fuelrail as fr` and `from fuelrail import bench`.\n",
+    ]
+    for title, places in groups.items():
+        rows = [
+            f"| [`{name}`](python.md#{anchor}) | {text.replace('|', '&#124;')} |"
+            for name, anchor, text in described_names(places)
+        ]
+        parts.append("\n".join([f"## {title}\n", "| name | what it is |", "|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def described_names(places: Names) -> Iterator[tuple[str, str, str]]:
+    """Yield names, their anchors on the page of references, and the first sentence about them."""
+    for name in sorted(places, key=str.lower):
+        module, attribute = places[name]
+        value = getattr(importlib.import_module(module), attribute)
+        yield name, f"{module}.{attribute}", first_sentence(value.__doc__ or "")
+
+
+def llms_text(config: MkDocsConfig, files: Files, groups: dict[str, Names]) -> str:
+    """Return what the pages and the public names are, in a line each, for programs that read."""
+    parts = [f"# {config.site_name}\n", f"> {config.site_description}\n"]
+    sections = [entry for section in config.nav or () for entry in section.items()]
+    for heading, pages in sections:
+        parts.append(f"## {heading}\n")
+        for title, uri in [entry for page in pages for entry in page.items()]:
+            file = files.get_file_from_path(uri)
+            assert file is not None, f"{uri} is in nav and nowhere else"
+            parts.append(f"- [{title}]({file.url}): {first_sentence(file.content_string)}")
+        parts.append("")
+    for title, places in groups.items():
+        parts.append(f"## Names: {title}\n")
+        parts += [
+            f"- [{name}](reference/python.html#{anchor}): {text}"
+            for name, anchor, text in described_names(places)
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the first paragraph of a page or docstring, without links."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = (part.strip() for part in re.split(r"\n\s*\n", prose))
+    paragraph = next((part for part in paragraphs if PARAGRAPH.match(part)), "")
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", paragraph.replace("**", ""))
+    plain = re.sub(r":\w+:(?=`)", "", plain).replace("``", "`").replace("`~", "`")
+    sentence = SENTENCE.match(" ".join(plain.split()))
+    return re.sub(r":$", ".", sentence[0]) if sentence else ""
 
 
 def reference_of(name: str, module: str, attribute: str) -> Iterator[str]:

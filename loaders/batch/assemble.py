@@ -40,16 +40,16 @@ from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.packs import packed_entries
-from fuelrail.loaders.batch.temporal import Frames, frame_facts
+from fuelrail.loaders.batch.temporal import Frames
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, Sample
-from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
+from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
+    from fuelrail.pipeline.sample.schema import Boxes, Geometry
     from fuelrail.pipeline.transforms.ego import BevMap
 
 
@@ -77,33 +77,27 @@ def assemble(
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
-    bevs = [entry.bev for entry in decoded]
     frames = Frames.collect(decoded)
-    geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
-    own2global = np.array([sample.geometry.ego2global for sample in samples])
-    bda_mat = np.array([bev.matrix for bev in bevs])
-    undo_bda = np.array([bev.inverse for bev in bevs])
-    frames_bda = frames.of_samples(bda_mat)
-    frames_undo = frames.of_samples(undo_bda)
-    ida_mat = ida_mats([image_map for maps in frames.maps for image_map in maps]).reshape(
-        *frames.axes, -1, 4, 4
-    )
-    ego2img = ida_mat @ geometry.ego2img() @ frames_undo[..., None, :, :]
-    cam2keyego = geometry.cam2keyego(frames.of_samples(own2global))
+    geometry = frames.geometry
+    ego2img = frames.ida_mat @ geometry.ego2img() @ frames.undo_bda[..., None, :, :]
+    cam2keyego = geometry.cam2keyego(frames.key2global)
+    lidar2ego = geometry.lidar2keyego() if geometry.lidar2ego.shape[-3] else None
+    ego2key = None
+    if frames.has_windows:
+        ego2key = invert_rigid(frames.key2global) @ geometry.ego2global
+    intrinsics = apply_to_intrinsics(frames.ida_mat, geometry.intrinsics)
     batch: dict[str, Any] = {
         "img": slot.img(),
         "cam_valid": torch.from_numpy(geometry.cam_valid.astype(bool)),
-        "intrinsics": _float32(apply_to_intrinsics(ida_mat, geometry.intrinsics)),
+        "intrinsics": _float32(intrinsics),
         "dist": _float32(np.where(np.isnan(geometry.dist), 0.0, geometry.dist)),
-        "ida_mat": _float32(ida_mat),
+        "ida_mat": _float32(frames.ida_mat),
         "cam2ego": _float32(geometry.cam2ego),
-        "cam2keyego": _float32(frames_bda[..., None, :, :] @ cam2keyego),
+        "cam2keyego": _float32(frames.bda[..., None, :, :] @ cam2keyego),
         "ego2img": _float32(ego2img),
-        "ego2global": torch.from_numpy(geometry.ego2global @ frames_undo),
-        "bda_mat": _float32(bda_mat),
-        "timestamp_ns": torch.from_numpy(
-            frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])
-        ),
+        "ego2global": torch.from_numpy(geometry.ego2global @ frames.undo_bda),
+        "bda_mat": _float32(frames.bda.reshape(-1, 4, 4)),
+        "timestamp_ns": torch.from_numpy(frames.timestamp_ns),
         "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
         "sample_token": [sample.meta.sample_token for sample in samples],
@@ -122,12 +116,16 @@ def assemble(
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].task.source.name is not None:
         batch["dataset"] = [entry.task.source.name for entry in decoded]
-    if frames.has_windows:
-        ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
-        batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)
-        batch.update(frame_facts(decoded))
-    if geometry.lidar2ego.shape[-3]:
-        lidar2ego = geometry.lidar2keyego()
+    if ego2key is not None:
+        task_frames = [entry.task.frames for entry in decoded]
+        batch["ego2key"] = _float32(frames.bda @ ego2key @ frames.undo_bda)
+        batch["frame_valid"] = torch.tensor(
+            [[frame.present for frame in frames_of_task] for frames_of_task in task_frames]
+        )
+        batch["frame_global_index"] = torch.tensor(
+            [[frame.row for frame in frames_of_task] for frames_of_task in task_frames]
+        )
+    if lidar2ego is not None:
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
     lacking: list[str] = []
@@ -141,27 +139,27 @@ def assemble(
         batch.pop(name, None)
     if lidar is not None:
         sweeps = []
-        for sample, bev in zip(frames.samples, frames.repeated(bevs), strict=True):
-            points = sample.points.get(lidar.channel)
-            # A sweep that is missing is an empty one: the batch's list must keep its length.
-            if points is None:
-                sweep = np.empty((0, len(lidar.columns)), np.float32)
-            else:
-                sweep = bev.points(points, sample.geometry.lidar2keyego())
-            sweeps.append(torch.from_numpy(sweep))
+        for entry in decoded:
+            for sample in entry.samples:
+                points = sample.points.get(lidar.channel)
+                # A sweep that is missing is an empty one: the batch's list must keep its length.
+                if points is None:
+                    sweep = np.empty((0, len(lidar.columns)), np.float32)
+                else:
+                    sweep = entry.bev.points(points, sample.geometry.lidar2keyego())
+                sweeps.append(torch.from_numpy(sweep))
         batch["points"] = frames.listed(sweeps)
     if channels.channels:
         batch.update(channels.entries(decoded, frames))
     if "pack" in batch:
         batch.update(packed_entries(batch))
     if any(sample.boxes is not None for sample in samples):
-        batch.update(_labels(samples, bevs, box_frame))
+        batch.update(_labels(decoded, box_frame))
     return batch
 
 
-def _labels(
-    samples: Sequence[Sample], bevs: Sequence[BevMap], box_frame: BoxFrame
-) -> dict[str, list[torch.Tensor]]:
+def _labels(decoded: Sequence[Parsed], box_frame: BoxFrame) -> dict[str, list[torch.Tensor]]:
+    """Return the boxes of the samples and what goes with them, as augmented, in a frame."""
     entries: dict[str, list[torch.Tensor]] = {
         "gt_boxes_3d": [],
         "gt_labels_3d": [],
@@ -169,15 +167,17 @@ def _labels(
         "gt_valid": [],
         "instance_id": [],
     }
-    for sample, bev in zip(samples, bevs, strict=True):
-        boxes = sample.boxes
+    for entry in decoded:
+        boxes = entry.sample.boxes
         if boxes is None:
-            raise SchemaError("the sample has no boxes, others of its batch have", key=sample.key)
+            raise SchemaError(
+                "the sample has no boxes, others of its batch have", key=entry.sample.key
+            )
         if box_frame == "lidar":
-            boxes3d, velocity = _in_lidar(boxes, sample.geometry, bev)
+            boxes3d, velocity = _in_lidar(boxes, entry.sample.geometry, entry.bev)
         else:
-            boxes3d = torch.from_numpy(bev.boxes3d(boxes.boxes3d))
-            velocity = torch.from_numpy(bev.vectors(boxes.velocity))
+            boxes3d = torch.from_numpy(entry.bev.boxes3d(boxes.boxes3d))
+            velocity = torch.from_numpy(entry.bev.vectors(boxes.velocity))
         entries["gt_boxes_3d"].append(boxes3d)
         entries["gt_labels_3d"].append(torch.from_numpy(boxes.label.astype(np.int64)))
         entries["gt_velocity"].append(velocity)
@@ -193,14 +193,15 @@ def _in_lidar(boxes: Boxes, geometry: Geometry, bev: BevMap) -> tuple[torch.Tens
     yaw.
     """
     ego2lidar = invert_rigid(geometry.lidar2keyego())
-    moved = ego2lidar @ bev.matrix
+    augmented2lidar = ego2lidar @ bev.matrix
+    rotation = augmented2lidar[:3, :3].T
     boxes3d = boxes.boxes3d.astype(np.float64)
-    heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T
-    centre = boxes3d[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+    heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ rotation
+    centre = boxes3d[:, :3] @ rotation + augmented2lidar[:3, 3]
+    size = boxes3d[:, 3:6] * bev.scale
     yaw = np.arctan2(heading[:, 1], heading[:, 0])
-    moved_boxes = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
-    velocity = boxes.velocity.astype(np.float64) @ moved[:3, :3].T
-    return _float32(moved_boxes), _float32(velocity)
+    velocity = boxes.velocity.astype(np.float64) @ rotation
+    return _float32(np.column_stack([centre, size, yaw])), _float32(velocity)
 
 
 def _tensor(values: Sequence[int]) -> torch.Tensor:

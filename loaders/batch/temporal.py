@@ -21,19 +21,19 @@ are the key frame's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from fuelrail.pipeline.sample.schema import Geometry
+from fuelrail.pipeline.transforms.image_map import ida_mats
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
-
-T = TypeVar("T")
 
 
 def hidden(sample: Sample) -> Sample:
@@ -45,20 +45,51 @@ def hidden(sample: Sample) -> Sample:
 
 
 class Frames(NamedTuple):
-    """The frames of a batch's samples, one after the other: what decides which axes follow B."""
+    """The frames of a batch's samples: which axes follow B, and the arrays that have them."""
 
-    samples: Sequence[Sample]
-    maps: Sequence[Sequence[ImageMap]]
     axes: tuple[int, ...]
     """(B, T) with windows, (B,) without."""
+    geometry: Geometry
+    """That of the frames, with these axes in front."""
+    ida_mat: NDArray[np.float64]
+    """What augmentation does to the images: (*axes, N, 4, 4)."""
+    bda: NDArray[np.float64]
+    """What augmentation does to the ego frame of each sample, and ``undo_bda`` its inverse: (B, 4,
+    4), with windows (B, 1, 4, 4).
+    """
+    undo_bda: NDArray[np.float64]
+    key2global: NDArray[np.float64]
+    """The pose of each sample's own frame, shaped as ``bda``."""
+    timestamp_ns: NDArray[np.int64]
+    """The times of the frames: ``axes``."""
 
     @classmethod
     def collect(cls, decoded: Sequence[Parsed]) -> Self:
         """Collect the frames of some samples, of which all or none have windows."""
+        has_windows = decoded[0].slot.has_windows
+        axes = (len(decoded), len(decoded[0].samples)) if has_windows else (len(decoded),)
         samples = [sample for entry in decoded for sample in entry.samples]
-        maps = [maps for entry in decoded for maps in entry.maps]
-        num_frames = (len(decoded[0].samples),) if decoded[0].slot.has_windows else ()
-        return cls(samples, maps, (len(decoded), *num_frames))
+        image_maps: list[ImageMap] = []
+        for entry in decoded:
+            for frame_maps in entry.maps:
+                image_maps += frame_maps
+        of_samples = (
+            np.array([entry.bev.matrix for entry in decoded]),
+            np.array([entry.bev.inverse for entry in decoded]),
+            np.array([entry.sample.geometry.ego2global for entry in decoded]),
+        )
+        bda, undo_bda, key2global = (
+            matrices[:, None] if has_windows else matrices for matrices in of_samples
+        )
+        return cls(
+            axes=axes,
+            geometry=Geometry.stack([sample.geometry for sample in samples], *axes),
+            ida_mat=ida_mats(image_maps).reshape(*axes, -1, 4, 4),
+            bda=bda,
+            undo_bda=undo_bda,
+            key2global=key2global,
+            timestamp_ns=np.array([sample.meta.timestamp_ns for sample in samples]).reshape(axes),
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -70,30 +101,9 @@ class Frames(NamedTuple):
         stacked = np.array(values)
         return stacked.reshape(*self.axes, *stacked.shape[1:])
 
-    def of_samples(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return a matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
-        return matrices[:, None] if self.has_windows else matrices
-
-    def repeated(self, values: Sequence[T]) -> Iterator[T]:
-        """Return a value of each sample, repeated for each of its frames."""
-        return (value for value in values for _ in range(self.axes[1] if self.has_windows else 1))
-
     def listed(self, values: list[Any]) -> list[Any]:
         """Return a value of each frame as a list for each sample; without windows as it is."""
         if not self.has_windows:
             return values
         num_samples, t = self.axes
         return [values[number * t : (number + 1) * t] for number in range(num_samples)]
-
-
-def frame_facts(decoded: Sequence[Parsed]) -> dict[str, torch.Tensor]:
-    """Return which frames the samples' windows show."""
-    frames = [entry.task.frames for entry in decoded]
-    return {
-        "frame_valid": torch.tensor(
-            [[frame.present for frame in of_sample] for of_sample in frames]
-        ),
-        "frame_global_index": torch.tensor(
-            [[frame.row for frame in of_sample] for of_sample in frames]
-        ),
-    }

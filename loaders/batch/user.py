@@ -61,29 +61,16 @@ def transform(
     decoded: Parsed,
 ) -> Sample:
     """Pass each view of a sample through the user's function, as a dict: a batch of one without
-    its B axis.
+    its B axis; ``seed`` is that of the loader.
     """
-    first, *more_views = [
-        _transformed(function, assemble([view]), seed, view) for view in decoded.views
-    ]
-    return first._replace(second=more_views[0]) if more_views else first
-
-
-def _transformed(
-    function: Callable[[dict[str, Any]], Any] | None,
-    batch: dict[str, Any],
-    seed: int,
-    decoded: Parsed,
-) -> Sample:
-    """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
+    batch = assemble([decoded])
     images = batch.pop("img")
     task = decoded.task
-    batch_row = decoded.task.batch_row
-    image = (
-        {name: image_buffer[batch_row] for name, image_buffer in images.items()}
-        if isinstance(images, dict)
-        else images[batch_row]
-    )
+    batch_row = task.batch_row
+    if isinstance(images, dict):
+        image = {name: image_buffer[batch_row] for name, image_buffer in images.items()}
+    else:
+        image = images[batch_row]
     parts = {}
     joins = {}
     common = {}
@@ -105,6 +92,9 @@ def _transformed(
     )
     sample = {"img": image, **parts, **common, "seed": int(drawn[0, 0] * 2**53)}
     value = sample if function is None else function(sample)
+    second = None
+    if decoded.second is not None:
+        second = transform(function, assemble, seed, decoded.second)
     return Sample(
         slot=decoded.slot,
         batch_row=batch_row,
@@ -112,6 +102,7 @@ def _transformed(
         value=value,
         joins=joins,
         common=common,
+        second=second,
     )
 
 

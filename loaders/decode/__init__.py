@@ -109,9 +109,8 @@ def _plugin(name: str, place: Place) -> ImageDecoder:
     if name not in plugins:
         names = [*BACKENDS, *plugins]
         raise ConfigError(
-            f"decoder={name!r} must be one of auto, "
-            f"{', '.join(names)}{did_you_mean(name, names)}; a plug-in's package names its "
-            f"decoders in the entry points '{GROUP}'"
+            f"decoder={name!r} must be one of auto, {', '.join(names)}{did_you_mean(name, names)}; "
+            f"a plug-in's package names its decoders in the entry points '{GROUP}'"
         )
     entry = plugins[name]
     package = "" if entry.dist is None else f" of package '{entry.dist.name}'"

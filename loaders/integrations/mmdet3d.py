@@ -120,7 +120,12 @@ def mmdet3d_samples(
         raise ConfigError("mmdet3d_samples needs labels: the samples of this batch have no boxes")
     inputs: dict[str, Any] = {"img": list(batch["img"])}
     if "points" in batch:
-        inputs["points"] = _points(batch, box_frame)
+        inputs["points"] = list(batch["points"])
+        if box_frame == "ego":
+            for number, lidar2ego in enumerate(batch["lidar2ego"]):
+                points = inputs["points"][number]
+                xyz = points[:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+                inputs["points"][number] = torch.cat([xyz, points[:, 3:]], 1)
     samples = []
     for row in range(len(batch["sample_key"])):
         boxes, labels = _boxes(batch, row, point_range)
@@ -155,16 +160,6 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             "the adapters for mmdetection3d need calibrated cameras: the dataset knows no "
             "calibration"
         )
-
-
-def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]:
-    if box_frame == "lidar":
-        return list(batch["points"])
-    moved = []
-    for points, lidar2ego in zip(batch["points"], batch["lidar2ego"], strict=True):
-        xyz = points[:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
-        moved.append(torch.cat([xyz, points[:, 3:]], 1))
-    return moved
 
 
 def _boxes(

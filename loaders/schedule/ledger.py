@@ -270,34 +270,32 @@ class RunLedger:
         """
         if not self.is_kept or self._number or not self._is_started:
             return
-        with _WRITING:
-            self._mark(self._following, why)
-
-    def _mark(self, cursor: Cursor, why: Literal["state", "epoch", "end"]) -> None:
-        last = self._file.records[-1]
+        cursor = self._following
         place = (cursor.epoch, cursor.samples_consumed)
-        if isinstance(last, PlaceReached) and last.place == place:
-            return
-        if (
-            why == "end" and not self._file.is_newest()
-        ):  # another loader has taken over, before this one was closed
-            return
-        before = self._reached
-        # States after steps in a row are asked for, and not all saved: the newest one is kept.
-        is_dense = (
-            why == "state"
-            and before is not None
-            and before.epoch == cursor.epoch
-            and cursor.samples_consumed - before.samples_consumed <= self._batching.global_batch
-        )
-        # A mark is lost at worst with a crash of the machine; syncing it at every step would cost
-        # more than the step.
-        varies = why == "epoch" and self._batching.lengths is not None
-        length = self._batching.of_epoch(cursor.epoch - 1).epoch_length if varies else None
-        self._file.append(
-            PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense
-        )
-        self._reached = cursor if why == "state" else None
+        with _WRITING:
+            last = self._file.records[-1]
+            if isinstance(last, PlaceReached) and last.place == place:
+                return
+            # Another loader may have taken over, before this one was closed.
+            if why == "end" and not self._file.is_newest():
+                return
+            before = self._reached
+            # States after steps in a row are asked for, and not all saved: the newest one is kept.
+            is_dense = (
+                why == "state"
+                and before is not None
+                and before.epoch == cursor.epoch
+                and cursor.samples_consumed - before.samples_consumed <= self._batching.global_batch
+            )
+            length = None
+            if why == "epoch" and self._batching.lengths is not None:
+                length = self._batching.of_epoch(cursor.epoch - 1).epoch_length
+            # A mark is lost at worst with a crash of the machine; syncing it at every step would
+            # cost more than the step.
+            self._file.append(
+                PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense
+            )
+            self._reached = cursor if why == "state" else None
 
     def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
         """Note that a sample takes the place of a bad one; any thread may call this."""

@@ -64,25 +64,27 @@ class Schedule(NamedTuple):
 
     def streams(self, walk: Walk) -> list[RequestStream]:
         """Open a request stream for the samples of this walk with each storage."""
-        return [self._stream(source, walk) for source in self.sources]
-
-    def _stream(self, source: Source, walk: Walk) -> RequestStream:
-        if not self.reads:
-            return RequestStream(source.reader, LayeredSession(_NoSession()))
-        if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
-            # Which samples a step has, and in which turn, is known when its turn comes: the cache
-            # keeps what it has.
-            return RequestStream(source.reader, source.storage.session())
-        # Samples that channels of other times need are often the same ones, and then requested
-        # once.
-        numbers = (
-            RequestNumbers()
-            if len(self.sources) > 1 or source.reader.num_frames is not None
-            else None
-        )
-        only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        uses = build_future_uses(self.where.numbers, walk, self.where.frames, only)
-        return RequestStream(source.reader, source.storage.session(*uses), numbers)
+        is_regrouped = {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys()
+        streams = []
+        for source in self.sources:
+            numbers = None
+            if not self.reads:
+                session = LayeredSession(_NoSession())
+            elif is_regrouped:
+                # Which samples a step has, and in which turn, is known when its turn comes: the
+                # cache keeps what it has.
+                session = source.storage.session()
+            else:
+                only = None
+                # Samples that channels of other times need are often the same ones, and then
+                # requested once.
+                if len(self.sources) > 1 or source.reader.num_frames is not None:
+                    numbers = RequestNumbers()
+                    only = Range(source.base, len(source.dataset.index), numbers)
+                uses = build_future_uses(self.where.numbers, walk, self.where.frames, only)
+                session = source.storage.session(*uses)
+            streams.append(RequestStream(source.reader, session, numbers))
+        return streams
 
 
 class _NoSession:
@@ -168,23 +170,22 @@ def make_schedule(
 
 
 def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:
+    """Return the map of a dataset's samples to their windows; raise OrderError where no window
+    has another frame than the sample's.
+    """
     if window is None:
         return None
     assert clips is not None
     lookup = window_lookup(clips, window)
-    if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
-        raise OrderError(
-            f"{window}: no sample of dataset "
-            f"'{source.dataset.root}' has any of these frames in its clip, so every window "
-            "would be one frame repeated; its clips are too short, or it stores single frames"
-        )
-    return lookup
-
-
-def _finds_any(lookup: WindowLookup, num_samples: int) -> bool:
+    if len(window.frames) == 1:
+        return lookup
     offset_columns = np.flatnonzero(lookup.window.offsets)
-    for first in range(0, num_samples, _SEARCHED_AT_A_TIME):
-        numbers = np.arange(first, min(first + _SEARCHED_AT_A_TIME, num_samples))
-        if lookup(numbers).present[:, offset_columns].any():
-            return True
-    return False
+    for first in range(0, len(clips), _SEARCHED_AT_A_TIME):
+        samples = np.arange(first, min(first + _SEARCHED_AT_A_TIME, len(clips)))
+        if lookup(samples).present[:, offset_columns].any():
+            return lookup
+    raise OrderError(
+        f"{window}: no sample of dataset '{source.dataset.root}' has any of these frames in its "
+        "clip, so every window would be one frame repeated; its clips are too short, or it stores "
+        "single frames"
+    )

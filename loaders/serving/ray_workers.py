@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import statistics
-import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -23,7 +22,7 @@ from msgspec import Meta
 from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.batch.processes import content_of
 from fuelrail.loaders.serving.memory import KEEP_BYTES, dump, load_with
-from fuelrail.loaders.serving.server import RankServer
+from fuelrail.loaders.serving.server import RankServer, StepRequest, StepResult
 from fuelrail.loaders.storage.buffers import Buffers, pageable
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.clusters import connect_ray
@@ -32,11 +31,9 @@ from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import threading
 
     from fuelrail.loaders.autotune import Tuning
-    from fuelrail.loaders.serving.counts import Counts, Facts
-    from fuelrail.pipeline.order.batching import Cursor, Walk
 
 _COUNT = must_be("an integer >= 1")
 _POLL_S: Final = 0.1
@@ -80,39 +77,42 @@ class RemoteWorkers(CheckedSettings, frozen=True):
     cpus: Annotated[int, Meta(ge=1), _COUNT] = 1
 
 
-class _Result(NamedTuple):
-    """A step: a pickle without its tensors, their bytes, dtypes and shapes; or a pickled error."""
-
-    payload: bytes
-    tensors: list[tuple[Any, torch.dtype, tuple[int, ...]]]
-    facts: Facts | None
-    seconds: float = 0.0
-
-
 class StepMaker:
     """What an actor runs: a loader whose steps are made one by one."""
 
     def __init__(self, setup: bytes) -> None:
         self._server = RankServer(pickle.loads(setup), pageable)
 
-    def make(self, place: Cursor, number: int) -> _Result:
-        """Make the step with this number after a place of the order."""
+    def make(self, step: StepRequest) -> tuple[StepResult, float]:
+        """Return a step, its batch as a `Dumped`, and the seconds that making it took."""
         begin_s = time.monotonic()
         try:
-            payload, tensors = dump(self._server.make(place, number))
+            payload, tensors = dump(self._server.make(step))
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-            return _Result(pickled_error(error), [], None)
-        sent = [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        return _Result(payload, sent, self._server.facts(), time.monotonic() - begin_s)
+            return StepResult(step.iteration, step.number, error=pickled_error(error)), 0.0
+        dumped = Dumped(
+            payload,
+            [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors],
+        )
+        result = StepResult(step.iteration, step.number, dumped, self._server.facts())
+        return result, time.monotonic() - begin_s
+
+
+class Dumped(NamedTuple):
+    """A batch as a pickle without its tensors, and their bytes, dtypes and shapes."""
+
+    payload: bytes
+    tensors: list[tuple[Any, torch.dtype, tuple[int, ...]]]
 
 
 class _Step:
     """A step that was asked for, of one actor or more."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, step: StepRequest) -> None:
+        self.step = step
         self.attempts = 0
-        self.asked: dict[Any, _Actor] = {}
+        self.actors_asked: dict[Any, _Actor] = {}
+        """The actors by the references of what they return."""
 
 
 class _Actor:
@@ -124,83 +124,79 @@ class _Actor:
         self.has_made = False
 
 
-class StepClient:
-    """Batches of a loader that Ray actors make; they are started at the first iteration.
+class _Window:
+    """Some steps in a row: how long the trainer waited for them, and how many were ready."""
 
-    See `BatchClient`.
-    """
+    def __init__(self) -> None:
+        self.begin_s = time.monotonic()
+        self.waited_s = 0.0
+        self.num_ready = 0
+        self.num_taken = 0
 
-    def __init__(
-        self, options: RemoteWorkers, setup: bytes, counts: Counts, *, pinned: bool
-    ) -> None:
+
+class RayTransport:
+    """Makes steps by Ray's actors; see `fuelrail.loaders.serving.client.Transport`."""
+
+    def __init__(self, options: RemoteWorkers, setup: bytes, *, pinned: bool) -> None:
         with needs("where=RemoteWorkers(...)", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
         self._options = options
         self._setup = setup
-        self.counts = counts
         self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=KEEP_BYTES)
-        self._is_stopped = threading.Event()
-        self._actors: list[_Actor] = []
-        self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
+        self.actors: list[_Actor] = []
+        self.num_wanted = min(options.num_workers, options.min_workers or options.num_workers)
+        """The number of actors that the trainer's waiting asks for."""
+        self._steps: deque[_Step] = deque()
+        """The steps of the iteration that were asked for and not returned yet, in their order."""
+        self._window = _Window()
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._late: dict[Any, _Actor] = {}
         """Steps that another actor made first, which keep theirs busy: it may even lack a node
         with a free CPU.
         """
 
-    def items(self, walk: Walk) -> Iterator[Any]:
-        """Yield the batches of a walk without end; raise what an actor raises for them."""
+    def open(self) -> None:
+        """Connect to the cluster, in a thread that outlives the iteration."""
         options = self._options
-        connect_ray(
-            self._ray,
-            options.address,
-            max(options.num_workers * options.cpus, num_usable_cpus()),
-        )
-        self._is_stopped = threading.Event()
-        return self._items(walk, self._is_stopped)
+        num_cpus = max(options.num_workers * options.cpus, num_usable_cpus())
+        connect_ray(self._ray, options.address, num_cpus)
 
-    def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
-        steps: deque[_Step] = deque()
-        number = 0
-        num_taken = 0
-        waits = 0.0
-        ready = 0
+    def make(self, step: StepRequest, is_stopped: threading.Event) -> StepResult | None:
+        """Return a step that an actor made; ask for those that follow it."""
+        steps = self._steps
+        if is_stopped.is_set() or not steps or steps[0].step.iteration != step.iteration:
+            self._cancel()
+            self._window = _Window()
+        if self._window.num_taken == _WINDOW:
+            self._adapt(self._window)
+            self._window = _Window()
+        if steps:
+            done, _ = self._ray.wait(list(steps[-1].actors_asked), timeout=0)
+            self._window.num_ready += bool(done)
+        while not is_stopped.is_set() and len(steps) < _AHEAD * self.num_wanted:
+            steps.append(_Step(step._replace(number=step.number + len(steps))))
+            self._ask(steps[-1])
         begin_s = time.monotonic()
-        while not is_stopped.is_set():
-            if steps:
-                done, _ = self._ray.wait(list(steps[-1].asked), timeout=0)
-                ready += bool(done)
-            while len(steps) < _AHEAD * self._wanted:
-                steps.append(_Step(number))
-                self._ask(steps[-1], walk.start)
-                number += 1
-            asked_s = time.monotonic()
-            result = self._result(steps[0], walk.start, is_stopped)
-            if result is None:
-                break
-            waits += time.monotonic() - asked_s
-            steps.popleft()
-            if result.facts is None:
-                error, cause = pickle.loads(result.payload)
-                raise error from cause
-            self.counts.note(result.facts)
-            batch = self._open(result)
-            del result
-            yield batch
-            del batch
-            num_taken += 1
-            if num_taken == _WINDOW:
-                self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                num_taken = 0
-                waits = 0.0
-                ready = 0
-                begin_s = time.monotonic()
-        for step in steps:
-            for reference in step.asked:
+        result = self._result(steps[0], is_stopped) if steps else None
+        if result is None:
+            self._cancel()
+            return None
+        self._window.waited_s += time.monotonic() - begin_s
+        self._window.num_taken += 1
+        steps.popleft()
+        return (
+            result if result.error is not None else result._replace(batch=self._open(result.batch))
+        )
+
+    def _cancel(self) -> None:
+        """Ask for no step any more."""
+        for step in self._steps:
+            for reference, actor in step.actors_asked.items():
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.cancel(reference)
-                step.asked[reference].num_asked -= 1
+                actor.num_asked -= 1
+        self._steps.clear()
 
     def _actor(self, step: _Step) -> _Actor | None:
         """Return the actor with the fewest steps of those that were not asked for this one; start
@@ -208,26 +204,29 @@ class StepClient:
 
         One that has made none may have no node: it gets a second step only where all are such.
         """
-        if len(self._actors) < self._wanted:
+        if len(self.actors) < self.num_wanted:
             kind = self._ray.remote(StepMaker).options(
                 num_cpus=self._options.cpus, scheduling_strategy="SPREAD"
             )
-            self._actors.append(_Actor(kind.remote(self._setup)))
+            self.actors.append(_Actor(kind.remote(self._setup)))
         if self._late:
             for reference in self._ray.wait(
                 list(self._late), num_returns=len(self._late), timeout=0
             )[0]:
                 self._late.pop(reference).num_asked -= 1
-        busy = list(step.asked.values())
-        rank = lambda actor: (not actor.has_made and actor.num_asked > 0, actor.num_asked)  # noqa: E731
-        return min((actor for actor in self._actors if actor not in busy), key=rank, default=None)
+        idle = [actor for actor in self.actors if actor not in step.actors_asked.values()]
+        return min(
+            idle,
+            key=lambda actor: (not actor.has_made and actor.num_asked > 0, actor.num_asked),
+            default=None,
+        )
 
-    def _ask(self, step: _Step, place: Cursor) -> None:
+    def _ask(self, step: _Step) -> None:
         if (actor := self._actor(step)) is not None:
-            step.asked[actor.handle.make.remote(place, step.number)] = actor
+            step.actors_asked[actor.handle.make.remote(step.step)] = actor
             actor.num_asked += 1
 
-    def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
+    def _result(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
         """Wait for a step; ask for it again where it is lost or late.
 
         None when the iteration was stopped.
@@ -235,73 +234,74 @@ class StepClient:
         ray = self._ray
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
-            done, _ = ray.wait(list(step.asked), timeout=_POLL_S)
+            done, _ = ray.wait(list(step.actors_asked), timeout=_POLL_S)
             late_s = (
                 max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
             )
-            if not done and time.monotonic() - waiting_s > late_s * len(step.asked):
-                self._ask(step, place)
+            if not done and time.monotonic() - waiting_s > late_s * len(step.actors_asked):
+                self._ask(step)
             for reference in done:
                 try:
-                    result: _Result = ray.get(reference)
+                    result: StepResult
+                    result, seconds = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
                 except ray.exceptions.RayError as error:
                     self._lost(step, reference, error)
-                    if not step.asked:
-                        self._ask(step, place)
+                    if not step.actors_asked:
+                        self._ask(step)
                     continue
-                actor = step.asked.pop(reference)
-                actor.num_asked = actor.num_asked - 1
+                actor = step.actors_asked.pop(reference)
+                actor.num_asked -= 1
                 actor.has_made = True
-                self._late |= step.asked
-                self._times.append(result.seconds)
+                self._late |= step.actors_asked
+                self._times.append(seconds)
                 return result
         return None
 
     def _lost(self, step: _Step, reference: Any, error: Exception) -> None:
         """Forget an actor that is gone, whose steps are asked for again in their turn."""
-        actor = step.asked.pop(reference)
+        actor = step.actors_asked.pop(reference)
         actor.num_asked -= 1
-        if isinstance(error, self._ray.exceptions.RayActorError) and actor in self._actors:
-            self._actors.remove(actor)
+        if isinstance(error, self._ray.exceptions.RayActorError) and actor in self.actors:
+            self.actors.remove(actor)
         step.attempts += 1
         if step.attempts >= _ATTEMPTS:
             raise ChildProcessError(
-                f"step {step.number} of this iteration was lost {_ATTEMPTS} times, with its "
+                f"step {step.step.number} of this iteration was lost {_ATTEMPTS} times, with its "
                 f"actor, its node or for want of memory ({' '.join(str(error).split())[:300]})"
             ) from error
 
-    def _adapt(self, waited: float, ready: int) -> None:
+    def _adapt(self, window: _Window) -> None:
+        """Want one actor more where the trainer waited, one less where all steps were ready."""
+        waited = window.waited_s / max(time.monotonic() - window.begin_s, 1e-9)
         max_workers = self._options.num_workers
-        if waited > _HUNGRY and self._wanted < max_workers:
-            self._wanted += 1
-        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or max_workers):
-            self._wanted -= 1
-            self._actors.remove(min(self._actors, key=lambda actor: actor.num_asked))
+        min_workers = self._options.min_workers or max_workers
+        if waited > _HUNGRY and self.num_wanted < max_workers:
+            self.num_wanted += 1
+        elif window.num_ready >= _WINDOW and self.num_wanted > min_workers:
+            self.num_wanted -= 1
+            self.actors.remove(min(self.actors, key=lambda actor: actor.num_asked))
 
-    def _open(self, result: _Result) -> Any:
+    def _open(self, batch: Dumped) -> Any:
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
         tensors: list[torch.Tensor] = []
-        for content, dtype, shape in result.tensors:
+        for content, dtype, shape in batch.tensors:
             memory = self._buffers.take(content.nbytes)
             np.copyto(memory, content)
             tensors.append(torch.from_numpy(memory).view(dtype).view(shape))
-        return load_with(result.payload, tensors)
+        return load_with(batch.payload, tensors)
 
     def tune(self, tuning: Tuning) -> None:
         """Do nothing: actors have the threads of their CPUs."""
 
-    def close(self) -> None:
-        """End the iteration under way, so that no thread waits for it; the actors wait for the
-        next one.
-        """
-        self._is_stopped.set()
+    def stop(self) -> None:
+        """Do nothing: actors make what they were asked for, and wait."""
 
     def end(self) -> None:
-        """End the actors; the next iteration starts others."""
-        for actor in self._actors:
+        """End the actors."""
+        for actor in self.actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor.handle)
-        self._actors.clear()
+        self.actors.clear()
         self._late.clear()

@@ -3,23 +3,15 @@ as clients.
 
 All clients of one data-parallel rank get the same batches from one decode: there is one with
 ``where="process"``, and as many as the rank has model-parallel parts on this node with
-``where="node"``. What a client sends:
+``where="node"``; Ray's actors serve one client each. Wherever batches are made, a client sends a
+`StepRequest` for one step after the other, and gets a `StepResult` for each: a step's batch is the
+same whoever makes it.
 
-===========
-====================================================================================================
-message     meaning
-===========
-====================================================================================================
-`Start`     make batches for an iteration from this place; all clients of a rank iterate alike
-`Stop`      make no more of them
-`Received`  batches taken, and blocks of memory that are free again
-`Tuning`    numbers of threads and of ready batches
-===========
-====================================================================================================
-
-The server sends `ServedBatch` for a batch, after a `Block` and its file descriptor for memory that
-the client does not know, `Forget` for memory that is gone, and `Failed`. It keeps nothing but
-batches that are not free yet.
+A process on this host has more messages, for it makes the steps after the one asked for in advance,
+and its batches lie in memory that it shares. A client sends `Stop`, so that no more are made,
+`Free`, and `Tuning`, the numbers of threads and of ready batches. The server sends a `Block` and
+its file descriptor for memory that the client does not know, and `Forget` for memory that is gone.
+It keeps nothing but batches that are not free yet.
 """
 
 from __future__ import annotations
@@ -34,16 +26,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fuelrail.loaders.serving.counts import Facts
-from fuelrail.loaders.serving.memory import Exported, SharedMemory
+from fuelrail.loaders.serving.memory import SharedMemory
 from fuelrail.pipeline.runtime.workers import pickled_error, set_up_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.storage.buffers import Memory
+    from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 
 class Setup(NamedTuple):
@@ -64,41 +57,51 @@ class Setup(NamedTuple):
     is_traced: bool
 
 
-class Start(NamedTuple):
-    """Make the batches of an iteration from ``place`` on, of which the client has ``received``
-    some already.
-    """
+class StepRequest(NamedTuple):
+    """StepRequest a step: the one with this number after a place of the order."""
 
-    number: int
+    iteration: int
     place: Cursor
-    received: int
+    number: int
+    free: Sequence[int] = ()
+    """Blocks of shared memory whose tensors are gone in the trainer."""
+
+
+class Facts(NamedTuple):
+    """What the server did so far, and what happened since the last batch."""
+
+    process: str
+    """A name of its own."""
+    clocks: tuple[StageClock, ...]
+    storage: StorageStats
+    refused_images: int
+    bad: frozenset[int]
+    """Numbers of the bad samples so far."""
+    replaced: list[tuple[int, int, str | None, str]]
+    """Arguments of `BadSamples.note`."""
+    events: list[tuple[str, int, int, float, float]]
+    """Arguments of an `Observer`."""
+
+
+class StepResult(NamedTuple):
+    """A step that was made: its batch, in the form of its transport, or what was raised for it."""
+
+    iteration: int
+    number: int
+    batch: Any = None
+    facts: Facts | None = None
+    error: bytes | None = None
+    """A pickle of what was raised and its cause."""
 
 
 class Stop(NamedTuple):
-    """Make no more batches."""
+    """StepRequest no more steps of this iteration."""
 
 
-class Received(NamedTuple):
-    """Batches that the client has taken, and numbers of blocks whose tensors are gone there."""
+class Free(NamedTuple):
+    """Blocks of shared memory whose tensors are gone in the trainer."""
 
-    batches: int
-    free: list[int]
-
-
-class ServedBatch(NamedTuple):
-    """A batch; ``number`` counts from the place of the start ``start``."""
-
-    start: int
-    number: int
-    batch: Exported
-    facts: Facts
-
-
-class Failed(NamedTuple):
-    """What was raised in an iteration, as a pickle of itself and its cause."""
-
-    start: int
-    error: bytes
+    numbers: Sequence[int]
 
 
 class Block(NamedTuple):
@@ -120,54 +123,52 @@ class Client:
     def __init__(self, connection: Any, changed: threading.Condition) -> None:
         self.connection = connection
         self._changed = changed
-        self.start: Start | None = None
-        self.room = 1
-        """Batches that may be sent."""
+        self.step: StepRequest | None = None
+        """The newest step that the client asks for; None: it has stopped its iteration."""
         self.is_connected = True
         self._held: dict[int, torch.Tensor] = {}
         self._known: set[int] = set()
 
-    def listen(self, tune: Any) -> None:
+    def listen(self, tune: Callable[[Tuning], None]) -> None:
         """Take messages until the client is gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = self.connection.recv()
                 with self._changed:
-                    if isinstance(message, Start):
-                        self.start = message
-                        self.room = 1
+                    if isinstance(message, StepRequest):
+                        self.step = message
+                        self._release(message.free)
+                    elif isinstance(message, Free):
+                        self._release(message.numbers)
                     elif isinstance(message, Stop):
-                        self.start = None
-                    elif isinstance(message, Received):
-                        self.room += message.batches
-                        for number in message.free:
-                            self._held.pop(number, None)
+                        self.step = None
                     else:
                         tune(message)
                     self._changed.notify_all()
         with self._changed:
             self.is_connected = False
-            self.start = None
+            self.step = None
             self._held.clear()
             self._changed.notify_all()
 
-    def send(
-        self, message: ServedBatch, held: dict[int, torch.Tensor], memory: SharedMemory
-    ) -> None:
-        """Send a batch, and the blocks that the client does not know yet."""
+    def _release(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._held.pop(number, None)
+
+    def send(self, result: StepResult, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
+        """Send a step, and the blocks of its batch that the client does not know yet."""
         with self._changed:
             self._held.update(held)
-            self.room -= 1
         with contextlib.suppress(OSError):  # a client that is gone is seen by its reader
             if gone := sorted(self._known - memory.files.keys()):
                 self.connection.send(Forget(gone))
                 self._known.difference_update(gone)
-            for number in sorted(message.batch.blocks() - self._known):
+            for number in sorted(result.batch.blocks() - self._known):
                 file, num_bytes = memory.files[number]
                 self.connection.send(Block(number, num_bytes))
                 reduction.send_handle(self.connection, file, 0)
                 self._known.add(number)
-            self.connection.send(message)
+            self.connection.send(result)
 
 
 class RankServer:
@@ -176,7 +177,7 @@ class RankServer:
     """
 
     def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
-        """Make the loader; its batches are in ``memory``, else in shared memory."""
+        """StepRequest the loader; its batches are in ``memory``, else in shared memory."""
         torch.set_num_threads(setup.num_threads)
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
@@ -193,7 +194,7 @@ class RankServer:
         """The last iteration that was ended."""
 
     def join(self, connection: Any) -> Client:
-        """Make a connection a client, and return that."""
+        """StepRequest a connection a client, and return that."""
         client = Client(connection, self.changed)
         with self.changed:
             self.clients.append(client)
@@ -215,72 +216,72 @@ class RankServer:
             self._events.append((stage, item, batch, begin_s, end_s))
 
     def serve(self) -> None:
-        """Make batches until no client is connected."""
+        """StepRequest steps until no client is connected."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self._due() is not None or not self._connected())
-                start = self._due()
-            if start is None:
+                first = self._due()
+            if first is None:
                 return
-            self._run(start)
-            self._done = start.number
+            self._make_from(first)
+            self._done = first.iteration
 
     def _connected(self) -> list[Client]:
         return [client for client in self.clients if client.is_connected]
 
-    def _due(self) -> Start | None:
-        """Return the next iteration, when all clients have asked for one: from the slowest's
-        place.
+    def _due(self) -> StepRequest | None:
+        """Return the first step of the next iteration that all clients have asked for: the
+        slowest's.
         """
-        starts = [client.start for client in self._connected()]
-        pending = [start for start in starts if start is not None and start.number > self._done]
-        if not pending or len(pending) < len(starts):
+        steps = [client.step for client in self._connected()]
+        pending = [step for step in steps if step is not None and step.iteration > self._done]
+        if not pending or len(pending) < len(steps):
             return None
-        return min(pending, key=lambda start: (start.number, start.received))
+        return min(pending, key=lambda step: (step.iteration, step.number))
 
-    def _run(self, start: Start) -> None:
-        number = start.received
+    def _make_from(self, first: StepRequest) -> None:
+        """StepRequest an iteration's steps from this one on, until no client asks for more."""
+        number = first.number
         try:
-            with contextlib.closing(
-                self._loader.batches_from(start.place, start.received)
-            ) as batches:
+            with contextlib.closing(self._loader.batches_from(first.place, number)) as batches:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
-                    if not self._send(
-                        ServedBatch(start.number, number, exported, self.facts()), held
-                    ):
+                    result = StepResult(first.iteration, number, exported, self.facts())
+                    if not self._send(result, held):
                         return
                     del held
                     number += 1
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
+            failed = StepResult(first.iteration, number, error=pickled_error(error))
             for client in self._connected():
                 with contextlib.suppress(OSError):
-                    client.connection.send(Failed(start.number, pickled_error(error)))
+                    client.connection.send(failed)
 
-    def _send(self, message: ServedBatch, held: dict[int, torch.Tensor]) -> bool:
-        """Send a batch to all who have asked for it, when each has room; return whether anybody
-        still has.
+    def _send(self, result: StepResult, held: dict[int, torch.Tensor]) -> bool:
+        """Send a step when all clients of the iteration ask for it, or have it already; return
+        whether there are any.
         """
 
-        def receivers() -> list[Client]:
+        def steps() -> list[tuple[int, Client]]:
             return [
-                receiver
-                for receiver in self._connected()
-                if receiver.start is not None and receiver.start.number == message.start
+                (client.step.number, client)
+                for client in self._connected()
+                if client.step is not None and client.step.iteration == result.iteration
             ]
 
         with self.changed:
-            self.changed.wait_for(lambda: all(client.room > 0 for client in receivers()))
-            clients = receivers()
-        for client in clients:
-            client.send(message, held, self._memory)
+            self.changed.wait_for(lambda: all(number >= result.number for number, _ in steps()))
+            clients = steps()
+        for number, client in clients:
+            if number == result.number:
+                client.send(result, held, self._memory)
         return bool(clients)
 
-    def make(self, place: Cursor, number: int) -> Any:
-        """Make the step with this number after a place of the order, and no other."""
-        (step,) = self._loader.make_steps(place, number)
-        return step
+    def make(self, step: StepRequest) -> Any:
+        """Return the batch of a step, and make no other."""
+        (batch,) = self._loader.make_steps(step.place, step.number)
+        return batch
 
     def facts(self) -> Facts:
         """Return what was done so far, and what happened since the last call."""

@@ -66,10 +66,16 @@ class Buffers:
         """
         size = self._rounded(length)
         with self._lock:
-            self._take_back()
-            base = self._free[size].pop() if self._free[size] else None
-            self._free_bytes -= 0 if base is None else size
-            if base is None:
+            # Those whose arrays died since the last call.
+            while self._returned:
+                _, base = self._lent.pop(id(self._returned.popleft()))
+                if self._free_bytes + base.size <= self._keep_bytes:
+                    self._free[base.size].append(base)
+                    self._free_bytes += base.size
+            if self._free[size]:
+                base = self._free[size].pop()
+                self._free_bytes -= size
+            else:
                 base = self._new(size)
             # numpy lets a view of a view refer to the array that owns the memory, which would be
             # `base`. An array on a memoryview ends that chain: all views of it refer to it.
@@ -80,14 +86,6 @@ class Buffers:
             ref = weakref.ref(lent, self._returned.append)
             self._lent[id(ref)] = ref, base
         return lent[:length]
-
-    def _take_back(self) -> None:
-        """Move the buffers whose arrays died since the last call to the free ones."""
-        while self._returned:
-            _, base = self._lent.pop(id(self._returned.popleft()))
-            if self._free_bytes + base.size <= self._keep_bytes:
-                self._free[base.size].append(base)
-                self._free_bytes += base.size
 
     def _new(self, size: int) -> NDArray[np.uint8]:
         try:

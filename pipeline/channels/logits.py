@@ -207,7 +207,7 @@ def encode(value: Any, channel: Channel) -> bytes:
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
     _check_indices(indices, code)
-    parts = [_packed(indices, code)]
+    parts = [_encode_elias_fano(indices, code)]
     if code.is_topk:
         weights = _part(
             value.weights, code=code, name="weights", kinds="f", shape=(number, code.k)
@@ -256,7 +256,7 @@ def decode(data: Buffer, channel: Channel) -> Logits:
                 f"channel '{code.name}' marks {mask.sum()} positions, and has {stored}"
             )
     rows = view[start:].reshape(stored, code.row_bytes)
-    indices = _unpacked(rows, code)
+    indices = _decode_elias_fano(rows, code)
     _check_indices(indices, code)
     weights, tail = (
         _decoded(rows, code)
@@ -321,7 +321,8 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
         )
 
 
-def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
+def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
+    """Return the bytes (rows, n) of ascending tokens (rows, k), the low bits before the high."""
     bits = (indices[..., None] >> np.arange(code.low)) & 1
     unary = np.zeros((len(indices), code.num_unary), np.uint8)
     np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
@@ -331,9 +332,14 @@ def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
     )
 
 
-def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
-    lows, highs, _ = code.ends
-    unary = np.unpackbits(rows[:, lows:highs], axis=1, bitorder="little")
+def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
+    """Return ascending tokens (rows, k): the low ``code.low`` bits of each are packed first, the
+    high bits are a unary bitmap behind them.
+
+    Raises SchemaError for a bitmap without k ones, and for stray bits.
+    """
+    low_end, high_end, _ = code.ends
+    unary = np.unpackbits(rows[:, low_end:high_end], axis=1, bitorder="little")
     ones = np.flatnonzero(unary.view(bool))
     if len(ones) == len(rows) * code.k:
         ones = ones.reshape(-1, code.k) - np.arange(0, unary.size, unary.shape[1])[:, None]
@@ -344,8 +350,8 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     high = (ones - np.arange(code.k)).astype(np.int32)
     if not code.low:
         return high
-    spare = lows * 8 - code.k * code.low
-    if spare and len(rows) and rows[:, lows - 1].max() >> (8 - spare):
+    spare = low_end * 8 - code.k * code.low
+    if spare and len(rows) and rows[:, low_end - 1].max() >> (8 - spare):
         raise SchemaError(f"channel '{code.name}' has bits behind the last token of a position")
     # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes
     # of the high part.

@@ -348,7 +348,7 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
         may_lack = is_absent | (unknown & np.isnan(geometry.cam2ego).all((1, 2)))
         bad &= ~(may_lack & unknown)
         yield from _first(bad, "intrinsics", intrinsics, _K_WORDS)
-    yield from _of_poses(geometry, is_absent, may_lack)
+    yield from _broken_poses(geometry, is_absent, may_lack)
     for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
         values: NDArray[np.float64] = getattr(geometry, name)
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
@@ -406,22 +406,26 @@ def _poses(geometry: Geometry) -> NDArray[np.float64]:
     return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
 
 
-def _of_poses(
+def _broken_poses(
     geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]
 ) -> Iterator[str]:
-    """Yield the rules that poses break; ``may_lack`` are the cameras that may have no
-    calibration.
+    """Yield a text for each kind of pose of which one is not rigid.
+
+    All of a pose is NaN where it may be unknown: that of a camera without a picture
+    (``is_absent``), without a calibration (``may_lack``), and that of a lidar without a sweep.
     """
     no_sweep = geometry.lidar_timestamp_ns < 0
-    bad = ~are_rigid(_poses(geometry))
-    first = 0
-    for name, unless in zip(_POSES, (may_lack, is_absent, None, no_sweep, no_sweep), strict=True):
+    may_be_nan = {
+        "cam2ego": may_lack,
+        "cam_ego2global": is_absent,
+        "ego2global": False,
+        "lidar2ego": no_sweep,
+        "lidar_ego2global": no_sweep,
+    }
+    for name in _POSES:
         poses = getattr(geometry, name).reshape(-1, 4, 4)
-        rows = bad[first : first + len(poses)]
-        first += len(poses)
-        if unless is not None:
-            rows = rows & ~(unless & np.isnan(poses).all((1, 2)))
-        yield from _first(rows, name, poses, _POSE_WORDS)
+        is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
+        yield from _first(~are_rigid(poses) & ~is_unknown, name, poses, _POSE_WORDS)
 
 
 def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:

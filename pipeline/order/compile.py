@@ -6,9 +6,10 @@
     "num_bus")),)), dataset)
     samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
 
-`_select` and `_narrow` say which samples; `_arrange` reads the columns that their order depends on,
-once, and computes costs, weights and what is left out from that table. A stage is such an order of
-its own.
+`read_inputs` reads all that the order depends on, once. The rest computes without files:
+`select_samples` says which samples, `arrange` weighs them and puts them in order, and `OrderCosts`
+groups them in packs or buckets, leaves samples out, and deals them to ranks. A stage of a run is
+arranged as an order of its own.
 
 Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them
 into selected samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection
@@ -27,7 +28,6 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import cost_columns
 from fuelrail.pipeline.order.epoch import (
     DIGEST_CHARS,
     CopyMap,
@@ -36,9 +36,10 @@ from fuelrail.pipeline.order.epoch import (
     SelectedSamples,
     digest,
 )
-from fuelrail.pipeline.order.keys import listed_names, named_rows, read_keys, unknown_names
+from fuelrail.pipeline.order.inputs import OrderInputs, read_inputs
+from fuelrail.pipeline.order.keys import unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MAX_BLOCK, MixedOrder, MixSchedule, MixStage
+from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, position_map
 from fuelrail.pipeline.order.uses import OrderCosts
@@ -91,32 +92,28 @@ def compile_order(
 
     spec = spec.resolved()
     num_samples = dataset.split(split).num_samples
-    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
-    rows, identity = _select(spec, attributes)
-    for layer in layers:
-        if layer.missing == "drop" and not layer.is_complete:
-            present = present_samples(layer, dataset, split)
-            rows = _narrow(rows, present, f"layer '{layer.name}' with missing='drop'")
     if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
-    rows = _drop_incomplete(rows, window, clips)
+    in_layers = [
+        (f"layer '{layer.name}' with missing='drop'", present_samples(layer, dataset, split))
+        for layer in layers
+        if layer.missing == "drop" and not layer.is_complete
+    ]
+    inputs = read_inputs(
+        spec,
+        JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split),
+        split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples],
+        clips=clips,
+        in_layers=in_layers,
+        unknown=unknown,
+    )
+    rows = select_samples(spec, inputs, window)
     for layer in layers:
         if layer.missing == "error":
             check_present(layer, dataset, split, rows)
-    lengths = split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples]
-    return _arrange(
-        spec,
-        attributes,
-        rows=rows,
-        identity=identity,
-        shard_lengths=lengths,
-        global_batch=global_batch,
-        window=window,
-        clips=clips,
-        unknown=unknown,
-    )
+    return arrange(spec, inputs, rows, global_batch=global_batch, window=window)
 
 
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
@@ -145,18 +142,9 @@ def compile_table(
 
     ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
     """
-    rows, identity = _select(spec, attributes)
-    return _arrange(
-        spec,
-        attributes,
-        rows=_drop_incomplete(rows, window, clips),
-        identity=identity,
-        shard_lengths=shard_lengths,
-        global_batch=global_batch,
-        window=window,
-        clips=clips,
-        unknown=unknown,
-    )
+    inputs = read_inputs(spec, attributes, shard_lengths, clips=clips, unknown=unknown)
+    rows = select_samples(spec, inputs, window)
+    return arrange(spec, inputs, rows, global_batch=global_batch, window=window)
 
 
 def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
@@ -164,33 +152,32 @@ def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
     return spec.kind == "lanes" or (window is not None and window.pad == "drop")
 
 
-def _select(spec: OrderSpec, attributes: AttributeTable) -> tuple[Rows | None, dict[str, Any]]:
-    """Return the samples that the filter and the subset of a spec select, ascending (None: all),
-    and the spec as an identity has it.
-    """
-    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
-        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
-    defaults = plain(OrderSpec())
-    identity: dict[str, Any] = {"version": ORDER_VERSION} | {
-        name: value
-        for name, value in plain(spec).items()
-        # No other field that has its default, so that new fields keep a state valid.
-        if name in ("kind", "seed") or value != defaults[name]
-    }
-    identity.pop("without", None)  # the order without them says it
-    rows: Rows | None = None
+def select_samples(
+    spec: OrderSpec, inputs: OrderInputs, window: Window | None = None
+) -> Rows | None:
+    """Return the samples that filter, subset, layers and window leave, ascending; None: all."""
+    rows = None
     if spec.filter is not None:
-        # Here, with Arrow, which plain orders do without.
-        from fuelrail.pipeline.order.select import Filter
+        rows = _filtered(spec.filter, inputs)
+    if inputs.subset is not None:
+        rows = _narrow(rows, inputs.subset, f"subset '{spec.subset}'")
+    for selector, present in inputs.in_layers:
+        rows = _narrow(rows, present, selector)
+    if window is not None and window.pad == "drop":
+        assert inputs.clips is not None
+        complete = np.flatnonzero(window_lookup(inputs.clips, window).complete())
+        rows = _narrow(rows, complete, f"{window}")
+    return rows
 
-        condition = Filter(spec.filter, attributes.names)
-        table = attributes.read(condition.columns)
-        rows = _narrow(rows, condition.select(table, len(attributes)), f"filter {spec.filter!r}")
-    if spec.subset is not None:
-        listed = read_keys(spec.subset, attributes.read(("key",))["key"])
-        identity["subset"] = f"{len(listed)} samples {digest(listed)}"
-        rows = _narrow(rows, listed, f"subset '{spec.subset}'")
-    return rows, identity
+
+def _filtered(text: str, inputs: OrderInputs) -> Rows:
+    """Return the samples for which a filter holds, at least one, ascending."""
+    # Here, with Arrow, which plain orders do without.
+    from fuelrail.pipeline.order.select import Filter
+
+    names = () if inputs.columns is None else inputs.columns.column_names
+    rows = Filter(text, names).select(inputs.columns, inputs.num_samples)
+    return _narrow(None, rows, f"filter {text!r}")
 
 
 def _narrow(rows: Rows | None, among: Rows, selector: str) -> Rows:
@@ -208,53 +195,31 @@ def _narrow(rows: Rows | None, among: Rows, selector: str) -> Rows:
     raise OrderError(text)
 
 
-def _drop_incomplete(
-    rows: Rows | None, window: Window | None, clips: ClipTable | None
-) -> Rows | None:
-    """Leave out samples that lack a frame of a window that drops them."""
-    if window is None or window.pad != "drop":
-        return rows
-    assert clips is not None
-    complete = np.flatnonzero(window_lookup(clips, window).complete())
-    return _narrow(rows, complete, f"{window}")
-
-
-def _arrange(
+def arrange(
     spec: OrderSpec,
-    attributes: AttributeTable,
-    *,
+    inputs: OrderInputs,
     rows: Rows | None,
-    identity: dict[str, Any],
-    shard_lengths: Sequence[int],
+    *,
     global_batch: int | None = None,
     window: Window | None = None,
-    clips: ClipTable | None = None,
-    unknown: set[str] | None = None,
 ) -> EndlessOrder:
-    """Return the order of the selected samples: arranged by its kind, weights, mix or stages; then
-    in packs or buckets, without what is left out, and dealt.
+    """Return the order of the selected ``rows``: in lanes, in stages, mixed or weighted; then in
+    packs or buckets, without what is left out, and dealt.
     """
-
-    def name_sample(number: int) -> str:
-        if "key" not in attributes.names:
-            return f"sample {number}"
-        key = attributes.read(("key",))["key"][number].as_py()
-        return f"sample {key!r} (number {number} of the split)"
-
-    columns = _arrangement_columns(spec, attributes)
-    table = attributes.read(columns) if columns or spec.weights or spec.without else None
-    costs = OrderCosts.compute(spec, table, rows, sum(shard_lengths), name_sample=name_sample)
-    identity |= costs.identity()
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
+    costs = OrderCosts.compute(spec, inputs, rows)
+    identity = _describe_spec(spec, inputs) | costs.identity()
     if rows is not None:
-        identity["selected"] = f"{len(rows)} samples {digest(rows)}"
+        identity["selected"] = _describe_rows(rows)
     order: EndlessOrder
     if spec.kind == "lanes":
         if global_batch is None:
             raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
-        assert clips is not None
+        assert inputs.clips is not None
         identity["lanes"] = global_batch
         order = LaneOrder(
-            clips,
+            inputs.clips,
             global_batch,
             seed=spec.seed,
             pieces_per_clip=spec.pieces_per_clip or 1,
@@ -262,38 +227,54 @@ def _arrange(
             identity=identity,
         )
     elif spec.stages:
-        order = _staged(spec, attributes, rows, identity, shard_lengths=shard_lengths)
+        order = _arrange_stages(spec, inputs, rows, identity)
+    elif spec.mix is not None:
+        order = _arrange_mix(spec, spec.mix, inputs, rows=rows, identity=identity)
     else:
-        order = _weighted(spec, table, rows, identity, shard_lengths=shard_lengths)
-    hidden = _hidden(spec, table, rows, window=window, clips=clips, unknown=unknown)
+        sampling = None
+        if spec.weights:
+            table, weights = _weigh(spec, inputs, rows)
+            length = spec.epoch_length or natural_length(spec.weights, table)
+            sampling = SystematicSampling(weights, length)
+            identity["weighted"] = _describe_sampling(sampling)
+        order = CompiledOrder(
+            spec, identity, inputs.shard_lengths, selected=rows, sampling=sampling
+        )
+    hidden = inputs.without if spec.without else ()
+    if window is not None and window.pad == "drop" and inputs.clips is not None:
+        hidden = _hide_windows(hidden, rows, window, inputs.clips)
     return costs.apply(order, spec, global_batch, [(hidden_rows,) for hidden_rows in hidden])
 
 
-def _arrangement_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
-    """Return the columns that the order of the selected samples depends on, each once."""
-    columns: list[str] = []
-    if spec.pack is not None:
-        columns += cost_columns(spec.pack.cost)
-    if spec.bucket is not None:
-        columns += cost_columns(spec.bucket.by)
-    if spec.balance is not None:
-        columns += cost_columns(spec.balance.cost)
-    if not spec.stages:  # each stage reads its own
-        if spec.mix is not None:
-            columns.append(spec.mix.attribute)
-        columns += columns_of(spec.weights)
-    if spec.without:
-        columns += [name for name in ("key", "clip_id") if name in attributes.names]
-    return list(dict.fromkeys(columns))
+def _describe_spec(spec: OrderSpec, inputs: OrderInputs) -> dict[str, Any]:
+    """Return what an identity has of a spec: no other field that has its default, so that new
+    fields keep a state valid, and digests in the place of files.
+    """
+    defaults = plain(OrderSpec())
+    identity: dict[str, Any] = {"version": ORDER_VERSION}
+    identity |= {
+        name: value
+        for name, value in plain(spec).items()
+        if name in ("kind", "seed") or value != defaults[name]
+    }
+    identity.pop("without", None)  # the order without them says it
+    if inputs.subset is not None and spec.subset is not None:
+        identity["subset"] = _describe_rows(inputs.subset)
+    for weighting in identity.get("weights", ()):
+        weighting.pop("file", None)  # what the file says is in a digest
+    return identity
 
 
-def _staged(
-    spec: OrderSpec,
-    attributes: AttributeTable,
-    rows: Rows | None,
-    identity: dict[str, Any],
-    *,
-    shard_lengths: Sequence[int],
+def _weigh(
+    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None
+) -> tuple[pa.Table, NDArray[np.float64]]:
+    """Return the columns that the weights of the selected samples depend on, and the weights."""
+    table = inputs.attributes(columns_of(spec.weights), rows)
+    return table, compute_weights(spec.weights, table, inputs.weight_files)
+
+
+def _arrange_stages(
+    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, identity: dict[str, Any]
 ) -> MixedOrder:
     """Return the orders of the stages as a mix in blocks of one position, each with its stage's
     order.
@@ -310,22 +291,16 @@ def _staged(
             stages=(),
             balance=None,
             without=(),
-            seed=derive_key("order stage", spec.seed, number) % 2**63 if number else spec.seed,
+            seed=_part_seed("order stage", spec.seed, number) if number else spec.seed,
             epoch_length=spec.epoch_length if weights else None,
         )
         try:
-            stage_rows, stage_identity = _select(stage_spec, attributes)
-            if rows is not None:
-                stage_rows = _narrow(stage_rows, rows, "the selection of all stages")
-            orders.append(
-                _arrange(
-                    stage_spec,
-                    attributes,
-                    rows=stage_rows,
-                    identity=stage_identity,
-                    shard_lengths=shard_lengths,
-                )
-            )
+            stage_rows = rows
+            if stage.filter is not None:
+                stage_rows = _filtered(stage.filter, inputs)
+                if rows is not None:
+                    stage_rows = _narrow(stage_rows, rows, "the selection of all stages")
+            orders.append(arrange(stage_spec, inputs, stage_rows))
         except OrderError as error:
             raise OrderError(f"stage {number}: {error}") from error
         ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
@@ -349,44 +324,18 @@ def _staged(
     return staged
 
 
-def _weighted(
-    spec: OrderSpec,
-    table: pa.Table | None,
-    rows: Rows | None,
-    identity: dict[str, Any],
-    *,
-    shard_lengths: Sequence[int],
-) -> EndlessOrder:
-    """Return the order of the selected samples by their weights, or the mix of its parts, each
-    with its own order; weights are those of the whole selection.
-
-    ``table`` has the columns of the weights and of the mix, a row a sample of the split.
+def _arrange_mix(
+    spec: OrderSpec, mix: Mix, inputs: OrderInputs, *, rows: Rows | None, identity: dict[str, Any]
+) -> MixedOrder:
+    """Return the mix of the parts of the selected samples, each with its own order; weights are
+    those of the whole selection.
     """
-    for described in identity.get("weights", ()):
-        described.pop("file", None)  # what the file says is in a digest
-    weights = None
-    if spec.weights:
-        assert table is not None
-        weight_columns = table.select(columns_of(spec.weights))
-        if rows is not None:
-            weight_columns = weight_columns.take(rows)
-        weights = compute_weights(spec.weights, weight_columns)
-    mix = spec.mix
-    if mix is None:
-        sampling = None
-        if weights is not None:
-            length = spec.epoch_length or natural_length(spec.weights, weight_columns)
-            sampling = SystematicSampling(weights, length)
-            identity["weighted"] = _describe(sampling)
-        return CompiledOrder(spec, identity, shard_lengths, selected=rows, sampling=sampling)
-    assert table is not None
-    column = table[mix.attribute]
-    if rows is not None:
-        column = column.take(rows)
-    number = value_numbers(column, tuple(mix.ratios))
+    weights = _weigh(spec, inputs, rows)[1] if spec.weights else None
+    column = inputs.attributes((mix.attribute,), rows)[mix.attribute]
+    part_of_row = value_numbers(column, tuple(mix.ratios))
     parts = []
     for part_number, value in enumerate(mix.ratios):
-        inside = np.flatnonzero(number == part_number)
+        inside = np.flatnonzero(part_of_row == part_number)
         if not inside.size:
             values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
             raise OrderError(
@@ -395,19 +344,19 @@ def _weighted(
         part_rows = inside if rows is None else rows[inside]
         part_spec = msgspec.structs.replace(
             spec,
-            seed=derive_key("order mix part", spec.seed, part_number) % 2**63,
+            seed=_part_seed("order mix part", spec.seed, part_number),
             filter=None,
             subset=None,
             mix=None,
             epoch_length=None,
         )
-        text = f"{len(part_rows)} samples {digest(part_rows)}"
+        text = _describe_rows(part_rows)
         sampling = None
         if weights is not None:
             sampling = SystematicSampling(weights[inside], len(part_rows))
-            text += f", {_describe(sampling)}"
+            text += f", {_describe_sampling(sampling)}"
         part = CompiledOrder(
-            part_spec, {value: text}, shard_lengths, selected=part_rows, sampling=sampling
+            part_spec, {value: text}, inputs.shard_lengths, selected=part_rows, sampling=sampling
         )
         parts.append(part)
     mixed = MixedOrder(
@@ -421,41 +370,23 @@ def _weighted(
     return mixed
 
 
-def _hidden(
-    spec: OrderSpec,
-    table: pa.Table | None,
-    rows: Rows | None,
-    *,
-    window: Window | None,
-    clips: ClipTable | None,
-    unknown: set[str] | None,
+def _hide_windows(
+    hidden: Sequence[Rows], rows: Rows | None, window: Window, clips: ClipTable
 ) -> list[Rows]:
-    """Return the samples of each entry of ``without``, and those whose windows are dropped with
-    them.
+    """Return hidden samples of each entry of ``without``, and those of ``rows`` whose windows
+    are dropped with them.
     """
-    if not spec.without:
-        return []
-    assert table is not None
-    name_columns = table.select([name for name in ("key", "clip_id") if name in table.column_names])
-    hidden = []
+    hidden_with_windows = []
     named: Rows = np.zeros(0, np.int64)
-    for entry in spec.without:
-        names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-        hidden_rows, missing = named_rows(names, name_columns)
-        if missing and unknown is None:
-            raise unknown_names(missing)
-        if unknown is not None:
-            unknown |= missing
+    for hidden_rows in hidden:
         named = np.union1d(named, hidden_rows)
-        if window is not None and window.pad == "drop" and clips is not None:
-            clips_left = clips.without(named)
-            is_present = window_lookup(clips_left, window)(clips_left.samples).present
-            lacking = clips_left.samples[~is_present.all(axis=1)]
-            if rows is not None:
-                lacking = np.intersect1d(lacking, rows)
-            hidden_rows = np.union1d(hidden_rows, lacking)
-        hidden.append(hidden_rows)
-    return hidden
+        clips_left = clips.without(named)
+        is_present = window_lookup(clips_left, window)(clips_left.samples).present
+        lacking = clips_left.samples[~is_present.all(axis=1)]
+        if rows is not None:
+            lacking = np.intersect1d(lacking, rows)
+        hidden_with_windows.append(np.union1d(hidden_rows, lacking))
+    return hidden_with_windows
 
 
 class CompiledOrder:
@@ -522,8 +453,17 @@ def plain(settings: object) -> Any:
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
-def _describe(sampling: SystematicSampling) -> str:
+def _describe_rows(rows: Rows) -> str:
+    return f"{len(rows)} samples {digest(rows)}"
+
+
+def _describe_sampling(sampling: SystematicSampling) -> str:
     return f"{sampling.length} positions, weights {sampling.digest()[:DIGEST_CHARS]}"
+
+
+def _part_seed(purpose: str, seed: int, number: int) -> int:
+    """Return the seed of a part of an order, in the range of `OrderSpec.seed`."""
+    return derive_key(purpose, seed, number) % 2**63
 
 
 def compile_mix(
@@ -595,7 +535,7 @@ def mix_orders(
     lacking: list[set[str]] = []
     for number, name in enumerate(datasets):
         part_spec = msgspec.structs.replace(
-            spec, seed=derive_key("order mix part", spec.seed, number) % 2**63, epoch_length=None
+            spec, seed=_part_seed("order mix part", spec.seed, number), epoch_length=None
         )
         try:
             lacking.append(set())

@@ -8,16 +8,16 @@ same samples cost the same everywhere.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
-import numpy as np
 from msgspec import Meta, field
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
 
@@ -60,9 +60,9 @@ class Cost(Settings, frozen=True):
 
 def cost_columns(cost: str | Cost) -> tuple[str, ...]:
     """Return the columns that a cost depends on, each once."""
-    return (
-        (cost,) if isinstance(cost, str) else tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
-    )
+    if isinstance(cost, str):
+        return (cost,)
+    return tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
 
 
 def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> NDArray[np.int64]:
@@ -94,54 +94,12 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
 
 
 def _total(cost: Cost, values: Mapping[str, Any]) -> Any:
-    linear = sum(factor * values[name] for name, factor in cost.linear.items())
-    return (
-        cost.constant
-        + linear
-        + sum(factor * values[name] ** 2 for name, factor in cost.quadratic.items())
-    )
-
-
-def sample_costs(
-    cost: str | Cost,
-    table: pa.Table,
-    rows: NDArray[np.int64] | None,
-    num_samples: int,
-    *,
-    texts: bool = False,
-) -> NDArray[np.integer]:
-    """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None:
-    all are). ``table`` has a row a sample.
-    """
-    columns = table.select(cost_columns(cost))
-    costs: NDArray[np.integer] = compute_costs(
-        cost, columns if rows is None else columns.take(rows), texts=texts
-    )
-    if rows is not None:
-        selected = costs
-        costs = np.full(num_samples, -1)
-        costs[rows] = selected
-    return costs if costs.max(initial=0) > np.iinfo(np.int32).max else costs.astype(np.int32)
-
-
-def refuse(
-    wrong: NDArray[np.bool_],
-    costs: NDArray[np.integer],
-    rows: NDArray[np.int64] | None,
-    name_sample: Callable[[int], str],
-    reason: str,
-    fix: str,
-) -> None:
-    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first."""
-    selected = np.arange(len(costs)) if rows is None else rows
-    refused = selected[wrong[selected]]
-    if not len(refused):
-        return
-    first = int(refused[0])
-    raise OrderError(
-        f"{name_sample(first)} costs {costs[first]}, {reason}; so do {len(refused) - 1} others of "
-        f"{len(selected)}: take {fix}, or leave them out by a filter"
-    )
+    total: Any = cost.constant
+    for name, factor in cost.linear.items():
+        total = total + factor * values[name]
+    for name, factor in cost.quadratic.items():
+        total = total + factor * values[name] ** 2
+    return total
 
 
 def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[np.int64]:

@@ -1,10 +1,8 @@
-"""Keys and clips that an order is asked for by name: from a file or a list to the numbers of
-samples.
-"""
+"""Files and lists that name samples: their keys, their clips, and columns beside the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,6 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.limits import NAMES
-from fuelrail.pipeline.order.weights import read_columns
 from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_keys(file: str, keys: pa.ChunkedArray) -> Rows:
-    """Return the samples (places in ``known``, ascending) that a keys file lists.
+    """Return the samples (places in ``keys``, ascending) that a keys file lists.
 
     Text files have one key a line; empty lines and those that begin with # are skipped.
     ``.parquet`` and ``.csv`` files have a column ``key``. Raises OrderError where the file cannot
@@ -72,6 +69,24 @@ def listed_names(file: str) -> pa.Array:
     names = pc.utf8_trim_whitespace(pc.split_pattern(text_array, "\n").flatten())
     is_name = pc.invert(pc.or_(pc.equal(names, ""), pc.starts_with(names, "#")))
     return names.filter(is_name).unique().cast(pa.string())
+
+
+def read_columns(file: str, names: Sequence[str]) -> pa.Table:
+    """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot
+    be read or lacks one.
+    """
+    import pyarrow as pa
+
+    from fuelrail.pipeline.storage.named_tables import SUFFIXES, TableError, read_named_columns
+
+    if Path(file).suffix not in SUFFIXES:
+        raise OrderError(f"'{file}' must be one of {', '.join(SUFFIXES)}")
+    try:
+        return read_named_columns(file, names)
+    except TableError as error:
+        raise OrderError(f"'{file}': {error}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise OrderError(f"'{file}' cannot be read: {error}") from error
 
 
 def named_rows(names: Collection[str], table: pa.Table) -> tuple[Rows, set[str]]:

@@ -19,14 +19,14 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import MAX_COST, Cost, refuse
+from fuelrail.pipeline.order.cost import MAX_COST, Cost
 from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -66,9 +66,8 @@ class Pack(Settings, frozen=True):
 def pack_window(
     costs: NDArray[np.int64], budget: int, max_samples: int | None = None
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the pack of each sample (int64, same shape as ``costs`` (n,), each 1 ..
-
-    budget), and how many there are.
+    """Return the pack of each sample (int64, same shape as ``costs`` (n,), which are at least 1
+    and at most the budget), and how many there are.
 
     The dearest sample is first, those of equal cost come in their order. Each goes into the pack
     with the least cost so far, the one with the lowest number among equals, and into a new pack
@@ -104,37 +103,6 @@ def pack_window(
     packs = np.empty_like(by_cost)
     packs[by_cost] = np.array(filled) & mask
     return packs, num
-
-
-def fit(
-    costs: NDArray[np.integer],
-    pack: Pack,
-    rows: NDArray[np.int64] | None,
-    name_sample: Callable[[int], str],
-) -> None:
-    """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one
-    that fits no pack.
-    """
-    limit = MAX_COST if pack.truncate else pack.budget
-    reason = f"above the budget of {pack.budget}"
-    refuse(
-        costs > limit,
-        costs=costs,
-        rows=rows,
-        name_sample=name_sample,
-        reason=reason,
-        fix="truncate=True, a larger budget",
-    )
-    reason = "and a pack could hold any number of those"
-    refuse(
-        costs < 1,
-        costs=costs,
-        rows=rows,
-        name_sample=name_sample,
-        reason=reason,
-        fix="a Cost with a constant of 1 or more",
-    )
-    np.minimum(costs, min(pack.budget, np.iinfo(costs.dtype).max), out=costs)
 
 
 class PackedOrder(WindowedOrder):

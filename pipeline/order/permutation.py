@@ -118,7 +118,12 @@ class KeyedPermutation:
         self.key = index(key)
         self._table: NDArray[np.int64] | None = None
         if self.n <= TABLE_LIMIT:
-            self._table = _shuffled_table(self.n, self.key)
+            # 0 .. n - 1 by random words; each word carries its index in its low bits, so that no
+            # two are equal.
+            low = np.uint64(TABLE_LIMIT - 1)
+            words = _words(self.n, self.key, self.n) & ~low
+            by_word = np.sort(words | np.arange(self.n, dtype=np.uint64))
+            self._table = (by_word & low).astype(np.int64)
             return
         root = math.isqrt(self.n - 1) + 1  # ceil(sqrt(n))
         a = root + root % 2
@@ -157,26 +162,16 @@ class KeyedPermutation:
             return inverse[inputs]
         outputs = np.empty(inputs.size, dtype=np.int64)
         source = inputs.reshape(-1).view(np.uint64)
-        target = outputs.view(np.uint64)
         for first in range(0, source.size, CHUNK):
-            self._walk(
-                source[first : first + CHUNK], target[first : first + CHUNK], backwards=backwards
-            )
+            values = outputs[first : first + CHUNK].view(np.uint64)
+            self._network(source[first : first + CHUNK], values, backwards=backwards)
+            # Each value's cycle comes back to its own start, which is under n: the loop ends, and
+            # distinct inputs end apart.
+            while (outside := np.flatnonzero(values >= self.n)).size:
+                walking = values[outside]
+                self._network(walking, walking, backwards=backwards)
+                values[outside] = walking
         return outputs.reshape(inputs.shape)
-
-    def _walk(
-        self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
-    ) -> None:
-        """Apply the network until every value is under n.
-
-        Each value's cycle comes back to its own start, which is under n: the loop ends, and
-        distinct inputs end apart.
-        """
-        self._network(source, target, backwards=backwards)
-        while (outside := np.flatnonzero(target >= self.n)).size:
-            walking = target[outside]
-            self._network(walking, walking, backwards=backwards)
-            target[outside] = walking
 
     def _network(
         self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
@@ -229,15 +224,6 @@ def _round_function(
     np.right_shift(out, _S32, out=out)
     np.multiply(out, size, out=out)
     np.right_shift(out, _S32, out=out)
-
-
-def _shuffled_table(n: int, key: int) -> NDArray[np.int64]:
-    """Sort 0 .. n-1 by random words; each word carries its index in its low bits, so that no two
-    are equal.
-    """
-    low = np.uint64(TABLE_LIMIT - 1)
-    words = (_words(n, key, n) & ~low) | np.arange(n, dtype=np.uint64)
-    return (np.sort(words) & low).astype(np.int64)
 
 
 class PositionMap(Protocol):

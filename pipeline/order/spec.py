@@ -308,9 +308,14 @@ class _Windowed:
             if lowest == highest:  # as nearly always for positions in a row
                 samples[first : first + CHUNK] = self._window(lowest)(part)
             else:
-                window = np.searchsorted(self._window_starts, part, side="right") - 1
-                by_window = np.argsort(window, kind="stable")
-                samples[first + by_window] = self._by_window(part[by_window], window[by_window])
+                windows = np.searchsorted(self._window_starts, part, side="right") - 1
+                by_window = np.argsort(windows, kind="stable")
+                ascending = windows[by_window]
+                bounds = np.flatnonzero(np.diff(ascending, prepend=-1, append=-1))
+                for start, end in pairwise(bounds.tolist()):
+                    places_of_window = by_window[start:end]
+                    window = self._window(int(ascending[start]))
+                    samples[first + places_of_window] = window(part[places_of_window])
         return samples.reshape(places.shape)
 
     def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
@@ -324,16 +329,6 @@ class _Windowed:
             mask = window == number
             positions[mask] = self._window(number).inverse(unshuffled[mask])
         return positions.reshape(numbers.shape)
-
-    def _by_window(
-        self, positions: NDArray[np.int64], window: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return samples at positions whose windows ascend."""
-        samples = np.empty_like(positions)
-        bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
-        for first, last in pairwise(bounds.tolist()):
-            samples[first:last] = self._window(int(window[first]))(positions[first:last])
-        return samples
 
 
 class _Window:

@@ -6,24 +6,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.cost import refuse, sample_costs
+from fuelrail.pipeline.order.cost import MAX_COST, Cost, compute_costs, cost_columns
 from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.mix import MixedOrder
-from fuelrail.pipeline.order.pack import PackedOrder, fit
+from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.regroup import RegroupedOrder
 from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    import numpy as np
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.order.epoch import EndlessOrder
+    from fuelrail.pipeline.order.inputs import OrderInputs
     from fuelrail.pipeline.order.spec import OrderSpec
 
 
@@ -36,40 +37,48 @@ class OrderCosts(NamedTuple):
 
     @classmethod
     def compute(
-        cls,
-        spec: OrderSpec,
-        table: pa.Table | None,
-        rows: NDArray[np.int64] | None,
-        num_samples: int,
-        *,
-        name_sample: Callable[[int], str],
+        cls, spec: OrderSpec, inputs: OrderInputs, rows: NDArray[np.int64] | None
     ) -> OrderCosts:
         """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
 
-        ``table`` has the columns of all costs, a row a sample; without costs it is None. Raises
-        OrderError for columns that are no costs, and for a sample that fits no pack and no bucket.
+        Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
+        bucket.
         """
         costs_of = {}
-        if spec.pack is not None:
-            costs = sample_costs(spec.pack.cost, table, rows, num_samples)
-            fit(costs, spec.pack, rows, name_sample)
+        if (pack := spec.pack) is not None:
+            costs = _sample_costs(pack.cost, inputs, rows)
+            _refuse(
+                costs > (MAX_COST if pack.truncate else pack.budget),
+                costs=costs,
+                rows=rows,
+                inputs=inputs,
+                reason=f"above the budget of {pack.budget}",
+                fix="truncate=True, a larger budget",
+            )
+            _refuse(
+                costs < 1,
+                costs=costs,
+                rows=rows,
+                inputs=inputs,
+                reason="and a pack could hold any number of those",
+                fix="a Cost with a constant of 1 or more",
+            )
+            np.minimum(costs, min(pack.budget, np.iinfo(costs.dtype).max), out=costs)
             costs_of["pack"] = (costs,)
-        if spec.bucket is not None:
-            bounds = spec.bucket.bounds
-            costs = sample_costs(spec.bucket.by, table, rows, num_samples, texts=not bounds)
-            if bounds:
-                reason = f"above the last bound of {bounds[-1]}"
-                refuse(
-                    costs > bounds[-1],
+        if (bucket := spec.bucket) is not None:
+            costs = _sample_costs(bucket.by, inputs, rows, texts=not bucket.bounds)
+            if bucket.bounds:
+                _refuse(
+                    costs > bucket.bounds[-1],
                     costs=costs,
                     rows=rows,
-                    name_sample=name_sample,
-                    reason=reason,
+                    inputs=inputs,
+                    reason=f"above the last bound of {bucket.bounds[-1]}",
                     fix="another bound",
                 )
             costs_of["bucket"] = (costs,)
         if spec.balance is not None:
-            costs_of["balance"] = (sample_costs(spec.balance.cost, table, rows, num_samples),)
+            costs_of["balance"] = (_sample_costs(spec.balance.cost, inputs, rows),)
         return cls(**costs_of)
 
     def identity(self) -> dict[str, str]:
@@ -140,3 +149,42 @@ class OrderCosts(NamedTuple):
                 below = below.base
             bases.append(below)
         return bases, cls(**costs), list(zip(*hidden, strict=True))
+
+
+def _sample_costs(
+    cost: str | Cost,
+    inputs: OrderInputs,
+    rows: NDArray[np.int64] | None,
+    *,
+    texts: bool = False,
+) -> NDArray[np.integer]:
+    """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None:
+    all are).
+    """
+    table = inputs.attributes(cost_columns(cost), rows)
+    costs: NDArray[np.integer] = compute_costs(cost, table, texts=texts)
+    if rows is not None:
+        selected = costs
+        costs = np.full(inputs.num_samples, -1)
+        costs[rows] = selected
+    return costs if costs.max(initial=0) > np.iinfo(np.int32).max else costs.astype(np.int32)
+
+
+def _refuse(
+    wrong: NDArray[np.bool_],
+    costs: NDArray[np.integer],
+    rows: NDArray[np.int64] | None,
+    inputs: OrderInputs,
+    reason: str,
+    fix: str,
+) -> None:
+    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first."""
+    selected = np.arange(len(costs)) if rows is None else rows
+    refused = selected[wrong[selected]]
+    if not len(refused):
+        return
+    first = int(refused[0])
+    raise OrderError(
+        f"{inputs.name_sample(first)} costs {costs[first]}, {reason}; so do {len(refused) - 1} "
+        f"others of {len(selected)}: take {fix}, or leave them out by a filter"
+    )

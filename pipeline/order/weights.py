@@ -11,8 +11,8 @@ arithmetic on one array of cumulated weights (8 bytes a sample).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -89,16 +89,27 @@ def columns_of(weightings: Sequence[Weighting]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def compute_weights(weightings: Sequence[Weighting], table: pa.Table) -> NDArray[np.float64]:
+def compute_weights(
+    weightings: Sequence[Weighting],
+    table: pa.Table,
+    files: Mapping[str, pa.Table] = MappingProxyType({}),
+) -> NDArray[np.float64]:
     """Return the product of some weightings for each row of ``table`` (with :func:`columns_of`
     them): float64 (n,).
 
-    Raises OrderError for attributes that are not numeric where they must be, classes that no sample
-    holds, and for weights that are negative, infinite or not a number.
+    ``files`` are the columns ``key`` and ``weight`` of each file of weights. Raises OrderError for
+    attributes that are not numeric where they must be, classes that no sample holds, files that
+    name no sample or one twice, and for weights that are negative, infinite or not a number.
     """
     product = np.ones(len(table))
     for weighting in weightings:
-        product *= _weights(weighting, table)
+        match weighting:
+            case ClassBalance():
+                product *= _class_balance(weighting, table)
+            case FileWeights(file=file):
+                product *= _weights_by_key(weighting, files[file], table["key"])
+            case AttributeWeights():
+                product *= _attribute_weights(weighting, table[weighting.attribute])
     return product
 
 
@@ -113,27 +124,21 @@ def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
     return total // len(balances[0].classes) * len(balances[0].classes)
 
 
-def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
-    match weighting:
-        case ClassBalance():
-            return _class_balance(weighting, table)
-        case FileWeights():
-            return _from_file(weighting, table["key"])
-        case AttributeWeights(attribute=name, values=None):
-            if unknown := table[name].null_count:
-                raise OrderError(
-                    f"attribute {name!r} is unknown (null) for {unknown} of {len(table)} "
-                    "samples, and a weight needs a number; leave them out by the filter "
-                    f"'{name} is not None', or name weights in `values`"
-                )
-            return checked(_numbers(table[name], name), f"attribute {name!r}")
-        case AttributeWeights(attribute=name, default=default):
-            values = weighting.values or {}
-            weight_of_value = checked(np.array([*values.values(), default]), f"weights of {name!r}")
-            weights: NDArray[np.float64] = weight_of_value[
-                value_numbers(table[name], tuple(values))
-            ]
-            return weights
+def _attribute_weights(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[np.float64]:
+    name = weighting.attribute
+    values = weighting.values
+    if values is not None:
+        weight_of_value = np.array([*values.values(), weighting.default])
+        numbers = value_numbers(column, tuple(values))
+        weights: NDArray[np.float64] = checked(weight_of_value, f"weights of {name!r}")[numbers]
+        return weights
+    if column.null_count:
+        raise OrderError(
+            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
+            "samples, and a weight needs a number; leave them out by the filter "
+            f"'{name} is not None', or name weights in `values`"
+        )
+    return checked(_numbers(column, name), f"attribute {name!r}")
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
@@ -158,11 +163,12 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
     return numbers
 
 
-def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.float64]:
+def _weights_by_key(
+    weighting: FileWeights, table: pa.Table, keys: pa.ChunkedArray
+) -> NDArray[np.float64]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    table = read_columns(weighting.file, ("key", "weight"))
     values = np.append(_numbers(table["weight"], "weight"), weighting.default)
     named = checked(values, f"weights file '{weighting.file}' and its default")
     if len(table["key"].unique()) != len(table):
@@ -174,24 +180,6 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
         )
     weights: NDArray[np.float64] = named[places.fill_null(len(table)).to_numpy()]
     return weights
-
-
-def read_columns(file: str, names: Sequence[str]) -> pa.Table:
-    """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot
-    be read or lacks one.
-    """
-    import pyarrow as pa
-
-    from fuelrail.pipeline.storage.named_tables import SUFFIXES, TableError, read_named_columns
-
-    if Path(file).suffix not in SUFFIXES:
-        raise OrderError(f"'{file}' must be one of {', '.join(SUFFIXES)}")
-    try:
-        return read_named_columns(file, names)
-    except TableError as error:
-        raise OrderError(f"'{file}': {error}") from error
-    except (OSError, pa.ArrowException) as error:
-        raise OrderError(f"'{file}' cannot be read: {error}") from error
 
 
 def _class_balance(weighting: ClassBalance, table: pa.Table) -> NDArray[np.float64]:

@@ -111,8 +111,8 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
         )
         raise DatasetExistsError(
             f"'{out}' holds another synthetic world "
-            f"({changed or 'of another version of this program'}); name another folder, or "
-            "remove this one"
+            f"({changed or 'of another version of this program'}); name another folder, or remove "
+            "this one"
         )
     if _count_bytes(out) != report.num_bytes:
         raise DatasetExistsError(

@@ -108,9 +108,8 @@ class ObjectLock:
 
     def _refuse(self, held: _Held) -> None:
         raise DatasetError(
-            f"another run ({shortened(held.who)}) is writing to '{self._out.shown}': wait "
-            "for it or stop "
-            "it first"
+            f"another run ({shortened(held.who)}) is writing to '{self._out.shown}': wait for it "
+            "or stop it first"
         )
 
     def _beat(self) -> None:

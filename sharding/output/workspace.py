@@ -101,8 +101,7 @@ class Workspace:
         """Return the state of an earlier run in OUT, None where there is none."""
         remedy = (
             "remove this one file and run the same command again; finished shards are kept where "
-            "they are of the same "
-            "recipe"
+            "they are of the same recipe"
         )
         return read_json(self.out, STATE, RunState, remedy)
 

@@ -132,8 +132,8 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
         example = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         raise ConfigError(
             f"source {text!r} must be "
-            f"KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; "
-            f"known kinds: {_listed(_kinds())}"
+            f"KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; known "
+            f"kinds: {_listed(_kinds())}"
         )
     _entry(kind, f"source {text!r} has the")
     return SourceSpec(kind, location, options)
@@ -314,8 +314,8 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind not in kinds:
         raise ConfigError(
             f"{where} unknown kind {kind!r}; known kinds: "
-            f"{_listed(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its "
-            f"kinds in the entry points '{GROUP}'"
+            f"{_listed(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its kinds in "
+            f"the entry points '{GROUP}'"
         )
     return kinds[kind]
 

@@ -377,7 +377,6 @@ def _find_manifest_faults(
         decoded_sizes = sorted(sizes[camera.channel])
         if sorted(camera.sizes) != decoded_sizes:
             yield (
-                f"sizes of camera '{camera.channel}' are "
-                f"{list(map(list, camera.sizes))!s:.160}, its images have "
-                f"{list(map(list, decoded_sizes))!s:.160}"
+                f"sizes of camera '{camera.channel}' are {list(map(list, camera.sizes))!s:.160}, "
+                f"its images have {list(map(list, decoded_sizes))!s:.160}"
             )

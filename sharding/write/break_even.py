@@ -59,9 +59,8 @@ class BreakEven(msgspec.Struct, frozen=True):
         )
         return [f"video: {summary}"] + [
             f"  as JPEG, {option.what}: {option.num_images:,} images, "
-            f"{option.num_bytes / 1e6:,.1f} MB, "
-            f"{option.num_bytes / max(self.num_bytes, 1):.2f} of the video; "
-            f"{option.cpu_hours:.3g} CPU hours, once"
+            f"{option.num_bytes / 1e6:,.1f} MB, {option.num_bytes / max(self.num_bytes, 1):.2f} of "
+            f"the video; {option.cpu_hours:.3g} CPU hours, once"
             for option in self.options
         ]
 

@@ -151,9 +151,8 @@ def _iter_rows(
         is_of_run = is_of_run and record.image_sizes.keys() <= sizes.keys()
         if not is_of_run or len(record.rows) != planned.num_samples:
             raise DatasetError(
-                f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it "
-                "and run the command "
-                "again"
+                f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it and "
+                "run the command again"
             )
         yield from record.rows
         for channel, image_sizes in record.image_sizes.items():

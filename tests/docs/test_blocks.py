@@ -26,9 +26,11 @@ WITH_TASKS = {
 }
 WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {
-    "README.md": "tests/loaders/test_box_frame.py",
+    "README.md": "tests/docs/test_readme.py",
     "sources.md": "tests/sharding/sources/tables/test_page.py",
     "your-dataset.md": "tests/docs/test_your_dataset.py",
+    "features-once.md": "tests/docs/test_layer_recipes.py",
+    "video-latents.md": "tests/docs/test_layer_recipes.py",
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",

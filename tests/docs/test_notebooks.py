@@ -47,6 +47,10 @@ def test_it_runs(path, quickstart, tmp_path) -> None:
         assert len(pictures) == 3 and "<td>ego2img</td>" in tables
     if path.stem == "train":
         assert "12 steps, loss" in text
+    if path.stem == "resume":
+        assert re.search(r"killed after step \d+\s+three ranks went on at step \d+", text)
+        assert "each of 240 rows came once in each epoch" in text
+        assert "each batch is that of a run that was not interrupted" in text
     if path.stem == "waiting":
         assert len(pictures) == 1
         assert text.count("waited ") == 2 and re.search(r"transform took \d+ times as long", text)

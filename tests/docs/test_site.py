@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from html import unescape
 
 import pytest
 
+import fuelrail as fr
 from fuelrail import __main__ as command_line
 from fuelrail.pipeline.face import read_public_names
 from support.pages import ROOT
@@ -71,6 +73,52 @@ def test_references_name_everything(site) -> None:
     ]
     assert "usage: fuelrail bench train" in commands
     assert "--ray-address" in commands
+
+
+def test_llms_txt_has_a_line_for_each_page_and_each_public_name(site) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    lines = re.findall(r"^- \[(.+?)\]\((.+?)\): (.+)$", text, re.MULTILINE)
+    assert len(lines) == text.count("\n- ")
+    said = {name: (target, sentence) for name, target, sentence in lines}
+    assert said["Layers"][1].startswith("A layer adds channels to the samples of a dataset")
+    nav = re.findall(
+        r"^ +- (.+): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(nav) > 25
+    for title, path in nav:
+        assert said[title][0] == f"{re.sub('README$', 'index', path)}.html"
+        assert (site / said[title][0]).is_file()
+    python = (site / "reference" / "python.html").read_text(encoding="utf-8")
+    names = {name: place for name, place in said.items() if "python.html#" in place[0]}
+    assert not [
+        name for name, place in names.items() if f'id="{place[0].partition("#")[2]}"' not in python
+    ]
+    package = ROOT / ".src" / "fuelrail"
+    faces = (("fr", "__init__.pyi"), ("bench", "bench/__init__.pyi"))
+    public = {
+        f"{face}.{name}" for face, stub in faces for name in read_public_names(package / stub)
+    }
+    public -= {"fr.bench", "fr.errors", "fr.order", "fr.FuelrailError"}
+    assert names.keys() >= public | {"fr.order.BatchSampler", "fr.errors.FuelrailError"}
+    assert names["fr.DataLoader"][1] in " ".join(fr.DataLoader.__doc__.split())
+    index = (site / "reference" / "names.html").read_text(encoding="utf-8")
+    assert not [name for name in names if f"<code>{name}</code>" not in index]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("# A\n\n![b](b.svg)\n\n**Read [this](x.md).** Then that.", "Read this."),
+        ("# A\n\n```sh\nrun it. Now\n```\n\nUse `a.b`, then `c`. Go.", "Use `a.b`, then `c`."),
+        ("# A\n\n1. one\n2. two\n\n| a |\n|---|\n\nChoose\none:\n", "Choose one."),
+        ("A ``name`` of :class:`~a.B`.\n\nMore.", "A `name` of `a.B`."),
+        ("# A\n", ""),
+    ],
+    ids=["picture", "code", "list", "docstring", "nothing"],
+)
+def test_first_sentence_of(text, sentence) -> None:
+    page_hook = runpy.run_path(str(ROOT / "docs" / "assets" / "site.py"))
+    assert page_hook["first_sentence"](text) == sentence
 
 
 def test_the_formats_page_is_the_specification(site) -> None:

@@ -35,13 +35,11 @@ def bare(tmp_path_factory):
 @pytest.fixture(scope="module")
 def laboratory(bare):
     """The same with the extras of the first command of both first pages; to be asked for after ``bare``."""
-    extras = [
-        re.findall(r"\[.*\]", line) for line in installs_of(README, "Try it without data or a GPU")
-    ]
+    extras = [re.findall(r"\[.*\]", line) for line in installs_of(README, "Try it")]
     assert extras == [
         re.findall(r"\[.*\]", line) for line in installs_of(QUICKSTART, "Without data")
     ]
-    for line in installs_of(README, "Try it without data or a GPU"):
+    for line in installs_of(README, "Try it"):
         bare.install(line)
     return bare
 
@@ -110,7 +108,7 @@ def test_a_guide_that_names_no_extra_runs_without_any(page, headings, bare, desk
 
 def test_the_first_commands_of_readme(laboratory, tmp_path) -> None:
     """With the figures in it: the numbers of samples and bytes."""
-    laboratory.read(README, tmp_path, "Try it without data or a GPU")
+    laboratory.read(README, tmp_path, "Try it")
     assert (tmp_path / "bench-train" / "report.html").is_file()
 
 
@@ -127,8 +125,13 @@ def test_a_path_that_begins_in_an_empty_folder(page, laboratory, tmp_path) -> No
     laboratory.read(GUIDES / page, tmp_path)
 
 
-def test_a_page_of_the_laboratory(laboratory, desk) -> None:
-    laboratory.read(GUIDES / "large-scale.md", desk, "How long, how much")
+@pytest.mark.parametrize(
+    ("page", "headings"),
+    [("video-latents.md", ()), ("large-scale.md", ("How long, how much",))],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_page_of_the_laboratory(page, headings, laboratory, desk) -> None:
+    laboratory.read(GUIDES / page, desk, *headings)
 
 
 def test_a_figure_that_a_command_does_not_print_is_found(capfd) -> None:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.collectives import Collective, Counter
-from fuelrail.bench.planner.fake_rank import Inputs, private_parts
+from fuelrail.bench.planner.fake_rank import Inputs
 from fuelrail.bench.planner.shape import shape_of
+from fuelrail.bench.planner.torch_private import private_parts
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from support.ranks import run_ranks

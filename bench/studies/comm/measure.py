@@ -4,6 +4,7 @@ size.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -54,12 +55,18 @@ def measure(options: CommOptions) -> CommReport:
         world = dist.get_world_size()
         dist.barrier()
         watch = CpuWatch()
-        timed = [
-            _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
-            for axis, group in _groups(options, world, device)
-            for kind in KINDS
-            for size in _sizes(options)
-        ]
+        sizes = []
+        size = options.smallest
+        while size < options.largest:
+            sizes.append(size)
+            size *= _STEP
+        sizes.append(options.largest)
+        timed = []
+        for axis, group in _groups(options, world, device):
+            for kind, size in itertools.product(KINDS, sizes):
+                timed.append(
+                    _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
+                )
         uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
         dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
         uses = [
@@ -106,14 +113,6 @@ def _groups(
         group = mesh.get_group(axis)
         if group.size() > 1:
             yield axis, group
-
-
-def _sizes(options: CommOptions) -> Iterator[int]:
-    size = options.smallest
-    while size < options.largest:
-        yield size
-        size *= _STEP
-    yield options.largest
 
 
 def _timed(

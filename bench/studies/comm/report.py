@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.machine import MachineFacts
+from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.planner.formulas import sent_bytes
+from fuelrail.bench.report.files import ReportHead
 from fuelrail.pipeline.settings import NotNegative, Positive, Settings, flag
 
 SCHEMA = "fuelrail-bench-comm"
@@ -59,32 +60,24 @@ class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
     reduce-scatter, 1 for send and receive (nccl-tests, doc/PERFORMANCE.md).
     """
 
-    kind: Kind
-    axis: str
-    ranks: int
-    num_bytes: int
-    microseconds: float
-    algorithm_gb_per_s: float
-    bus_gb_per_s: float
+    kind: Annotated[Kind, shown("collective")]
+    axis: Annotated[str, shown("axis")]
+    ranks: Annotated[int, shown("ranks")]
+    num_bytes: Annotated[int, shown("bytes", digits=",")]
+    microseconds: Annotated[float, shown("us", digits=",.1f")]
+    algorithm_gb_per_s: Annotated[float, shown("algorithm GB/s", digits=".3f")]
+    bus_gb_per_s: Annotated[float, shown("bus GB/s", digits=".3f")]
 
 
-class CommReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report. ``nodes``: number of hosts on which the ranks were; ``disturbed``: as of
-    other reports.
-    """
+class CommReport(ReportHead, frozen=True, kw_only=True):
+    """A whole report. ``nodes``: number of hosts on which the ranks were."""
 
-    schema: str
-    version: int
-    created: str
-    machine: MachineFacts
     backend: str
     device: str
     nodes: int
     ranks: int
     options: CommOptions
     timed: list[TimedCollective]
-    warnings: list[str]
-    disturbed: str | None = None
 
 
 def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> TimedCollective:

@@ -36,7 +36,15 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
             f"smallest={options.smallest} is more than largest={options.largest}; sizes are "
             "bytes: swap them"
         )
-    base = None if options.base is None else _cluster(options, options.base)
+    base = None
+    if options.base is not None:
+        base = load_cluster(options.base)
+        if options.backend == "gloo" or not installed_gpus():
+            raise ConfigError(
+                f"base={options.base}: its devices are {base.device.name}, and the collectives "
+                "would run by gloo on the CPU, whose rates are not those of its links; measure on "
+                "its GPUs with nccl, or leave out --base"
+            )
     if os.environ.get("RANK", "0") == "0":
         prepare_folder(out, html=html)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -46,7 +54,7 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
         if int(os.environ["RANK"]) != 0:
             return None
     else:
-        report = _on_this_host(options)
+        report = measure_on_this_host(options)
     write_report(report, out, html=html)
     if base is not None:
         if report.disturbed is not None:
@@ -59,22 +67,8 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
     return report
 
 
-def _cluster(options: CommOptions, name: str) -> ClusterSettings:
-    """Load the cluster whose link is measured.
-
-    Raises ConfigError where these ranks would not use its devices.
-    """
-    base = load_cluster(name)
-    if options.backend == "gloo" or not installed_gpus():
-        raise ConfigError(
-            f"base={name}: its devices are {base.device.name}, and the collectives would "
-            "run by gloo on the CPU, whose rates are not those of its links; measure on its "
-            "GPUs with nccl, or leave out --base"
-        )
-    return base
-
-
-def _on_this_host(options: CommOptions) -> CommReport:
+def measure_on_this_host(options: CommOptions) -> CommReport:
+    """Return what ranks of this host measure, started for that."""
     if options.ranks < 2:
         raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
     if options.mesh is not None:

@@ -125,7 +125,10 @@ class LapProcess:
     def timed(self, first_lap: int = 0) -> Timed:
         """Return the measurements from ``first_lap`` on; there must be at least one lap."""
         laps = self._laps[first_lap:]
-        asked_s, first_s, *later_s = self._times()
+        data = self._arrivals.read_bytes()
+        times = array.array("d")
+        times.frombytes(data[: len(data) // _ITEM_BYTES * _ITEM_BYTES])
+        asked_s, first_s, *later_s = times
         arrival_s = []
         ran_s = 0.0
         for lap in laps:
@@ -145,12 +148,6 @@ class LapProcess:
             clock_jump_s=max((lap.clock_jump_s for lap in laps), key=abs),
             peak_memory_bytes=max(lap.memory_bytes for lap in laps),
         )
-
-    def _times(self) -> array.array[float]:
-        data = self._arrivals.read_bytes()
-        times = array.array("d")
-        times.frombytes(data[: len(data) // _ITEM_BYTES * _ITEM_BYTES])
-        return times
 
 
 def read_through(folder: Path) -> None:

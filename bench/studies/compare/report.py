@@ -4,7 +4,6 @@ their intervals.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -201,6 +200,15 @@ def build_compare_report(
 ) -> CompareReport:
     """Put the parts together."""
     judged = [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
+    warnings = []
+    runs = [(entry.name, run) for entry in judged for run in entry.runs]
+    excluded = [
+        f"{name} in round {run.round + 1}: {run.doubt}"
+        for name, run in runs
+        if run.doubt is not None
+    ]
+    if excluded:
+        warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
     return CompareReport(
         schema=SCHEMA,
         version=VERSION,
@@ -215,31 +223,19 @@ def build_compare_report(
         num_rounds=num_rounds,
         contestants=judged,
         disturbed=_disturbed(judged),
-        warnings=_warnings(judged),
+        warnings=warnings,
     )
 
 
 def ranking(report: CompareReport) -> list[ContestantResult]:
     """Return the contestants that have figures, the fastest first."""
-    timed = [entry for entry in report.contestants if entry.figures is not None]
-    return sorted(timed, key=lambda entry: -_median(entry))
-
-
-def _median(entry: ContestantResult) -> float:
-    return entry.figures.images_per_s.median if entry.figures is not None else -math.inf
-
-
-def _warnings(contestants: Sequence[ContestantResult]) -> list[str]:
-    warnings = []
-    runs = [(entry.name, run) for entry in contestants for run in entry.runs]
-    excluded = [
-        f"{name} in round {run.round + 1}: {run.doubt}"
-        for name, run in runs
-        if run.doubt is not None
-    ]
-    if excluded:
-        warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
-    return warnings
+    rates = {
+        entry.name: entry.figures.images_per_s.median
+        for entry in report.contestants
+        if entry.figures is not None
+    }
+    timed = [entry for entry in report.contestants if entry.name in rates]
+    return sorted(timed, key=lambda entry: -rates[entry.name])
 
 
 def _disturbed(contestants: Sequence[ContestantResult]) -> str | None:

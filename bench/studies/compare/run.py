@@ -95,8 +95,14 @@ class Workshop:
         folder = self.folder(contestant)
         if contestant.peer == OURS and contestant.recipe != RESTART:
             return None
-        done = _Done(self._dataset.manifest.fingerprint, self._format_work())
-        if _read_done(folder) == done:
+        # The data on disk does not depend on the size of images, batches or the seed.
+        work = msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
+        done = _Done(self._dataset.manifest.fingerprint, work)
+        try:
+            made = msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
+        except (OSError, msgspec.DecodeError):
+            made = None
+        if made == done:
             return None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -204,12 +210,6 @@ class Workshop:
         """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
-    def _format_work(self) -> Work:
-        """Return the part of the work that the data on disk depends on: not size of images,
-        batches or seed.
-        """
-        return msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
-
     def _restart_copy(self, folder: Path) -> str | None:
         from fuelrail.sharding.planning.recipe import make_recipe
         from fuelrail.sharding.progress import Quiet
@@ -285,13 +285,6 @@ def _answer(files: _Files) -> Answer:
 
 def _failure(files: _Files) -> str:
     return _why_not(_answer(files))
-
-
-def _read_done(folder: Path) -> _Done | None:
-    try:
-        return msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _done_path(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,7 +19,7 @@ from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.commands import Study, command
+from fuelrail.bench.studies.commands import Study, study_command
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
     ContestantResult,
@@ -28,7 +28,7 @@ from fuelrail.bench.studies.compare.report import (
     make_run,
     reasons_left_out,
 )
-from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
+from fuelrail.bench.studies.compare.run import Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.runtime.progress import Progress
@@ -44,9 +44,6 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import parse_source
-
-if TYPE_CHECKING:
-    import argparse
 
 _UNDER_WAY = "the run is under way, or was killed"
 
@@ -181,7 +178,22 @@ class _Session:
         self._cut_off: str | None = None
         self._console = Console(stderr=True, soft_wrap=True)
         if before is not None:
-            self._refuse_other(before)
+            pairs = {
+                "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
+                "work": (before.work, self._work),
+                "options": (before.options, self._options),
+                "processor": (before.machine.cpu, self._machine.cpu),
+                "packages": (
+                    (before.packages, before.machine.packages),
+                    (self._packages, self._machine.packages),
+                ),
+            }
+            for name, (old, new) in pairs.items():
+                if old != new:
+                    raise ConfigError(
+                        f"--continue: the report in '{self._output.folder}' has another {name}: "
+                        f"{old}, now {new}; use another --out"
+                    )
 
     def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
         """Make data and images of every contestant; note those that fail, and leave them out."""
@@ -221,30 +233,27 @@ class _Session:
 
     def measure(self, workshop: Workshop) -> None:
         """Measure the rounds; write the report after each run, so that nothing measured is lost."""
+        images_per_batch = self._work.batch_size * len(self._work.cameras)
         for done in range(self._given.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
             with Progress(f"round {self._rounds + 1}", self._console) as progress:
                 for number, measured in enumerate(workshop.round(turns)):
-                    self._note(measured)
-                    text = (
-                        f"round {self._rounds + 1}, {number + 1} of {len(turns)}: "
-                        f"{measured.contestant.name}"
-                    )
+                    name = measured.contestant.name
+                    entry = self._entries[name]
+                    if measured.timed is None:
+                        why = f"it failed while timed: {measured.failure}"
+                        entry = msgspec.structs.replace(entry, left_out=why)
+                        self._entrants = [item for item in self._entrants if item.name != name]
+                    else:
+                        run = make_run(
+                            self._rounds, measured.timed, measured.beside, images_per_batch
+                        )
+                        entry = msgspec.structs.replace(entry, runs=[*entry.runs, run])
+                    self._entries[name] = entry
+                    text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {name}"
                     progress.update(text, (done + (number + 1) / len(turns)) / self._given.rounds)
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
-
-    def _note(self, measured: Measured) -> None:
-        contestant = measured.contestant
-        entry = self._entries[contestant.name]
-        if measured.timed is None:
-            why = f"it failed while timed: {measured.failure}"
-            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=why)
-            self._entrants = [entrant for entrant in self._entrants if entrant != contestant]
-            return
-        images_per_batch = self._work.batch_size * len(self._work.cameras)
-        run = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
-        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, run])
 
     def report(self) -> CompareReport:
         """Return the report of what is known so far."""
@@ -264,24 +273,6 @@ class _Session:
         self._cut_off = cut_off
         finished = cut_off != _UNDER_WAY
         write_report(self.report(), self._output.folder, html=finished and self._output.html)
-
-    def _refuse_other(self, before: CompareReport) -> None:
-        pairs = {
-            "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
-            "work": (before.work, self._work),
-            "options": (before.options, self._options),
-            "processor": (before.machine.cpu, self._machine.cpu),
-            "packages": (
-                (before.packages, before.machine.packages),
-                (self._packages, self._machine.packages),
-            ),
-        }
-        for name, (old, new) in pairs.items():
-            if old != new:
-                raise ConfigError(
-                    f"--continue: the report in '{self._output.folder}' has another {name}: "
-                    f"{old}, now {new}; use another --out"
-                )
 
 
 def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
@@ -328,13 +319,7 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     return open_dataset(out)
 
 
-def _run(
-    arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool
-) -> CompareReport:
-    return compare(arguments.source, options, out=out, html=html)
-
-
-COMPARE = command(
+COMPARE = study_command(
     "compare",
     Study(
         help=(
@@ -347,7 +332,9 @@ COMPARE = command(
         "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
         "later with --continue.",
         options=CompareOptions,
-        make=_run,
+        make=lambda arguments, options, out, html: compare(
+            arguments.source, options, out=out, html=html
+        ),
         argument=lambda parser: parser.add_argument(
             "source",
             metavar="DATASET_OR_SOURCE",

@@ -134,8 +134,12 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
         "again", [(entry_round.as_it_is, entry_round.repeat) for entry_round in rounds]
     )
     noise = abs(repeat.gain)
-    # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
-    if _was_cold(first, repeat):
+    # The same run twice differs by the machine's drift, unless it is faster because reading was:
+    # then the runs between differ by that too.
+    reading = _fetch_busy(first.as_it_is)
+    reading_again = _fetch_busy(first.repeat)
+    is_faster = repeat.is_above(0.0) and repeat.gain > _SLOWER
+    if is_faster and reading > _READING and reading_again < _WARMED * reading:
         verdict = _Verdict(
             "cold cache",
             f"The second run over the same samples was {repeat.gain:.0%} faster: what the first "
@@ -267,7 +271,10 @@ def _judge(
             "waits for data: the trainer's own Python gets shorter. Threads of the loader "
             "hold the interpreter's lock, or take its CPU.",
             f"{_more_cpus(first.as_it_is, loading.gain)}."
-            if _are_used_up(first.as_it_is)
+            if (
+                first.as_it_is.cpu is not None
+                and first.as_it_is.cpu.own >= USED_UP * first.as_it_is.cpu.usable
+            )
             else "Make batches in a process of their own: where='process'.",
             loading.gain,
         )
@@ -276,13 +283,20 @@ def _judge(
             "all-reduce",
             f"Without the all-reduce the run would be {reducing.gain:.0%} faster.",
             "Accumulate gradients over more batches than "
-            f"{first.as_it_is.options['accumulation']}, reduce in bf16, or use a faster "
-            "link between the ranks.",
+            f"{first.as_it_is.options['accumulation']}, reduce in bf16, or use a faster link "
+            "between the ranks.",
             reducing.gain,
         )
     if loading is not None:
         verdict = _in_the_loader(first.as_it_is, counting, loading, is_remote=is_remote)
-        return verdict._replace(advice=verdict.advice + _num_sharing(first.as_it_is))
+        count = _samples_a_step(first.as_it_is) // first.as_it_is.global_batch
+        sharing = ""
+        if count > 1:
+            sharing = (
+                f" {count} ranks of one model load the same samples each: with where='node' a host "
+                "makes them once."
+            )
+        return verdict._replace(advice=verdict.advice + sharing)
     return _undisturbed(first.as_it_is, figures)
 
 
@@ -297,16 +311,39 @@ def _in_the_loader(
     worst = max(stages, key=lambda entry: entry.gain, default=None)
     start = f"Without any loading the run would be {loading.gain:.0%} faster"
     if worst is None:
+        finding = f"{start}, but no stage alone accounts for it: the loader cannot keep up"
+        busiest = max(_figures(base).stages, key=lambda stage: stage.busy, default=None)
+        if busiest is not None:
+            finding += f", and its stage '{busiest.name}' is at work {busiest.busy:.0%} of the time"
         return _Verdict(
             "loader",
-            f"{start}, but no stage alone accounts for it: {_busiest_stage(base)}",
+            f"{finding}.",
             f"{_threads_advice(base, loading.gain)} `fuelrail bench loader` shows each stage.",
             loading.gain,
         )
     gain = worst.gain
     start = f"{start}; {gain:.0%} faster without "
     if worst.name == "storage":
-        return _storage(f"{start}reading.", gain, is_remote=is_remote)
+        start = f"{start}reading."
+        if is_remote:
+            return _Verdict(
+                "network",
+                f"{start} The dataset is remote: the link, or the store behind it, delivers too "
+                "little.",
+                "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
+                "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
+                "reshard DATASET NEW --shard-size 64MB`).",
+                gain,
+            )
+        return _Verdict(
+            "storage",
+            f"{start} The disk is too slow, and reading again is no faster.",
+            (
+                "Put the dataset on local NVMe or into memory, read in longer runs (--window), or "
+                "store smaller images."
+            ),
+            gain,
+        )
     if worst.name == "decompression":
         return _Verdict(
             "decompression",
@@ -346,44 +383,9 @@ def _in_the_loader(
     return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base, gain), gain)
 
 
-def _was_cold(runs: Round, repeat: Counterfactual) -> bool:
-    """Return whether the second run was faster because reading was: then the runs between differ
-    by that too.
-    """
-    first = _fetch_busy(runs.as_it_is)
-    second = _fetch_busy(runs.repeat)
-    return (
-        repeat.is_above(0.0)
-        and repeat.gain > _SLOWER
-        and first > _READING
-        and second < _WARMED * first
-    )
-
-
 def _fetch_busy(report: Report) -> float:
     """Return the share of time in which reading was under way."""
     return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
-
-
-def _storage(start: str, gain: float, *, is_remote: bool) -> _Verdict:
-    if is_remote:
-        return _Verdict(
-            "network",
-            f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
-            "Keep what was read on a local disk (--cache-dir), move the data nearer, use "
-            "fewer ranks a link, or, where each file is slow, smaller shards (`fuelrail "
-            "reshard DATASET NEW --shard-size 64MB`).",
-            gain,
-        )
-    return _Verdict(
-        "storage",
-        f"{start} The disk is too slow, and reading again is no faster.",
-        (
-            "Put the dataset on local NVMe or into memory, read in longer runs (--window), or "
-            "store smaller images."
-        ),
-        gain,
-    )
 
 
 def _undisturbed(report: Report, figures: Figures) -> _Verdict:
@@ -407,11 +409,36 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             copy / (1 - copy),
         )
     if other_share > _SLOWER:
-        finding = f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time is spent on the host."  # noqa: E501
+        finding = (
+            f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time "
+            "is spent on the host."
+        )
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other_share / (1 - other_share))
     if report.accelerator["kind"] == "cpu":
-        return _bound_by_model(figures)
+        # The model computes on the CPU, for most of the time.
+        share = {phase.phase: phase.share for phase in figures.phases}
+        longest = max(_COMPUTING, key=lambda phase: share[phase])
+        finding = (
+            "Leaving anything out gains nothing beyond noise: the model itself takes "
+            f"{figures.occupancy.mean:.1%} of the time on the CPU, most of it in {longest} "
+            f"({share[longest]:.1%})."
+        )
+        if figures.waiting_share > WAITING:
+            return _Verdict(
+                "waiting model",
+                f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: "
+                "it slept, or waited for a lock, a file, the network or other ranks.",
+                f"Look for what {longest} waits for.",
+                figures.waiting_share / (1 - figures.waiting_share),
+            )
+        return _Verdict(
+            "compute",
+            finding,
+            "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of "
+            "a GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
+            0.0,
+        )
     finding = (
         "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
         f"{figures.occupancy.mean:.1%} of the time."
@@ -420,32 +447,6 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         "compute",
         finding,
         "Only a faster accelerator or a cheaper model makes this run faster.",
-        0.0,
-    )
-
-
-def _bound_by_model(figures: Figures) -> _Verdict:
-    """Judge a run whose model computes on the CPU, for most of the time."""
-    share = {phase.phase: phase.share for phase in figures.phases}
-    longest = max(_COMPUTING, key=lambda phase: share[phase])
-    finding = (
-        "Leaving anything out gains nothing beyond noise: the model itself takes "
-        f"{figures.occupancy.mean:.1%} of the time on the CPU, most of it in {longest} "
-        f"({share[longest]:.1%})."
-    )
-    if figures.waiting_share > WAITING:
-        return _Verdict(
-            "waiting model",
-            f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
-            "slept, or waited for a lock, a file, the network or other ranks.",
-            f"Look for what {longest} waits for.",
-            figures.waiting_share / (1 - figures.waiting_share),
-        )
-    return _Verdict(
-        "compute",
-        finding,
-        "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
-        "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
         0.0,
     )
 
@@ -475,10 +476,6 @@ def _phases_ms(report: Report, *names: str) -> float:
     return sum(phase.time.mean_ms for phase in _figures(report).phases if phase.phase in names)
 
 
-def _are_used_up(report: Report) -> bool:
-    return report.cpu is not None and report.cpu.own >= USED_UP * report.cpu.usable
-
-
 def _more_cpus(report: Report, gain: float) -> str:
     """Say how many CPUs of other machines would take a wait away: the loader's now are too few
     by that share.
@@ -491,31 +488,9 @@ def _more_cpus(report: Report, gain: float) -> str:
     )
 
 
-def _num_sharing(report: Report) -> str:
-    """Say where ranks decode the same samples as others do; empty where none does."""
-    count = _samples_a_step(report) // report.global_batch
-    if count == 1:
-        return ""
-    return (
-        f" {count} ranks of one model load the same samples each: with where='node' a host "
-        "makes them once."
-    )
-
-
 def _samples_a_step(report: Report) -> int:
     options = report.options
     return int(report.num_ranks * options["batch_size"] * options["accumulation"])
-
-
-def _busiest_stage(report: Report) -> str:
-    stages = _figures(report).stages
-    if not stages:
-        return "the loader cannot keep up."
-    stage = max(stages, key=lambda stage: stage.busy)
-    return (
-        f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} "
-        "of the time."
-    )
 
 
 def _num_threads(report: Report) -> int:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fuelrail.bench.report.plots import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, title_of
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.diagnose.judge import Diagnosis
 
 
 def plots(report: DiagnoseReport) -> dict[str, str]:
     """Return the gains of a whole diagnosis as an ``<svg>`` element."""
-    return {} if report.diagnosis is None else {"gains": _bars(report.diagnosis)}
-
-
-def _bars(diagnosis: Diagnosis) -> str:
+    diagnosis = report.diagnosis
+    if diagnosis is None:
+        return {}
     entries = diagnosis.counterfactuals
     with style():
         drawn, axes = new_figure(0.6 + 0.3 * len(entries))
@@ -31,4 +25,4 @@ def _bars(diagnosis: Diagnosis) -> str:
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlabel("more samples/s than the baseline")
-        return to_svg(drawn, "Gain of each run without something")
+        return {"gains": to_svg(drawn, "Gain of each run without something")}

@@ -31,7 +31,6 @@ from fuelrail.bench.studies.train.settings import (
     LeaveOut,
     RunPlan,
     TrainOptions,
-    TrainSettings,
     ask,
 )
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -83,12 +82,6 @@ def diagnose(
     ConfigError, DatasetErrors, and FuelrailError where a run is too short to show anything.
     """
     options = make_options(DiagnoseOptions, options, changes)
-    _check(options)
-    with output_folder(out) as folder:
-        return _Examination(dataset, options, folder, html=html and out is not None).run()
-
-
-def _check(options: DiagnoseOptions) -> None:
     if options.leave_out or options.trace:
         raise ConfigError(
             "leave_out and trace are for `train`: diagnose chooses itself what to leave out"
@@ -99,6 +92,8 @@ def _check(options: DiagnoseOptions) -> None:
             f"{options.steps} steps - {options.warmup} warm-up = {num_measured} measured; at least "
             f"{MIN_MEASURED_STEPS} are needed: use more --steps"
         )
+    with output_folder(out) as folder:
+        return _Examination(dataset, options, folder, html=html and out is not None).run()
 
 
 class _Examination:
@@ -114,9 +109,13 @@ class _Examination:
         self._made: dict[str, Report] = {}
         self._tried_against: float | None = None
         self._settings = self._run(_AS_IT_IS).settings
-        self._left_out = {
-            f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)
-        }
+        # The copy and the launches are measured without a run of their own.
+        parts: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
+        if self._settings.transform is not None:
+            parts.append("transform")
+        if options.ranks > 1:
+            parts.append("all-reduce")
+        self._left_out = {f"without-{name}": name for name in parts}
 
     def run(self) -> DiagnoseReport:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
@@ -262,15 +261,3 @@ class _Examination:
 def _prefix(number: int) -> str:
     """Return the start of the folders' names in a round; the first round's have none."""
     return "" if number == 1 else f"round-{number}-"
-
-
-def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; the copy and the launches are measured without a separate
-    run.
-    """
-    parts: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
-    if settings.transform is not None:
-        parts.append("transform")
-    if num_ranks > 1:
-        parts.append("all-reduce")
-    return parts

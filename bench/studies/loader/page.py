@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.page import (
-    GIB,
     Block,
     Document,
     Figure,
     Hero,
     Note,
     Section,
-    Table,
     Text,
-    Tiles,
     document,
     marked,
+    table_of,
+    tiles_of,
 )
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.rates import Interval, Rate
-    from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
+    from fuelrail.bench.studies.loader.report import LoaderReport
 
 _METHOD = (
     "Rounds alternate between the whole loader, each of its stages alone, and this "
@@ -63,20 +61,24 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
         batch=report.options["batch_size"],
         where=f", where='{where}'" if where else "",
     )
+    parts: list[Block | Section] = [Note(f"No figures: {report.too_short}.")]
     figures = report.figures
-    parts: list[Block | Section] = (
-        _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
-    )
-    rates = _rows([*report.stages, *report.limits])
+    if figures is not None:
+        images = figures.images_per_s
+        bound = figures.bound
+        gain = "" if bound.gain is None else f" At best {bound.gain:.1f} times as fast."
+        parts = [
+            Hero(
+                f"{images.median:.0f}",
+                f"images/s; {images.in_words('.0f')}",
+                f"{bound.finding} {bound.advice}{gain}",
+            ),
+            tiles_of(figures),
+        ]
+    rates = table_of([*report.stages, *report.limits])
     parts += [
         Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
-        Section(
-            "What a sample costs",
-            [
-                Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates),
-                Text(_ALONE, small=True),
-            ],
-        ),
+        Section("What a sample costs", [rates, Text(_ALONE, small=True)]),
         Section("How these figures are made", [Text(_METHOD)]),
     ]
     return document(
@@ -86,55 +88,3 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
         subtitle=subtitle,
         parts=parts,
     )
-
-
-def _figures(figures: LoaderFigures) -> list[Block | Section]:
-    images = figures.images_per_s
-    bound = figures.bound
-    gain = "" if bound.gain is None else f" At best {bound.gain:.1f} times as fast."
-    return [
-        Hero(
-            f"{images.median:.0f}",
-            f"images/s; {images.in_words('.0f')}",
-            f"{bound.finding} {bound.advice}{gain}",
-        ),
-        Tiles(
-            [
-                (
-                    f"{figures.samples_per_s.median:.1f}",
-                    f"samples/s{_range(figures.samples_per_s)}",
-                ),
-                (f"{figures.cpu_s_per_1000_images:.2f} s", "CPU time per 1,000 images"),
-                (
-                    f"{figures.trainer_cpu_ms_per_sample.median:.2f} ms",
-                    "of CPU time a sample in this process",
-                ),
-                (f"{figures.stored_mb_per_s:.0f} MB/s", "as stored"),
-                (
-                    f"{figures.first_batch_s.median:.2f} s",
-                    f"to the first batch{_range(figures.first_batch_s, 2)}",
-                ),
-                (f"{figures.peak_rss_bytes / GIB:.2f} GiB", "peak memory of the process"),
-            ]
-        ),
-    ]
-
-
-def _range(interval: Interval, digits: int = 1) -> str:
-    return (
-        f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
-        if interval.has_interval
-        else ""
-    )
-
-
-def _rows(rates: Sequence[Rate]) -> list[list[str]]:
-    return [
-        [
-            rate.name,
-            str(rate.num_threads),
-            f"{rate.samples_per_s:,.1f}",
-            f"{rate.cpu_ms_per_sample:.3f}",
-        ]
-        for rate in rates
-    ]

@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.bench.measure.limits import jpeg_limit
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
+from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.pipeline.runtime.stages import StageClock
 from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
@@ -100,14 +101,22 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over all repeats; rates are those of the steady parts."""
 
-    samples_per_s: Interval
+    samples_per_s: Annotated[Interval, shown("samples/s", digits=".1f", better="more")]
     images_per_s: Interval
-    stored_mb_per_s: float
-    cpu_ms_per_sample: Interval
-    trainer_cpu_ms_per_sample: Interval
-    cpu_s_per_1000_images: float
-    first_batch_s: Interval
-    peak_rss_bytes: int
+    stored_mb_per_s: Annotated[float, shown("as stored", unit="MB/s", digits=".0f")]
+    cpu_ms_per_sample: Annotated[
+        Interval, shown("CPU time a sample", unit="ms", digits=".2f", better="less")
+    ]
+    trainer_cpu_ms_per_sample: Annotated[
+        Interval, shown("of that in this process", unit="ms", digits=".2f")
+    ]
+    cpu_s_per_1000_images: Annotated[
+        float, shown("CPU time per 1,000 images", unit="s", digits=".2f")
+    ]
+    first_batch_s: Annotated[Interval, shown("first batch", unit="s", digits=".2f", better="less")]
+    peak_rss_bytes: Annotated[
+        int, shown("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30)
+    ]
     bound: Bound
 
 
@@ -141,13 +150,34 @@ def build_loader_report(
     too_short = None
     figures = None
     if steady:
-        figures = _figures(
-            dataset,
-            limits=limits,
-            stages=stages,
-            steady=steady,
+        rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
+        samples_per_s = interval_of(rates)
+        num_cameras = len(dataset.cameras)
+        cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
+        # Where one run is to be judged, it is the median run.
+        middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
+        assert middle.samples_per_s is not None
+        assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
+        figures = LoaderFigures(
+            samples_per_s=samples_per_s,
+            images_per_s=interval_of([rate * num_cameras for rate in rates]),
+            stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
+            cpu_ms_per_sample=cpu_ms,
+            trainer_cpu_ms_per_sample=interval_of(
+                [run.trainer_cpu_ms_per_sample for run in steady]
+            ),
+            cpu_s_per_1000_images=cpu_ms.median / num_cameras,
+            first_batch_s=interval_of([run.first_batch_s for run in steady]),
             peak_rss_bytes=peak_rss_bytes,
-            where=options.get("where"),
+            bound=find_bound(
+                middle.samples_per_s,
+                cpu_ms_per_sample=middle.cpu_ms_per_sample,
+                cpu=middle.cpu,
+                clocks=middle.stages,
+                alone=stages,
+                jpeg=jpeg_limit(limits),
+                where=options.get("where"),
+            ),
         )
     else:
         longest = max(len(run.batch_s) for run in runs)
@@ -156,65 +186,6 @@ def build_loader_report(
             f"{MIN_STEADY_BATCHES} are needed after warm-up; give it more --seconds or a "
             "smaller --batch-size"
         )
-    return LoaderReport(
-        schema=SCHEMA,
-        version=VERSION,
-        created=created_now(),
-        machine=machine,
-        dataset=dataset,
-        options=options,
-        limits=list(limits),
-        stages=list(stages),
-        runs=list(runs),
-        figures=figures,
-        too_short=too_short,
-        cut_off=cut_off,
-        interrupted=cut_off is not None,
-        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
-        warnings=_warnings(runs, steady, figures),
-    )
-
-
-def _figures(
-    dataset: DatasetFacts,
-    limits: Sequence[Rate],
-    stages: Sequence[Rate],
-    steady: Sequence[LoaderRun],
-    peak_rss_bytes: int,
-    where: str | None,
-) -> LoaderFigures:
-    rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
-    samples_per_s = interval_of(rates)
-    num_cameras = len(dataset.cameras)
-    cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
-    # Where one run is to be judged, it is the median run.
-    middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
-    assert middle.samples_per_s is not None
-    assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
-    return LoaderFigures(
-        samples_per_s=samples_per_s,
-        images_per_s=interval_of([rate * num_cameras for rate in rates]),
-        stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
-        cpu_ms_per_sample=cpu_ms,
-        trainer_cpu_ms_per_sample=interval_of([run.trainer_cpu_ms_per_sample for run in steady]),
-        cpu_s_per_1000_images=cpu_ms.median / num_cameras,
-        first_batch_s=interval_of([run.first_batch_s for run in steady]),
-        peak_rss_bytes=peak_rss_bytes,
-        bound=find_bound(
-            middle.samples_per_s,
-            cpu_ms_per_sample=middle.cpu_ms_per_sample,
-            cpu=middle.cpu,
-            clocks=middle.stages,
-            alone=stages,
-            jpeg=jpeg_limit(limits),
-            where=where,
-        ),
-    )
-
-
-def _warnings(
-    runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None
-) -> list[str]:
     warnings = []
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
@@ -236,7 +207,23 @@ def _warnings(
                 f"The repeats differ by {spread:.0%} of their median: don't trust small "
                 "differences."
             )
-    return warnings
+    return LoaderReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        machine=machine,
+        dataset=dataset,
+        options=options,
+        limits=list(limits),
+        stages=list(stages),
+        runs=list(runs),
+        figures=figures,
+        too_short=too_short,
+        cut_off=cut_off,
+        interrupted=cut_off is not None,
+        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
+        warnings=warnings,
+    )
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +280,29 @@ def find_bound(
     num_samples = samples_per_s * cpu.seconds
     computing = cost.cpu_ms_per_sample * num_samples / 1e3 / busiest.busy_s
     if computing < _COMPUTING:
-        return _waiting(busiest, computing)
+        if busiest.name == "fetch":
+            return Bound(
+                kind="storage",
+                stage=busiest.name,
+                finding=f"Reading is always under way and computes for only {computing:.0%} of "
+                "that time: storage is slower than the loader.",
+                advice=(
+                    "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
+                    "warm the page cache."
+                ),
+            )
+        return Bound(
+            kind="waiting",
+            stage=busiest.name,
+            finding=f"The threads of '{busiest.name}' are always at work, but compute for only "
+            f"{computing:.0%} of that time: they wait for Python's global lock, or for a CPU "
+            "that another process uses.",
+            advice=(
+                "Use fewer threads in this process and more ranks, and look for Python code in "
+                "transforms."
+            ),
+            gain=None,
+        )
     if busiest.num_threads == 1 and busiest.name != "decode":
         rates = [rate.samples_per_s for rate in alone if rate.name != busiest.name]
         return Bound(
@@ -367,32 +376,6 @@ def _cpu_bound(
         finding=finding,
         advice=advice,
         gain=1 / (1 - share) if share < 1 else None,
-    )
-
-
-def _waiting(stage: StageClock, computing: float) -> Bound:
-    if stage.name == "fetch":
-        return Bound(
-            kind="storage",
-            stage=stage.name,
-            finding=f"Reading is always under way and computes for only {computing:.0%} of that "
-            "time: storage is slower than the loader.",
-            advice=(
-                "Read ahead with more parallel requests, keep the dataset on local NVMe, or "
-                "warm the page cache."
-            ),
-        )
-    return Bound(
-        kind="waiting",
-        stage=stage.name,
-        finding=f"The threads of '{stage.name}' are always at work, but compute for only "
-        f"{computing:.0%} of that time: they wait for Python's global lock, or for a CPU "
-        "that another process uses.",
-        advice=(
-            "Use fewer threads in this process and more ranks, and look for Python code in "
-            "transforms."
-        ),
-        gain=None,
     )
 
 

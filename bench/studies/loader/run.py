@@ -18,7 +18,6 @@ from fuelrail.bench.measure.processes import NOTHING_MEASURED, tree_cpu_s
 from fuelrail.bench.measure.rates import Rate, warm_up_length
 from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.studies.loader.stages import (
-    Recorded,
     make_loader,
     measure_stages,
     record_stages,
@@ -124,55 +123,44 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
         recorded = record_stages(dataset, options, num_batches)
         for number in range(options.repeats):
             where = f"round {number + 1} of {options.repeats}"
-            rounds.append(
-                _round(dataset, options=options, recorded=recorded, where=where, show=show)
+            show(f"{where}: the whole loader")
+            run = run_loader(dataset, options)
+            local_rates = []
+            if options.where is not None:
+                show(f"{where}: the whole loader in threads of this process")
+                local_run = run_loader(
+                    dataset, msgspec.structs.replace(options, where=None, ray_address=None)
+                )
+                rates = {
+                    "samples_per_s": local_run.samples_per_s or 0.0,
+                    "cpu_ms_per_sample": local_run.cpu_ms_per_sample,
+                }
+                local_rates = [
+                    Rate(
+                        name="the loader in threads here", num_threads=options.workers or 1, **rates
+                    )
+                ]
+            show(f"{where}: each stage alone")
+            part_s = min(1.0, options.seconds / 8)
+            alone = measure_stages(recorded, options.batch_size, part_s)
+            show(f"{where}: this machine's limits")
+            entries = {entry.stage.name: entry for entry in recorded}
+            manifest = dataset.manifest
+            image = options.image or stored_image({"": dataset})
+            output_bytes = len(manifest.cameras) * 3 * image.height * image.width
+            limits = measure_limits(
+                entries["parse"].items,
+                parsed=entries["decode"].items,
+                skipped={lidar.channel for lidar in manifest.lidars if not options.points},
+                output_bytes=output_bytes,
+                num_threads=entries["decode"].stage.num_threads,
+                seconds=part_s,
+                dataset=dataset,
+                to_device=pinned_copy(output_bytes),
             )
+            rounds.append(LoaderRound(run, alone, limits + local_rates))
     except KeyboardInterrupt:
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
         cut_off = f"it was interrupted after {len(rounds)} of {options.repeats} rounds"
     return Rounds(rounds, peak_rss_bytes, cut_off)
-
-
-def _round(
-    dataset: Dataset,
-    options: LoaderOptions,
-    recorded: list[Recorded],
-    where: str,
-    show: Callable[[str], None],
-) -> LoaderRound:
-    """Measure the whole loader, its stages and the limits once."""
-    show(f"{where}: the whole loader")
-    run = run_loader(dataset, options)
-    local_rates = []
-    if options.where is not None:
-        show(f"{where}: the whole loader in threads of this process")
-        local_run = run_loader(
-            dataset, msgspec.structs.replace(options, where=None, ray_address=None)
-        )
-        rates = {
-            "samples_per_s": local_run.samples_per_s or 0.0,
-            "cpu_ms_per_sample": local_run.cpu_ms_per_sample,
-        }
-        local_rates = [
-            Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)
-        ]
-    show(f"{where}: each stage alone")
-    part_s = min(1.0, options.seconds / 8)
-    alone = measure_stages(recorded, options.batch_size, part_s)
-    show(f"{where}: this machine's limits")
-    entries = {entry.stage.name: entry for entry in recorded}
-    manifest = dataset.manifest
-    image = options.image or stored_image({"": dataset})
-    output_bytes = len(manifest.cameras) * 3 * image.height * image.width
-    limits = measure_limits(
-        entries["parse"].items,
-        parsed=entries["decode"].items,
-        skipped={lidar.channel for lidar in manifest.lidars if not options.points},
-        output_bytes=output_bytes,
-        num_threads=entries["decode"].stage.num_threads,
-        seconds=part_s,
-        dataset=dataset,
-        to_device=pinned_copy(output_bytes),
-    )
-    return LoaderRound(run, alone, limits + local_rates)

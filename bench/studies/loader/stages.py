@@ -10,7 +10,9 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
 from fuelrail.loaders.config import StorageOptions, Transforms
@@ -39,22 +41,16 @@ class Recorded(NamedTuple):
 
 def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
     """Return the loader that is measured, in host memory, as one rank of one."""
-    return _make(DataLoader, dataset, options, where=_where(options))
-
-
-def _where(options: LoaderOptions) -> Literal["process", "node"] | RemoteWorkers | None:
-    if options.where == "remote":
-        return RemoteWorkers(
-            options.ray_address, num_workers=options.workers or max(1, int(usable_cpus()))
-        )
-    if options.where == "node":  # the only rank of its host, unless a launcher says otherwise
-        for name, value in {
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_PORT": str(os.getpid()),
-        }.items():
-            os.environ.setdefault(name, value)
-    return options.where
+    where: str | RemoteWorkers | None = options.where
+    if where == "remote":
+        num_workers = options.workers or max(1, int(usable_cpus()))
+        where = RemoteWorkers(options.ray_address, num_workers=num_workers)
+    elif where == "node":
+        # The only rank of its host, unless a launcher says otherwise.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+        os.environ.setdefault("MASTER_PORT", str(os.getpid()))
+    return _make(DataLoader, dataset, options, where=where)
 
 
 def record_stages(
@@ -86,24 +82,21 @@ def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float
     """Return the rate of each stage alone for ``seconds``, with the threads that the loader
     gives it.
     """
-    return [_alone(entry, batch_size, seconds) for entry in recorded]
+    rates = []
+    for stage, items, per_batch in recorded:
 
+        def work(number: int, stage: Any = stage, items: Any = items) -> None:
+            stage.work(items[number % len(items)])
 
-def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
-    stage, items, per_batch = entry
-
-    def work(number: int) -> None:
-        stage.work(items[number % len(items)])
-
-    rate = measure_rate(stage.name, work, stage.num_threads, seconds)
-    if not per_batch:
-        return rate
-    return Rate(
-        name=rate.name,
-        num_threads=rate.num_threads,
-        samples_per_s=rate.samples_per_s * batch_size,
-        cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
-    )
+        rate = measure_rate(stage.name, work, stage.num_threads, seconds)
+        if per_batch:
+            rate = msgspec.structs.replace(
+                rate,
+                samples_per_s=rate.samples_per_s * batch_size,
+                cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
+            )
+        rates.append(rate)
+    return rates
 
 
 class _Recorder(DataLoader):

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.bench.report.console import print_table, report_console
-from fuelrail.bench.report.options import add_dataset
+from fuelrail.bench.report.options import DATASET, command, command_of_words
 from fuelrail.bench.studies.order.packs import CostFigures, measure_costs
 from fuelrail.bench.studies.order.quality import OrderFigures, describe
-from fuelrail.pipeline.cli import (
-    Command,
-    PrintOptions,
-    add_flags,
-    from_flags,
-    given_flags,
-    print_json,
-)
+from fuelrail.pipeline.cli import PrintOptions, print_json
 from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order, split_lengths
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shortened
-
-if TYPE_CHECKING:
-    import argparse
 
 _MAX: Final = 1_000_000_000
 _SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
@@ -174,32 +164,14 @@ def webdataset_order(
     )
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    described = (
-        "Shows which samples an order selects from a dataset, how long an epoch is, and how "
-        "random the order is compared with webdataset's shuffle buffer on the same shards "
-        "and with a true shuffle. A z is in standard deviations from the mean of true "
-        "shuffles: within about 4 is as good as random."
-    )
-    describe_word = words.add_parser("describe", help="figures of one epoch", description=described)
-    add_dataset(describe_word)
-    for kind in (DescribeOptions, OrderSpec, PrintOptions):
-        add_flags(describe_word, kind)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    options = from_flags(arguments, DescribeOptions)
-    spec = from_flags(arguments, OrderSpec) if given_flags(arguments, OrderSpec) else None
-    description = describe_order(arguments.dataset, spec, options)
-    if from_flags(arguments, PrintOptions).json:
+def print_description(
+    dataset: str, options: DescribeOptions, spec: OrderSpec | None, printing: PrintOptions
+) -> int:
+    """Print what an order selects, and how random it is."""
+    description = describe_order(dataset, spec, options)
+    if printing.json:
         print_json(description)
         return 0
-    _print(description)
-    return 0
-
-
-def _print(description: Description) -> None:
     console = report_console()
     selected = (
         ""
@@ -208,10 +180,9 @@ def _print(description: Description) -> None:
     )
     padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
     console.print(
-        f"{description.dataset}, split {description.split}: "
-        f"{description.num_selected:,}{selected} samples selected; an epoch has "
-        f"{description.epoch_length:,} positions{padding}, {description.num_steps:,} steps "
-        f"of {description.global_batch}"
+        f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} "
+        f"samples selected; an epoch has {description.epoch_length:,} positions{padding}, "
+        f"{description.num_steps:,} steps of {description.global_batch}"
     )
     name, z = description.figures[0].quality.worst
     verdict = (
@@ -259,10 +230,24 @@ def _print(description: Description) -> None:
             )
     print_table(console, [f"epoch {description.epoch}", *(entry.name for entry in figures)], rows)
     console.print(_LEGEND, style="dim")
+    return 0
 
 
+_WORDS = {
+    "describe": command(
+        "figures of one epoch",
+        print_description,
+        arguments={"dataset": DATASET},
+        options=(DescribeOptions, OrderSpec, PrintOptions),
+        if_given=(OrderSpec,),
+        description="Shows which samples an order selects from a dataset, how long an epoch is, "
+        "and how random the order is compared with webdataset's shuffle buffer on the same shards "
+        "and with a true shuffle. A z is in standard deviations from the mean of true "
+        "shuffles: within about 4 is as good as random.",
+    )
+}
 COMMANDS = {
-    "order": Command(
-        "show what an order does to a dataset, and how well it shuffles", _configure, _run
+    "order": command_of_words(
+        "show what an order does to a dataset, and how well it shuffles", _WORDS
     )
 }

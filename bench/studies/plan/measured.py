@@ -82,10 +82,9 @@ def measured(
         for name in NUMBERS
     )
     said = (
-        f"efficiency: {len(NUMBERS)} numbers fitted to "
-        f"{counted(len(cases), 'measured step')}; identifiable by them: "
-        f"{len(fitted.determined)}; {numbers}; off by {max(map(abs, fitted.errors)):.0%} at "
-        "most on these steps"
+        f"efficiency: {len(NUMBERS)} numbers fitted to {counted(len(cases), 'measured step')}; "
+        f"identifiable by them: {len(fitted.determined)}; {numbers}; off by "
+        f"{max(map(abs, fitted.errors)):.0%} at most on these steps"
     )
     return fitted, [said]
 
@@ -119,8 +118,8 @@ def _run_of(
     if report.accelerator["kind"] != "cuda":
         raise ConfigError(
             f"--measure '{path}': its accelerator was {report.accelerator['kind']}, which says "
-            f"nothing of '{cluster.device.name}'; give "
-            "a report of `fuelrail bench train --accelerator cuda` on the cluster"
+            f"nothing of '{cluster.device.name}'; give a report of `fuelrail bench train "
+            "--accelerator cuda` on the cluster"
         )
     if report.figures is None or name not in MODELS:
         raise ConfigError(

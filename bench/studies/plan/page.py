@@ -69,9 +69,9 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
         "bottleneck": report.bottleneck
         + (", where the devices reach their bound" if is_bound else ""),
         "rate": (
-            f"{upper_prefix}{_rounded(report.samples_per_s)} samples/s; "
-            f"MFU {upper_prefix}{report.mfu:.1%}, "
-            f"occupancy {lower_prefix}{report.occupancy:.1%}, bubble {report.bubble:.1%}"
+            f"{upper_prefix}{_rounded(report.samples_per_s)} samples/s; MFU "
+            f"{upper_prefix}{report.mfu:.1%}, occupancy {lower_prefix}{report.occupancy:.1%}, "
+            f"bubble {report.bubble:.1%}"
         ),
         "decoding": _decoding(report, upper_prefix),
         "storage": "not known"

@@ -1,12 +1,10 @@
-"""What a checkpoint's weights have seen as an in-toto statement, signed where a key is given.
+"""What a checkpoint's weights have seen as an in-toto statement, for programs that sign.
 
-The formats are those of https://github.com/in-toto/attestation (Statement, version 1) and
-https://github.com/secure-systems-lab/dsse (envelope, version 1, with Ed25519).
+The format is that of https://github.com/in-toto/attestation (Statement, version 1).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 from pathlib import Path
@@ -15,20 +13,16 @@ from typing import Any, Final
 import msgspec
 
 from fuelrail.bench.studies.runs.history import RunHistory
-from fuelrail.pipeline.errors import ConfigError, needs
-from fuelrail.pipeline.limits import UNTYPED
-from fuelrail.pipeline.storage.files import open_regular, read_regular
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.storage.files import open_regular
 
 PREDICATE: Final = "urn:fuelrail:ledger:1"
-_PAYLOAD: Final = "application/vnd.in-toto+json"
 
 
 def attest(
     ledger: str | os.PathLike[str],
     checkpoint: str | os.PathLike[str],
     place: tuple[int, int],
-    *,
-    key: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Return a statement of what the weights of a checkpoint have seen, as plain JSON types.
 
@@ -36,8 +30,6 @@ def attest(
         ledger: the run's ledger.
         checkpoint: file or folder of the checkpoint; the statement has the SHA-256 of its files.
         place: epoch and samples consumed of the loader's state in the checkpoint.
-        key: PEM file of an Ed25519 private key: the statement comes in a signed envelope. None: it
-            is not signed.
 
     Raises LedgerError; ConfigError for a place that the run did not come to, and for files that
     cannot be read.
@@ -61,7 +53,6 @@ def attest(
             subjects.append(
                 {"name": str(file.relative_to(root.parent)), "digest": {"sha256": digest}}
             )
-        pem = None if key is None else read_regular(key, UNTYPED)
     except OSError as error:
         raise ConfigError(f"'{error.filename}' cannot be read: {error.strerror}") from error
     statement = {
@@ -75,9 +66,8 @@ def attest(
             "setups": [part.stretch.setup for part in history.parts[: len(parts)]],
         },
     }
-    payload = msgspec.json.encode(statement)
-    plain: dict[str, Any] = msgspec.json.decode(payload)
-    return plain if pem is None else _signed(payload, pem)
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(statement))
+    return plain
 
 
 def _checkpoint_files(root: Path) -> list[Path]:
@@ -103,28 +93,3 @@ def _checkpoint_files(root: Path) -> list[Path]:
             raise ConfigError(f"'{path}' is not a regular file; a checkpoint has files and folders")
         files.append(path)
     return files
-
-
-def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:
-    """Return the envelope of a payload."""
-    with needs("a signature", "fuelrail[sign]"):
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    try:
-        key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the key must be an Ed25519 private key in PEM without a password: {error}"
-        ) from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(
-            f"the key must be an Ed25519 private key in PEM, got {type(key).__name__}"
-        )
-    signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
-    encoded = [base64.b64encode(data).decode() for data in (payload, key.sign(signed))]
-    keyid = hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()
-    return {
-        "payloadType": _PAYLOAD,
-        "payload": encoded[0],
-        "signatures": [{"keyid": keyid, "sig": encoded[1]}],
-    }

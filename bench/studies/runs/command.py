@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from fuelrail.bench.report.options import command, command_of_words, print_text
 from fuelrail.bench.studies.runs.history import run_diff, run_history
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import PrintOptions, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import NotNegative, Settings, flag
 from fuelrail.pipeline.text import text_of
-
-if TYPE_CHECKING:
-    import argparse
 
 
 class SeenOptions(PrintOptions, frozen=True, kw_only=True):
@@ -75,9 +73,6 @@ class AttestOptions(Settings, frozen=True, kw_only=True):
     samples: Annotated[
         NotNegative, flag("samples of that epoch consumed, of the loader's state in the checkpoint")
     ]
-    key: Annotated[
-        str | None, flag("PEM file of an Ed25519 private key (default: not signed)", metavar="FILE")
-    ] = None
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
@@ -102,74 +97,37 @@ class ReplayReport(msgspec.Struct, frozen=True):
         return text_of([*lines, *self.differences])
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    show = words.add_parser(
-        "show", help="print the segments of a run, and what its weights have seen"
+def print_history(ledger: str, printing: PrintOptions) -> int:
+    """Print the segments of a run."""
+    print_text(run_history(ledger), printing)
+    return 0
+
+
+def print_diff(ledger: str, other: str, printing: PrintOptions) -> int:
+    """Print where two runs differ; return 1 where they do."""
+    report = run_diff(ledger, other)
+    print_text(report, printing)
+    return int(report != type(report)(None, None, report.compared_digests, []))
+
+
+def print_seen(ledger: str, names: list[str], options: FindOptions) -> int:
+    """Print the steps that showed samples or clips."""
+    from fuelrail.bench.studies.runs.replay import seen  # with torch
+
+    report = seen(
+        ledger,
+        names,
+        dataset=options.dataset,
+        receipts=options.receipt,
+        checkpoints=options.checkpoints,
+        files=options.files,
     )
-    replay_parser = words.add_parser("replay", help="make the batch of a step again")
-    find = words.add_parser("seen", help="print at which steps samples or clips were shown")
-    differ = words.add_parser(
-        "diff", help="print the first step and the settings in which two runs differ"
-    )
-    stated = words.add_parser(
-        "attest", help="print what a checkpoint's weights have seen as an in-toto statement"
-    )
-    for subparser in (show, replay_parser, find, stated):
-        subparser.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
-    find.add_argument("names", metavar="KEY", nargs="+", help="key of a sample, or a clip")
-    for name in ("ledger", "other"):
-        differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
-    stated.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder of the checkpoint")
-    add_flags(stated, AttestOptions)
-    for subparser, options in (
-        (show, PrintOptions),
-        (replay_parser, ReplayOptions),
-        (find, FindOptions),
-        (differ, PrintOptions),
-    ):
-        add_flags(subparser, options)
+    print_text(report, options)
+    return 0
 
 
-def _run(args: argparse.Namespace) -> int:
-    report: Any
-    code = 0
-    if args.word == "attest":
-        from fuelrail.bench.studies.runs.attest import attest
-
-        stated = from_flags(args, AttestOptions)
-        print_json(
-            attest(args.ledger, args.checkpoint, (stated.epoch, stated.samples), key=stated.key)
-        )
-        return code
-    if args.word == "show":
-        options = from_flags(args, PrintOptions)
-        report = run_history(args.ledger)
-    elif args.word == "diff":
-        options = from_flags(args, PrintOptions)
-        report = run_diff(args.ledger, args.other)
-        code = int(report != type(report)(None, None, report.compared_digests, []))
-    elif args.word == "seen":
-        from fuelrail.bench.studies.runs.replay import seen  # with torch
-
-        find_options = options = from_flags(args, FindOptions)
-        report = seen(
-            args.ledger,
-            args.names,
-            dataset=find_options.dataset,
-            receipts=find_options.receipt,
-            checkpoints=find_options.checkpoints,
-            files=find_options.files,
-        )
-    else:
-        replay_options = options = from_flags(args, ReplayOptions)
-        report = _replay(args.ledger, replay_options)
-        code = int(report.digest_matches is False)
-    print_json(report) if options.json else print(report.as_text())  # noqa: T201
-    return code
-
-
-def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
+def print_replayed(ledger: str, options: ReplayOptions) -> int:
+    """Print the samples of a step; return 1 where its batch is another one."""
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
     replayed = replay(
@@ -181,25 +139,69 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
         files=options.files,
         receipts=options.receipt,
     )
+    keys = list(replayed.batch["sample_key"])
     if options.image is not None:
         try:
-            replayed.loader.show(replayed.batch, samples=len(replayed.batch["sample_key"])).save(
-                options.image
-            )
+            replayed.loader.show(replayed.batch, samples=len(keys)).save(options.image)
         except OSError as error:
             raise ConfigError(
                 f"--image '{options.image}' cannot be written: {error.strerror}"
             ) from error
-    return ReplayReport(
+    report = ReplayReport(
         step=options.step,
         epoch=replayed.epoch,
         samples_consumed=replayed.samples_consumed,
-        keys=list(replayed.batch["sample_key"]),
+        keys=keys,
         digest_matches=replayed.digest_matches,
         differences=replayed.differences,
     )
+    print_text(report, options)
+    return int(report.digest_matches is False)
 
 
+def print_statement(ledger: str, checkpoint: str, options: AttestOptions) -> int:
+    """Print the statement of a checkpoint."""
+    from fuelrail.bench.studies.runs.attest import attest
+
+    print_json(attest(ledger, checkpoint, (options.epoch, options.samples)))
+    return 0
+
+
+_LEDGER = {"metavar": "LEDGER", "help": "ledger of a run"}
+_KEYS = {"metavar": "KEY", "nargs": "+", "help": "key of a sample, or a clip"}
+_CHECKPOINT = {"metavar": "CHECKPOINT", "help": "file or folder of the checkpoint"}
+_WORDS = {
+    "show": command(
+        "print the segments of a run, and what its weights have seen",
+        print_history,
+        arguments={"ledger": _LEDGER},
+        options=(PrintOptions,),
+    ),
+    "replay": command(
+        "make the batch of a step again",
+        print_replayed,
+        arguments={"ledger": _LEDGER},
+        options=(ReplayOptions,),
+    ),
+    "seen": command(
+        "print at which steps samples or clips were shown",
+        print_seen,
+        arguments={"ledger": _LEDGER, "names": _KEYS},
+        options=(FindOptions,),
+    ),
+    "diff": command(
+        "print the first step and the settings in which two runs differ",
+        print_diff,
+        arguments={"ledger": _LEDGER, "other": _LEDGER},
+        options=(PrintOptions,),
+    ),
+    "attest": command(
+        "print what a checkpoint's weights have seen as an in-toto statement",
+        print_statement,
+        arguments={"ledger": _LEDGER, "checkpoint": _CHECKPOINT},
+        options=(AttestOptions,),
+    ),
+}
 COMMANDS = {
-    "runs": Command("read the ledger of a run: what its weights have seen", _configure, _run)
+    "runs": command_of_words("read the ledger of a run: what its weights have seen", _WORDS)
 }

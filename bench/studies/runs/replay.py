@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.format.ledger import SampleReplaced
-    from fuelrail.pipeline.order.batching import Batching
 
     Replaced = dict[tuple[int, int], SampleReplaced]
 
@@ -131,7 +130,16 @@ def replay(
                     "samples_consumed": place.samples_consumed,
                 }
             loader.load_state_dict(state)
-            batch = _first_batch(loader, step)
+            try:
+                batch = next(iter(loader))
+            except (ShardError, BadSamplesError) as error:
+                if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
+                    raise ConfigError(
+                        f"step {step} shows samples that were deleted since, or are damaged, and "
+                        "no other sample can take their places in this order: without=FILE makes "
+                        f"the step of a run that never had them ({error})"
+                    ) from error
+                raise
     now = package_versions()
     differences = [
         f"{name} was {setup.versions.get(name)}, and is {now.get(name)}"
@@ -187,23 +195,6 @@ def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> li
             )
             keys |= dict.fromkeys(key for key in of_rows if key in dataset.deleted)
     return sorted(keys)
-
-
-def _first_batch(loader: DataLoader, step: int) -> Any:
-    """Return the next batch; raise ConfigError where it shows deleted samples that none can stand
-    for.
-    """
-    try:
-        return next(iter(loader))
-    except (ShardError, BadSamplesError) as error:
-        if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
-            raise ConfigError(
-                f"step {step} shows samples that were deleted since, or are damaged, and no "
-                "other sample can take "
-                "their places in this order: without=FILE makes the step of a run that never "
-                f"had them ({error})"
-            ) from error
-        raise
 
 
 def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:
@@ -273,7 +264,30 @@ def make_loader(
             f"{part.stretch.record} are of no known form: {fault}"
         )
         raise LedgerError(problem, part.stretch.record) from error
-    _check_files(order, Path(files))
+    # Files that the order names must be regular, and below the folder.
+    folder = Path(files)
+    named_files = [order.subset, *order.without]
+    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
+        named_files += [
+            weighting.file for weighting in weightings if isinstance(weighting, FileWeights)
+        ]
+    for file in named_files:
+        if not isinstance(file, str):
+            continue
+        subject = f"the ledger names the file {shortened(file)!r}"
+        try:
+            path = Path(file).resolve(strict=True)
+            if not path.is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
+                    "--files FOLDER, or files=FOLDER in Python"
+                )
+            if not path.is_file():
+                raise ConfigError(f"{subject}, which is not a regular file")
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{subject}, which cannot be read") from error
     if without is not None:
         entry = without if isinstance(without, str) else tuple(without)
         order = msgspec.structs.replace(order, without=(*order.without, entry))
@@ -347,30 +361,6 @@ def _open_layers_of(
                 missing=options.missing,
             )
     return dict(opened) if is_mix else dict(next(iter(opened.values())))
-
-
-def _check_files(order: OrderSpec, folder: Path) -> None:
-    """Raise ConfigError where an order names a file outside of a folder, or no regular file."""
-    files = [order.subset, *order.without]
-    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
-        files += [weighting.file for weighting in weightings if isinstance(weighting, FileWeights)]
-    for file in files:
-        if not isinstance(file, str):
-            continue
-        subject = f"the ledger names the file {shortened(file)!r}"
-        try:
-            path = Path(file).resolve(strict=True)
-            if not path.is_relative_to(folder.resolve()):
-                raise ConfigError(
-                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
-                    "--files FOLDER, or files=FOLDER in Python"
-                )
-            if not path.is_file():
-                raise ConfigError(f"{subject}, which is not a regular file")
-        except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{subject}, which cannot be read") from error
 
 
 class Showing(msgspec.Struct, frozen=True):
@@ -568,21 +558,19 @@ def _in_epoch(
         for running in (position, position + batches.epoch_length):
             step, row = divmod(running - batches.start, batches.global_batch)
             if 0 <= step < num_steps:
+                order = loader.where.order
+                if isinstance(order, BalancedOrder):
+                    running_step = batches.running(step) % batches.epoch_length
+                    costs = order.position_costs(order.epoch(epoch), running_step)
+                    dealt = deal(costs, start.ranks * order.balance.micro_batches)
+                    row = int(np.flatnonzero(dealt == row)[0])
                 showings.append(
                     Showing(
                         key=key,
                         step=first_step + step,
                         epoch=epoch,
                         position=position,
-                        rank=_dealt(
-                            loader,
-                            batches=batches,
-                            epoch=epoch,
-                            step=step,
-                            row=row,
-                            ranks=start.ranks,
-                        )
-                        // (batches.global_batch // start.ranks),
+                        rank=row // (batches.global_batch // start.ranks),
                         draw=draws[key],
                         as_frame=not is_own_sample,
                         valid=is_valid and running == position,
@@ -596,17 +584,6 @@ def _in_epoch(
                 )
         draws[key] += is_own_sample
     return showings
-
-
-def _dealt(
-    loader: DataLoader, batches: Batching, epoch: int, step: int, row: int, ranks: int
-) -> int:
-    """Return which row of all ranks' batches a row of a global batch is."""
-    order = loader.where.order
-    if not isinstance(order, BalancedOrder):
-        return row
-    costs = order.position_costs(order.epoch(epoch), batches.running(step) % batches.epoch_length)
-    return int(np.flatnonzero(deal(costs, ranks * order.balance.micro_batches) == row)[0])
 
 
 def _newest_clean(

@@ -185,7 +185,13 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
         losses["padding"] = Loss(float(padding.mean()), float((padding * compute_ms).mean()))
     if cost is not None and len(ranks) > 1:
         model = Cost({cost: 1}) if isinstance(cost, str) else cost
-        loads = np.array([[_load(step.sums, model) for step in rank] for rank in ranks], np.float64)
+        loads = np.zeros(compute_ms.shape)
+        for place in np.ndindex(*loads.shape):
+            sums = ranks[place[0]][place[1]].sums
+            count = next(iter(sums.values()))[0]
+            linear = sum(factor * sums[name][1] for name, factor in model.linear.items())
+            quadratic = sum(factor * sums[name][2] for name, factor in model.quadratic.items())
+            loads[place] = model.constant * count + linear + quadratic
         loads[:, ~loads.any(axis=0)] = 1.0  # all ranks cost nothing
         mean = loads.mean(axis=0)
         dearest = loads.max(axis=0)
@@ -193,9 +199,3 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
         waits_ms = (1 - mean / dearest) * compute_ms[dearest_rank, np.arange(len(dearest_rank))]
         losses["imbalance"] = Loss(float((dearest / mean - 1).mean()), float(waits_ms.mean()))
     return losses
-
-
-def _load(sums: Mapping[str, Sequence[float]], cost: Cost) -> float:
-    linear = sum(factor * sums[name][1] for name, factor in cost.linear.items())
-    quadratic = sum(factor * sums[name][2] for name, factor in cost.quadratic.items())
-    return cost.constant * next(iter(sums.values()))[0] + linear + quadratic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -63,7 +63,23 @@ def make_loader(
     window = settings.window
     layer = settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
-    _check_rows(settings, channels)
+    # Refused: packs that one of our models cannot read, and a teacher of documents in rows.
+    pack = None if settings.order is None else settings.order.pack
+    size = MODELS.get(settings.model)
+    table = open_dataset(settings.dataset).manifest.extra_channels
+    in_rows = any(channel.name in channels and channel.shape == (None,) for channel in table)
+    if in_rows and (settings.teacher or settings.teacher_layer):
+        raise ConfigError(
+            "a teacher needs tokens of a fixed number, and channel 'tokens' has any number: "
+            "leave it out"
+        )
+    room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
+    if pack is not None and size is not None and pack.budget > room:
+        raise ConfigError(
+            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, "
+            f"and the order's have {pack.budget}: decoders read packs, of a channel "
+            "'tokens' of any length; take a smaller budget, or none"
+        )
     if channels and layer is not None:
         channels += [
             f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels
@@ -178,28 +194,6 @@ def token_channel(place: str, model_name: str) -> list[str]:
     return [channel.name]
 
 
-def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
-    """Raise ConfigError for packs that one of our models cannot read, and for a teacher of
-    documents in rows.
-    """
-    pack = None if settings.order is None else settings.order.pack
-    size = MODELS.get(settings.model)
-    table = open_dataset(settings.dataset).manifest.extra_channels
-    in_rows = any(channel.name in channels and channel.shape == (None,) for channel in table)
-    if in_rows and (settings.teacher or settings.teacher_layer):
-        raise ConfigError(
-            "a teacher needs tokens of a fixed number, and channel 'tokens' has any number: "
-            "leave it out"
-        )
-    room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
-    if pack is not None and size is not None and pack.budget > room:
-        raise ConfigError(
-            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, "
-            f"and the order's have {pack.budget}: decoders read packs, of a channel "
-            "'tokens' of any length; take a smaller budget, or none"
-        )
-
-
 def transforms_of(settings: TrainSettings) -> Transforms:
     """Return size and augmentation of a run's samples, and its decoder.
 
@@ -271,16 +265,15 @@ def noting_input(
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
-            flop = None if count_for is None else _flop_a_sample(count_for, batch)
+            flop = None
+            if count_for is not None:
+                # In full precision, on no device: a rank may hold a part of the model only.
+                with torch.device("meta"):
+                    model = build_model(count_for)
+                inputs = [tensor[:1].to("meta") for tensor in model.inputs(batch)]
+                flop = count_training_flop(model, inputs)
             writer.write(
                 InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop)
             )
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for
-
-
-def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:
-    # Of one sample, in full precision, on no device: a rank may hold a part of the model only.
-    with torch.device("meta"):
-        model = build_model(settings)
-    return count_training_flop(model, [tensor[:1].to("meta") for tensor in model.inputs(batch)])

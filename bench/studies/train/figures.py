@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
+from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
 
 if TYPE_CHECKING:
@@ -39,22 +40,25 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     over ranks; 0 where none computed.
     """
 
-    samples_per_s: float
-    images_per_s: float
+    samples_per_s: Annotated[float, shown("samples/s")]
+    images_per_s: Annotated[float, shown("images/s")]
     demand_samples_per_s: float
-    gpu_hours_per_million_samples: float
-    cost_per_million_samples: float | None
+    gpu_hours_per_million_samples: Annotated[float, shown("GPU-hours per million samples")]
+    cost_per_million_samples: Annotated[
+        float | None,
+        shown("cost per million samples, in the price’s currency", digits=",.2f"),
+    ]
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One loader stage in the measured window, summed over ranks: shares of its threads' time."""
 
-    name: str
-    num_threads: int
-    items_per_s: float
-    busy: float
-    starved: float
-    blocked: float
+    name: Annotated[str, shown("stage")]
+    num_threads: Annotated[int, shown("threads, all ranks")]
+    items_per_s: Annotated[float, shown("items/s")]
+    busy: Annotated[float, shown("busy", digits=".1%")]
+    starved: Annotated[float, shown("starved", digits=".1%")]
+    blocked: Annotated[float, shown("blocked", digits=".1%")]
 
 
 class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +95,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     occupancy: Occupancy
     throughput: Throughput
-    step_time: Summary
+    step_time: Annotated[Summary, shown("step time", unit="ms")]
     phases: list[Phase]
     all_reduce_total: Summary
     stages: list[StageFigures]
@@ -101,7 +105,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     launch_share: float = 0.0
     waiting_share: float = 0.0
     queued_share: float = 0.0
-    mfu: float | None = None
+    mfu: Annotated[float | None, shown("model FLOP utilisation", digits=".1%")] = None
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
     transform: TransformFigures | None = None
@@ -122,9 +126,28 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
             step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside
         ]
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
+    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in inside)
+    samples_per_s = images_per_s = demand = 0.0
+    for steps in ranks:
+        # Each rank by its own clock: ranks of different hosts share none.
+        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
+        samples = sum(step.num_samples for step in steps)
+        samples_per_s += samples / wall_s
+        images_per_s += sum(step.num_images for step in steps) / wall_s
+        busy_ns = sum(step.device_busy_ns for step in steps)
+        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
+    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Figures(
         occupancy=occupancy,
-        throughput=_throughput(ranks, settings.price_per_gpu_hour),
+        throughput=Throughput(
+            samples_per_s=samples_per_s,
+            images_per_s=images_per_s,
+            demand_samples_per_s=demand,
+            gpu_hours_per_million_samples=gpu_hours,
+            cost_per_million_samples=None
+            if settings.price_per_gpu_hour is None
+            else gpu_hours * settings.price_per_gpu_hour,
+        ),
         step_time=summarise_ns([step.wall_ns for step in inside]),
         phases=[
             Phase(
@@ -139,7 +162,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         stand_in_share=sum(step.stand_in_ns for step in inside) / wall_ns,
         overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
-        launch_share=_launch_share(inside),
+        launch_share=sum(step.launch_ns for step in inside) / device_ns if device_ns else 0.0,
         waiting_share=sum(step.device_busy_ns - step.cpu_ns - step.queued_ns for step in inside)
         / wall_ns
         if settings.accelerator == "cpu"
@@ -196,35 +219,6 @@ def _mfu(
             * settings.accumulation
         )
     return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
-
-
-def _launch_share(steps: Sequence[StepRecord]) -> float:
-    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in steps)
-    return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
-
-
-def _throughput(
-    ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None
-) -> Throughput:
-    samples_per_s = images_per_s = demand = 0.0
-    for steps in ranks:
-        # Each rank by its own clock: ranks of different hosts share none.
-        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
-        samples = sum(step.num_samples for step in steps)
-        samples_per_s += samples / wall_s
-        images_per_s += sum(step.num_images for step in steps) / wall_s
-        busy_ns = sum(step.device_busy_ns for step in steps)
-        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
-    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
-    return Throughput(
-        samples_per_s=samples_per_s,
-        images_per_s=images_per_s,
-        demand_samples_per_s=demand,
-        gpu_hours_per_million_samples=gpu_hours,
-        cost_per_million_samples=None
-        if price_per_gpu_hour is None
-        else gpu_hours * price_per_gpu_hour,
-    )
 
 
 def _stage_figures(

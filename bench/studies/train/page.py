@@ -20,12 +20,13 @@ from fuelrail.bench.report.page import (
     document,
     format_number,
     marked,
+    table_of,
+    tiles_of,
 )
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
-    from fuelrail.bench.studies.train.figures import Figures
     from fuelrail.bench.studies.train.report import Report
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens,
@@ -70,6 +71,11 @@ _LOSSES = marked(
     "the mean rank waits for it: (1 - mean / dearest) of the dearest rank’s forward and "
     "backward. Both are parts of the phases above."
 )
+_STAGES = marked(
+    "In the order in which data flows. **Starved**: waiting for the stage before. "
+    "**Blocked**: the next stage has no room. If the accelerators wait for data, the "
+    "stage that is always busy is the cause."
+)
 _ON_A_GPU = (
     "On a GPU the phases are from CUDA events on the compute stream. The loader copies "
     "images on a stream of its own, ahead of the trainer; host to device is only what the "
@@ -90,6 +96,10 @@ _COMPUTING = ("forward", "backward", "optimiser")
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
+    on_cpu = _on_cpu(report)
+    device = str(report.accelerator["device"])
+    if _emulated(report):
+        device = f"emulated {device} ({report.accelerator['network']})"
     subtitle = marked(
         "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one "
         "{device}, {batch} a rank and batch",
@@ -97,26 +107,39 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         samples=report.dataset.num_samples,
         split=report.dataset.split,
         ranks=counted(report.num_ranks, "rank"),
-        device=_accelerator_name(report),
+        device=device,
         batch=counted(report.options["batch_size"], "sample"),
     )
+    computed = "accelerator computed"
+    if on_cpu:
+        computed = "rank was in forward, backward and optimiser"
+    over_time = (
+        f"Share of time in which each {computed}, over 5 steps. "
+        f"Shaded: {report.window.num_warmup_steps} steps of warm-up."
+    )
+    stages = report.figures.stages if report.figures else []
+    figure = Figure(plots.get("stages", ""), _STAGES)
+    gpus = report.gpus or []
     parts: list[Block | Section] = [
         *_verdict(report),
-        *_over_time(report, plots),
+        Section("Occupancy over time", [Figure(plots.get("occupancy", ""), over_time)]),
         *_step(report, plots),
         *_costs(report),
         *_checkpoints(report),
-        *_loader(report, plots),
+        *([Section("Loader stages", [figure, table_of(stages)])] if stages else []),
         *_ranks(report),
         *_memory(report),
-        *_gpus(report),
+        *([Section("GPUs, by NVML, from start to end", [table_of(gpus)])] if gpus else []),
         _definitions(report),
     ]
-    title = "How busy were the accelerators?"
-    if _on_cpu(report):
-        title = "Where does a step’s time go on this CPU?"
     return document(
-        report, brand="Fuelrail training report", title=title, subtitle=subtitle, parts=parts
+        report,
+        brand="Fuelrail training report",
+        title="Where does a step’s time go on this CPU?"
+        if on_cpu
+        else "How busy were the accelerators?",
+        subtitle=subtitle,
+        parts=parts,
     )
 
 
@@ -174,48 +197,18 @@ def _verdict(report: Report) -> list[Block]:
     kinds["cpu"] = "of the time in forward, backward and optimiser, on a CPU"
     kind = kinds[report.accelerator["kind"]]
     meaning = f"{kind}, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
+    names = {}
+    if _on_cpu(report):
+        names["gpu_hours_per_million_samples"] = "rank-hours per million samples"
+    tiles = tiles_of(figures.throughput, figures, names=names)
+    wait = next(phase for phase in figures.phases if phase.phase == "data_wait").time
+    wait_label = f"data wait p50; p99 {format_number(wait.p99_ms)} ms"
     on_cpu = [Note(_ON_A_CPU)] if _on_cpu(report) else []
     return [
         Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments),
-        _tiles(figures, unit="rank-hours" if _on_cpu(report) else "GPU-hours"),
+        Tiles([*tiles.entries, (f"{format_number(wait.p50_ms)} ms", wait_label)]),
         *on_cpu,
     ]
-
-
-def _tiles(figures: Figures, *, unit: str) -> Tiles:
-    rate = figures.throughput
-    step = figures.step_time
-    wait = next(phase for phase in figures.phases if phase.phase == "data_wait").time
-    entries = [
-        (
-            format_number(rate.samples_per_s),
-            f"samples/s ({format_number(rate.images_per_s)} images/s)",
-        ),
-        (f"{format_number(step.p50_ms)} ms", f"step time p50; p99 {format_number(step.p99_ms)} ms"),
-        (f"{format_number(wait.p50_ms)} ms", f"data wait p50; p99 {format_number(wait.p99_ms)} ms"),
-        (format_number(rate.gpu_hours_per_million_samples), f"{unit} per million samples"),
-    ]
-    if rate.cost_per_million_samples is not None:
-        entries.append(
-            (
-                f"{rate.cost_per_million_samples:,.2f}",
-                "cost per million samples, in the price’s currency",
-            )
-        )
-    if figures.mfu is not None:
-        entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
-    return Tiles(entries)
-
-
-def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    warmup = report.window.num_warmup_steps
-    computed = "rank was in forward, backward and optimiser"
-    if not _on_cpu(report):
-        computed = "accelerator computed"
-    caption = (
-        f"Share of time in which each {computed}, over 5 steps. Shaded: {warmup} steps of warm-up."
-    )
-    return [Section("Occupancy over time", [Figure(plots.get("occupancy", ""), caption)])]
 
 
 def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
@@ -282,8 +275,8 @@ def _checkpoints(report: Report) -> list[Section]:
     if figures.restored is not None:
         lines.append(
             f"The run continued after step {figures.restored.step} from checkpoint "
-            f"{figures.restored.folder}, which "
-            f"{counted(figures.restored.world_size, 'rank')} saved."
+            f"{figures.restored.folder}, which {counted(figures.restored.world_size, 'rank')} "
+            "saved."
         )
     if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
         lines.append(
@@ -292,31 +285,6 @@ def _checkpoints(report: Report) -> list[Section]:
             f"visible after {figures.save.mean_ms:,.0f} ms."
         )
     return [Section("Checkpoints", [Items(lines)])] if lines else []
-
-
-def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    if report.figures is None or not report.figures.stages:
-        return []
-    rows = [
-        [
-            stage.name,
-            f"{stage.num_threads}",
-            format_number(stage.items_per_s),
-            f"{stage.busy:.1%}",
-            f"{stage.starved:.1%}",
-            f"{stage.blocked:.1%}",
-        ]
-        for stage in report.figures.stages
-    ]
-    caption = marked(
-        "In the order in which data flows. **Starved**: waiting for the stage before. "
-        "**Blocked**: the next stage has no room. If the accelerators wait for data, the "
-        "stage that is always busy is the cause."
-    )
-    header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
-    return [
-        Section("Loader stages", [Figure(plots.get("stages", ""), caption), Table(header, rows)])
-    ]
 
 
 def _ranks(report: Report) -> list[Section]:
@@ -387,33 +355,6 @@ def _memory(report: Report) -> list[Section]:
     return [Section("Memory of the GPUs", [Table(header, rows)])] if rows else []
 
 
-def _gpus(report: Report) -> list[Section]:
-    """Render the measurements of NVML."""
-    if not report.gpus:
-        return []
-    rows = [
-        [
-            f"{gpu.index}",
-            f"{gpu.kernels:.0%}",
-            f"{gpu.memory_traffic:.0%}",
-            *("unknown" if share is None else f"{share:.0%}" for share in (gpu.decoder, gpu.jpeg)),
-            f"{gpu.peak_memory_bytes / GIB:.1f}",
-            f"{gpu.mean_sm_clock_mhz:.0f}",
-        ]
-        for gpu in report.gpus
-    ]
-    header = [
-        "GPU",
-        "kernels ran",
-        "memory busy",
-        "video decoder",
-        "JPEG decoder",
-        "memory [GiB]",
-        "SM clock [MHz]",
-    ]
-    return [Section("GPUs, by NVML, from start to end", [Table(header, rows)])]
-
-
 def _definitions(report: Report) -> Section:
     blocks = [Text(_OCCUPANCY), Text(_PHASES)]
     accelerator = report.accelerator
@@ -448,13 +389,6 @@ def _emulated(report: Report) -> bool:
 
 def _on_cpu(report: Report) -> bool:
     return bool(report.accelerator["kind"] == "cpu")
-
-
-def _accelerator_name(report: Report) -> str:
-    accelerator = report.accelerator
-    if not _emulated(report):
-        return str(accelerator["device"])
-    return f"emulated {accelerator['device']} ({accelerator['network']})"
 
 
 def _times(summary: Summary) -> list[str]:

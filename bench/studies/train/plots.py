@@ -38,8 +38,63 @@ def plots(report: Report) -> dict[str, str]:
     if not report.series:
         return drawn
     with style():
-        drawn["occupancy"] = _occupancy(report)
-        drawn["breakdown"] = _breakdown(report)
+        figure, axes = new_figure(2.7)
+        for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
+            colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
+            axes.plot(
+                series.end_s,
+                series.occupancy,
+                color=colour,
+                linewidth=1.4,
+                label=f"rank {series.rank}",
+            )
+        _shade_warmup(axes, report, "end_s")
+        if report.figures is not None:
+            mean = report.figures.occupancy.mean
+            axes.axhline(
+                mean,
+                color="#333333",
+                linewidth=0.9,
+                linestyle=(0, (5, 3)),
+                label=f"mean {mean:.1%}",
+            )
+        axes.set_ylim(0, 1.05)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("time since the start of the first step [s]")
+        axes.set_ylabel("occupancy")
+        legend_above(axes)
+        drawn["occupancy"] = to_svg(figure, "Occupancy over time, one line a rank")
+        # Draw stacked bars over steps, the mean over ranks; neighbouring steps are averaged
+        # when there are many.
+        count = min(len(series.wall_ms) for series in report.series)
+        figure, axes = new_figure(2.9)
+        width = max(1, -(-count // _MAX_BARS))
+        starts = range(0, count, width)
+        middles = np.array([(start + min(start + width, count) - 1) / 2 for start in starts])
+        base = np.zeros(len(starts))
+        for phase, colour in PHASE_COLOURS.items():
+            values = np.mean([series.phases_ms[phase][:count] for series in report.series], axis=0)
+            heights = np.array([values[start : start + width].mean() for start in starts])
+            axes.bar(middles, heights, width * 0.92, bottom=base, color=colour, linewidth=0)
+            base = base + heights
+        _shade_warmup(axes, report, "step")
+        axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
+        # The first steps fill queues and caches; they may tower over the rest, which is what the
+        # plot is for.
+        usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
+        if base.max() > 2 * usual:
+            axes.set_ylim(0, 1.6 * usual)
+            tallest = int(base.argmax())
+            beside = middles[tallest] + 0.6 * width
+            axes.text(
+                beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4
+            )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
+        axes.set_ylabel("time [ms]")
+        axes.grid(visible=False, axis="x")
+        drawn["breakdown"] = to_svg(figure, "Step time by phase")
         if report.figures is not None and report.figures.stages:
             drawn["stages"] = stage_bars(
                 [
@@ -47,78 +102,18 @@ def plots(report: Report) -> dict[str, str]:
                     for stage in report.figures.stages
                 ]
             )
-        drawn["loss"] = _loss(report)
+        figure, axes = new_figure(2.4)
+        count = min(len(series.loss) for series in report.series)
+        losses = np.array(
+            [series.loss[:count] for series in report.series], dtype=np.float64
+        )  # None becomes NaN
+        mean = losses.mean(axis=0)
+        axes.plot(np.arange(count), mean, color="#009e73", linewidth=1.4)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (mean of ranks)")
+        axes.set_ylim(bottom=0)
+        drawn["loss"] = to_svg(figure, "Training loss")
     return drawn
-
-
-def _occupancy(report: Report) -> str:
-    figure, axes = new_figure(2.7)
-    for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
-        colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
-        axes.plot(
-            series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}"
-        )
-    _shade_warmup(axes, report, "end_s")
-    if report.figures is not None:
-        mean = report.figures.occupancy.mean
-        axes.axhline(
-            mean, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)), label=f"mean {mean:.1%}"
-        )
-    axes.set_ylim(0, 1.05)
-    axes.set_xlim(left=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("time since the start of the first step [s]")
-    axes.set_ylabel("occupancy")
-    legend_above(axes)
-    return to_svg(figure, "Occupancy over time, one line a rank")
-
-
-def _breakdown(report: Report) -> str:
-    """Draw stacked bars over steps, the mean over ranks; neighbouring steps are averaged when
-    there are many.
-    """
-    count = min(len(series.wall_ms) for series in report.series)
-    figure, axes = new_figure(2.9)
-    width = max(1, -(-count // _MAX_BARS))
-    starts = range(0, count, width)
-    middles = np.array([(start + min(start + width, count) - 1) / 2 for start in starts])
-    base = np.zeros(len(starts))
-    for phase, colour in PHASE_COLOURS.items():
-        values = np.mean([series.phases_ms[phase][:count] for series in report.series], axis=0)
-        heights = np.array([values[start : start + width].mean() for start in starts])
-        axes.bar(middles, heights, width * 0.92, bottom=base, color=colour, linewidth=0)
-        base = base + heights
-    _shade_warmup(axes, report, "step")
-    axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
-    # The first steps fill queues and caches; they may tower over the rest, which is what the plot
-    # is for.
-    usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
-    if base.max() > 2 * usual:
-        axes.set_ylim(0, 1.6 * usual)
-        tallest = int(base.argmax())
-        beside = middles[tallest] + 0.6 * width
-        axes.text(
-            beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4
-        )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
-    axes.set_ylabel("time [ms]")
-    axes.grid(visible=False, axis="x")
-    return to_svg(figure, "Step time by phase")
-
-
-def _loss(report: Report) -> str:
-    figure, axes = new_figure(2.4)
-    count = min(len(series.loss) for series in report.series)
-    losses = np.array(
-        [series.loss[:count] for series in report.series], dtype=np.float64
-    )  # None becomes NaN
-    mean = losses.mean(axis=0)
-    axes.plot(np.arange(count), mean, color="#009e73", linewidth=1.4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (mean of ranks)")
-    axes.set_ylim(bottom=0)
-    return to_svg(figure, "Training loss")
 
 
 def _shade_warmup(axes: Axes, report: Report, unit: str) -> None:

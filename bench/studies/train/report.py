@@ -15,7 +15,7 @@ from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog, StepRecord
+from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
@@ -138,13 +138,27 @@ def build_report(
         accelerator |= msgspec.to_builtins(settings.profile)
     else:
         accelerator["device"] = header.device if header else "unknown"
+    checkpoints = None
+    if settings.checkpoint is not None:
+        # Ranks that were killed may lack the last ones.
+        saves = list(zip(*(log.saves for log in logs), strict=False))
+        stalls_ns = [max(save.stall_ns for save in ranks) for ranks in saves]
+        totals_ns = [max(save.total_ns for save in ranks) for ranks in saves]
+        checkpoints = CheckpointFigures(
+            restored=logs[0].restored,
+            num_saves=len(saves),
+            num_bytes=saves[-1][0].num_bytes if saves else None,
+            stall=summarise_ns(stalls_ns) if saves else None,
+            save=summarise_ns(totals_ns) if saves else None,
+        )
+    options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return Report(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
         cut_off=cut_off,
         interrupted=interrupted,
-        options=_options(settings),
+        options={key: value for key, value in options.items() if key not in _SHOWN_ELSEWHERE},
         num_ranks=len(logs),
         global_batch=degrees_of(settings, len(logs)).data
         * settings.batch_size
@@ -159,28 +173,38 @@ def build_report(
         warnings=find_warnings(
             settings, logs=logs, window=window, figures=figures, dataset=dataset, cpu=cpu
         ),
-        checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
+        checkpoints=checkpoints,
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
-        ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
-        series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
-    )
-
-
-def _checkpoints(logs: Sequence[RankLog]) -> CheckpointFigures:
-    # Ranks that were killed may lack the last ones.
-    saves = list(zip(*(log.saves for log in logs), strict=False))
-    return CheckpointFigures(
-        restored=logs[0].restored,
-        num_saves=len(saves),
-        num_bytes=saves[-1][0].num_bytes if saves else None,
-        stall=summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves])
-        if saves
-        else None,
-        save=summarise_ns([max(save.total_ns for save in ranks) for ranks in saves])
-        if saves
-        else None,
+        ranks=[
+            RankFacts(
+                rank=rank,
+                device=log.header.device if log.header else "unknown",
+                backend=log.header.backend if log.header else None,
+                num_steps=len(log.steps),
+                completed=log.end is not None,
+                peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
+                peak_device_bytes=log.end.peak_device_bytes if log.end else None,
+                state_bytes=log.end.state_bytes if log.end else {},
+            )
+            for rank, log in enumerate(logs)
+        ],
+        series=[
+            Series(
+                rank=rank,
+                first_step=log.steps[0].step if log.steps else 0,
+                end_s=[(step.end_ns - start_ns) / NS_PER_S for step in log.steps],
+                occupancy=rolling_occupancy(log.steps, _ROLLING_STEPS),
+                loss=[step.loss for step in log.steps],
+                wall_ms=[step.wall_ns / NS_PER_MS for step in log.steps],
+                phases_ms={
+                    phase: [step.phase_ns(phase) / NS_PER_MS for step in log.steps]
+                    for phase in PHASES
+                },
+            )
+            for rank, log in enumerate(logs)
+        ],
     )
 
 
@@ -201,35 +225,3 @@ def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
 def load_report(path: Path) -> Report:
     """Read a report; raises ConfigError for other files and other versions."""
     return load_report_of(path, Report, SCHEMA, VERSION)
-
-
-def _options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the run's settings, without those reported elsewhere and paths of this machine."""
-    options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    return {key: value for key, value in options.items() if key not in _SHOWN_ELSEWHERE}
-
-
-def _rank_facts(rank: int, log: RankLog) -> RankFacts:
-    return RankFacts(
-        rank=rank,
-        device=log.header.device if log.header else "unknown",
-        backend=log.header.backend if log.header else None,
-        num_steps=len(log.steps),
-        completed=log.end is not None,
-        peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
-        peak_device_bytes=log.end.peak_device_bytes if log.end else None,
-        state_bytes=log.end.state_bytes if log.end else {},
-    )
-
-
-def _series(rank: int, steps: Sequence[StepRecord], start_ns: int) -> Series:
-    """Make the columns of a rank's steps; ``start_ns``: when the first rank started."""
-    return Series(
-        rank=rank,
-        first_step=steps[0].step if steps else 0,
-        end_s=[(step.end_ns - start_ns) / NS_PER_S for step in steps],
-        occupancy=rolling_occupancy(steps, _ROLLING_STEPS),
-        loss=[step.loss for step in steps],
-        wall_ms=[step.wall_ns / NS_PER_MS for step in steps],
-        phases_ms={phase: [step.phase_ns(phase) / NS_PER_MS for step in steps] for phase in PHASES},
-    )

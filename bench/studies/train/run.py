@@ -64,7 +64,26 @@ def bench_train(
     with output_folder(out if is_first else None) as folder:
         run = ask(dataset, options, folder / RECORDS)
         prepare_folder(folder, html=html and out is not None and is_first)
-        report = _measure_here(run) if in_world else measure_all([run]).reports[0]
+        report = None
+        if not in_world:
+            report = measure_all([run]).reports[0]
+        else:
+            from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
+
+            _prepare(run)
+            machine = machine_facts()
+            watch = CpuWatch()
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
+                run_in_world(run.settings)
+            if is_first:
+                report = _report(
+                    run,
+                    machine=machine,
+                    outcome=Outcome(0, False, []),
+                    cpu=watch.use(),
+                    gpus=gpus.use(),
+                )
         if report is not None and out is not None:
             write_report(report, folder, html=html)
         if options.trace:
@@ -99,7 +118,32 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
     machine = machine_facts()
     watch = CpuWatch()
     with NvmlWatch(first.ranks if first.accelerator == "cuda" else 0) as gpus:
-        outcome = _launch(first.ranks, runs, settings_file)
+        program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
+        ranks_text = f"{first.ranks} rank{'s' if first.ranks > 1 else ''}"
+        with Progress(f"starting {ranks_text}") as progress:
+
+            def show_progress() -> None:
+                if not progress.due():
+                    return
+                files = [
+                    file
+                    for run in runs
+                    if (file := rank_path(Path(run.settings.records), 0)).exists()
+                ]
+                number = max(1, len(files))
+                settings = runs[number - 1].settings
+                done = len(read_rank(files[-1]).steps) if files else 0
+                target = f" of {settings.steps}" if settings.steps else ""
+                without = (
+                    f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
+                )
+                run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
+                share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
+                progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
+
+            outcome = run_ranks(
+                program, first.ranks, settings_file.with_name(_LOG_FILE), show_progress
+            )
     cpu = watch.use()
     reports: list[Report] = []
     cut_off = None
@@ -121,23 +165,6 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
         if cut_off is not None:
             break
     return RunReports(reports, cut_off)
-
-
-def _measure_here(run: RunPlan) -> Report | None:
-    """Make the run as one rank of torchrun's world; the first one returns the report."""
-    from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
-
-    _prepare(run)
-    machine = machine_facts()
-    watch = CpuWatch()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
-        run_in_world(run.settings)
-    if os.environ["RANK"] != "0":
-        return None
-    return _report(
-        run, machine=machine, outcome=Outcome(0, False, []), cpu=watch.use(), gpus=gpus.use()
-    )
 
 
 def _report(
@@ -184,29 +211,6 @@ def _prepare(run: RunPlan) -> None:
         raise ConfigError(
             f"folder '{records.parent}' cannot be written: {error.strerror}; choose another one"
         ) from error
-
-
-def _launch(num_ranks: int, runs: Sequence[RunPlan], settings_file: Path) -> Outcome:
-    program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
-    ranks_text = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    with Progress(f"starting {ranks_text}") as progress:
-
-        def show_progress() -> None:
-            if not progress.due():
-                return
-            files = [
-                file for run in runs if (file := rank_path(Path(run.settings.records), 0)).exists()
-            ]
-            number = max(1, len(files))
-            settings = runs[number - 1].settings
-            done = len(read_rank(files[-1]).steps) if files else 0
-            target = f" of {settings.steps}" if settings.steps else ""
-            without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-            run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
-            share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-            progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
-
-        return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:

@@ -18,7 +18,6 @@ from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installe
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import (
-    Degrees,
     ParallelSettings,
     Precision,
     check_fits,
@@ -226,7 +225,17 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(
             f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance"
         )
-    _check_teacher(options)
+    places = [name for name in _TEACHERS if getattr(options, name) is not None]
+    lone = [name for name in ("distill", "temperature") if getattr(options, name) is not None]
+    if lone and not places:
+        raise ConfigError(
+            f"{lone[0]}={getattr(options, lone[0])} needs a teacher: give teacher or teacher_layer"
+        )
+    if len(places) == 2:
+        raise ConfigError(
+            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude "
+            "each other: give one of them"
+        )
     accelerator, profile = _accelerator(options)
     changes: dict[str, Any] = {
         name: _absolute(getattr(options, name))
@@ -266,7 +275,27 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
             "fuelrail.bench.Distilling, without teacher"
         )
     facts = dataset_facts(open_dataset(dataset), options.split)
-    _check_world(settings, degrees, facts)
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(
+            "leave_out all-reduce needs whole models on each rank, and the mesh is "
+            f"{degrees}; use ddp"
+        )
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    if facts.num_samples < global_batch:
+        raise ConfigError(
+            f"split '{facts.split}' has {facts.num_samples} samples, one step takes "
+            f"{global_batch} = {counted(degrees.data, 'data-parallel rank')} x "
+            f"{counted(settings.batch_size, 'sample')} x {settings.accumulation} "
+            f"{'batch' if settings.accumulation == 1 else 'batches'}: use fewer ranks or smaller "
+            "batches"
+        )
+    num_gpus = len(installed_gpus())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
+    if settings.accelerator == "cuda" and ranks > num_gpus:
+        raise ConfigError(
+            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA "
+            f"driver shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
+        )
     if settings.decoder != "auto":
         from fuelrail.loaders.decode import make_decoder
 
@@ -277,20 +306,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
 def _absolute(place: str | None) -> str | None:
     """Return a place as all ranks see it."""
     return place if place is None or is_url(place) else str(Path(place).absolute())
-
-
-def _check_teacher(options: TrainOptions) -> None:
-    places = [name for name in _TEACHERS if getattr(options, name) is not None]
-    lone = [name for name in ("distill", "temperature") if getattr(options, name) is not None]
-    if lone and not places:
-        raise ConfigError(
-            f"{lone[0]}={getattr(options, lone[0])} needs a teacher: give teacher or teacher_layer"
-        )
-    if len(places) == 2:
-        raise ConfigError(
-            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude "
-            "each other: give one of them"
-        )
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:
@@ -356,27 +371,3 @@ def _accelerator(options: TrainOptions) -> tuple[AcceleratorKind, AcceleratorPro
 def is_own(model: str | None) -> bool:
     """Return whether a model is the caller's own, as MODULE:FUNCTION."""
     return model is not None and model not in MODELS
-
-
-def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
-    if degrees.composed and "all-reduce" in settings.leave_out:
-        raise ConfigError(
-            "leave_out all-reduce needs whole models on each rank, and the mesh is "
-            f"{degrees}; use ddp"
-        )
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
-    if dataset.num_samples < global_batch:
-        raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes "
-            f"{global_batch} = {counted(degrees.data, 'data-parallel rank')} x "
-            f"{counted(settings.batch_size, 'sample')} x {settings.accumulation} "
-            f"{'batch' if settings.accumulation == 1 else 'batches'}: use fewer ranks or smaller "
-            "batches"
-        )
-    num_gpus = len(installed_gpus())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
-    if settings.accelerator == "cuda" and ranks > num_gpus:
-        raise ConfigError(
-            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA "
-            f"driver shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
-        )

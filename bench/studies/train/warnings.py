@@ -34,57 +34,79 @@ def find_warnings(
     cpu: CpuUse | None,
 ) -> list[str]:
     """Return all warnings; ``figures`` is None if the window is too short."""
-    warnings = [*_run_warnings(settings, logs), *_input_warnings(settings, logs)]
-    if figures is not None:
+    warnings: list[str] = []
+    if settings.leave_out:
+        warnings.append(
+            f"This run left out {' and '.join(settings.leave_out)}: it measures what that "
+            "costs, not training."
+        )
+    elif ranks_disagree(logs):
+        warnings.append(
+            "The ranks ended with different weights: their gradients differed. Do not trust "
+            "this run."
+        )
+    restored = logs[0].restored if logs else None
+    if restored is not None:
         warnings += [
-            *_source_warnings(settings, logs, dataset),
-            *_emulation_warnings(settings, figures, cpu),
-            *_of_the_waits(figures),
-            *_window_warnings(settings, logs, window),
+            "A newer checkpoint was damaged and is set aside; the run continued from the one "
+            f"before. {name}."
+            for name in restored.skipped
         ]
+    if any(step.loss is None for log in logs for step in log.steps):
+        warnings.append(
+            "The loss was not finite in some steps: lower the learning rate. The times are valid."
+        )
+    facts = next((log.input for log in logs if log.input), None)
+    if facts is not None and settings.profile is not None:
+        reference = settings.profile.reference_input
+        want = (reference.cameras, reference.width, reference.height)
+        got = (facts.num_cameras, facts.width, facts.height)
+        if want != got:
+            warnings.append(
+                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the "
+                f"batches had {got[0]} x {got[1]}x{got[2]}: the emulated step times do not "
+                "fit this input."
+            )
+    if figures is None:
+        return warnings
+    warnings += [
+        *_source_warnings(settings, logs, dataset),
+        *_emulation_warnings(settings, figures, cpu),
+    ]
+    if figures.queued_share > WAITING:
+        warnings.append(
+            f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the "
+            "queue for a CPU: they are overloaded, and its times are too long. Use fewer "
+            "--workers, fewer ranks or more cores, and end other processes."
+        )
+    if figures.waiting_share > WAITING:
+        warnings.append(
+            f"In {figures.waiting_share:.0%} of the wall time the thread that trains was in "
+            "forward, backward or the optimiser and wanted no CPU: it slept, or waited for a lock, "
+            "a file, the network or other ranks."
+        )
+    # The largest share of a rank's steps fed from stock: results that waited before and not after.
+    stock = 0.0
+    for log in logs:
+        if len(log.snapshots) != 2:
+            continue
+        first, last = log.snapshots
+        if first.stages and last.stages:
+            taken_batches = first.stages[-1].waiting - last.stages[-1].waiting
+            share = taken_batches / settings.accumulation / window.num_measured_steps
+            stock = max(stock, share)
+    if stock > _NOTABLE:
+        warnings.append(
+            f"{stock:.0%} of the measured steps used batches that were prefetched before "
+            f"measuring began. In a long run occupancy may be up to {100 * stock:.0f} "
+            "points lower: measure more steps."
+        )
     return warnings
 
 
 def ranks_disagree(logs: Sequence[RankLog]) -> bool:
     """Return whether ranks that completed have different weights."""
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
-
-
-def _run_warnings(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
-    if settings.leave_out:
-        yield (
-            f"This run left out {' and '.join(settings.leave_out)}: it measures what that "
-            "costs, not training."
-        )
-    elif ranks_disagree(logs):
-        yield (
-            "The ranks ended with different weights: their gradients differed. Do not trust "
-            "this run."
-        )
-    restored = logs[0].restored if logs else None
-    for name in restored.skipped if restored else ():
-        yield (
-            "A newer checkpoint was damaged and is set aside; the run continued from the one "
-            f"before. {name}."
-        )
-    if any(step.loss is None for log in logs for step in log.steps):
-        yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
-
-
-def _input_warnings(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
-    facts = next((log.input for log in logs if log.input), None)
-    if facts is None:
-        return
-    if settings.profile is not None:
-        reference = settings.profile.reference_input
-        want = (reference.cameras, reference.width, reference.height)
-        got = (facts.num_cameras, facts.width, facts.height)
-        if want != got:
-            yield (
-                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the "
-                f"batches had {got[0]} x {got[1]}x{got[2]}: the emulated step times do not "
-                "fit this input."
-            )
 
 
 def _source_warnings(
@@ -141,41 +163,4 @@ def _emulation_warnings(
         yield (
             f"The ranks used only {cpu.own:.1f} of {cpu.usable:g} CPUs, but {overrun} The model's "
             "thread waits, or is too slow: use a slower profile, or --accelerator cpu."
-        )
-
-
-def _of_the_waits(figures: Figures) -> Iterator[str]:
-    """Yield what a model waits for that is measured on a CPU, where that is much."""
-    if figures.queued_share > WAITING:
-        yield (
-            f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the "
-            "queue for a CPU: they are overloaded, and its times are too long. Use fewer "
-            "--workers, fewer ranks or more cores, and end other processes."
-        )
-    if figures.waiting_share > WAITING:
-        yield (
-            f"In {figures.waiting_share:.0%} of the wall time the thread that trains was in "
-            "forward, backward or the optimiser and wanted no CPU: it slept, or waited for a lock, "
-            "a file, the network or other ranks."
-        )
-
-
-def _window_warnings(
-    settings: TrainSettings, logs: Sequence[RankLog], window: Window
-) -> Iterator[str]:
-    # The largest share of a rank's steps fed from stock: results that waited before and not after.
-    stock = 0.0
-    for log in logs:
-        if len(log.snapshots) != 2:
-            continue
-        first, last = log.snapshots
-        if first.stages and last.stages:
-            taken_batches = first.stages[-1].waiting - last.stages[-1].waiting
-            share = taken_batches / settings.accumulation / window.num_measured_steps
-            stock = max(stock, share)
-    if stock > _NOTABLE:
-        yield (
-            f"{stock:.0%} of the measured steps used batches that were prefetched before "
-            f"measuring began. In a long run occupancy may be up to {100 * stock:.0f} "
-            "points lower: measure more steps."
         )

@@ -103,7 +103,16 @@ def run_rank(
     has one.
     """
     clock = Clock()
-    accelerator, device = _accelerator(settings, clock)
+    accelerator: Accelerator
+    if settings.accelerator == "cuda":
+        accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.cuda.get_device_name()
+    elif settings.profile is not None:
+        accelerator = EmulatedAccelerator(settings.profile, clock)
+        device = settings.profile.device
+    else:
+        accelerator = CpuAccelerator(clock)
+        device = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
@@ -296,15 +305,6 @@ class _RunCheckpoints:
             self._writer.write(done)
 
 
-def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, str]:
-    """Return the accelerator, and what it is called."""
-    if settings.accelerator == "cuda":
-        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.get_device_name()
-    if settings.profile is not None:
-        return EmulatedAccelerator(settings.profile, clock), settings.profile.device
-    return CpuAccelerator(clock), f"CPU, {counted(torch.get_num_threads(), 'thread')}"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS
     LAUNCHER_PID``.
@@ -418,25 +418,6 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     # a rank that is still at the run before must not have its neighbours' loaders run beside it
     dist.barrier()
     trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
-    mesh = _mesh(settings)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    recorder = None if trace is None else trace.recorder
-    transform = None
-    if settings.transform is not None:
-        transform = TimedTransform(find(settings.transform, "transform"))
-    with make_loader(
-        settings, device=device, trace=recorder, mesh=mesh, transform=transform
-    ) as loader:
-        run_rank(
-            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
-        )
-    if trace is not None:
-        trace.write()
-
-
-def _mesh(settings: TrainSettings) -> DeviceMesh | None:
-    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     degrees = degrees_of(settings, dist.get_world_size())
     image = transforms_of(settings).image
     if settings.model in MODELS and image is not None:
@@ -460,7 +441,20 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
     for group in () if mesh is None else mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes
-    return mesh
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    recorder = None if trace is None else trace.recorder
+    transform = None
+    if settings.transform is not None:
+        transform = TimedTransform(find(settings.transform, "transform"))
+    with make_loader(
+        settings, device=device, trace=recorder, mesh=mesh, transform=transform
+    ) as loader:
+        run_rank(
+            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
+        )
+    if trace is not None:
+        trace.write()
 
 
 if __name__ == "__main__":

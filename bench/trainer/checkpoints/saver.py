@@ -147,7 +147,31 @@ class Checkpoints:
                 self._on_first(partial(self._store.hide, folder))
                 skipped.append(f"{folder}: {error}")
                 continue
-            self._load(folder, manifest, parallel, loader)
+            reader = self._store.reader(folder)
+            saved = reader.read_metadata().state_dict_metadata
+            shapes = {
+                name: list(entry.size)
+                for name, entry in saved.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            theirs = manifest.identity | {
+                name: shape for name, shape in shapes.items() if name.startswith("model.")
+            }
+            ours = self._identity | self._merged(
+                lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()}
+            )
+            for name in sorted(ours.keys() | theirs.keys()):
+                if ours.get(name) != theirs.get(name):
+                    raise StateMismatchError(
+                        f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: "
+                        f"checkpoint has {theirs.get(name)}, this run has {ours.get(name)}; use "
+                        "another --checkpoint"
+                    )
+            # Checks dataset, split, order and settings, and says both sides itself.
+            loader.load_state_dict(manifest.progress.loader)
+            tensors = targets_of(parallel, shapes.keys(), self._rank, manifest.world_size)
+            load(tensors, storage_reader=reader, process_group=self._group)
+            put_back(parallel, tensors, manifest.progress)
             return CheckpointRestore(
                 step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped
             )
@@ -204,33 +228,6 @@ class Checkpoints:
                 "its storage slow"
             )
         return ""
-
-    def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: Stateful) -> None:
-        reader = self._store.reader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        shapes = {
-            name: list(entry.size)
-            for name, entry in saved.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        theirs = manifest.identity | {
-            name: shape for name, shape in shapes.items() if name.startswith("model.")
-        }
-        ours = self._identity | self._merged(
-            lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()}
-        )
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
-                raise StateMismatchError(
-                    f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: "
-                    f"checkpoint has {theirs.get(name)}, this run has {ours.get(name)}; use "
-                    "another --checkpoint"
-                )
-        # Checks dataset, split, order and settings, and says both sides itself.
-        loader.load_state_dict(manifest.progress.loader)
-        tensors = targets_of(parallel, shapes.keys(), self._rank, manifest.world_size)
-        load(tensors, storage_reader=reader, process_group=self._group)
-        put_back(parallel, tensors, manifest.progress)
 
     def _on_all(self, function: Callable[[], Any]) -> list[Any]:
         """Call a function on all ranks; return all results, or raise the first error, on all."""

@@ -38,41 +38,19 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
         if value is not None  # the momentum of a parameter that has had no gradient
     }
     averages = {f"average.{name}": value for name, value in parallel.average.items()}
-    generators = {f"rng.{rank}.{name}": state for name, state in _generators().items()}
-    return model_tensors(parallel) | moments | averages | generators
-
-
-def _generators() -> dict[str, Tensor]:
-    """Return the states of this process's random generators, those of Python and NumPy as
-    float64.
-    """
+    # Those of Python and NumPy as float64.
     python: Any = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
-    states = {
-        "cpu": torch.get_rng_state(),
-        "python": torch.tensor(
+    generators = {
+        f"rng.{rank}.cpu": torch.get_rng_state(),
+        f"rng.{rank}.python": torch.tensor(
             [*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64
         ),
-        "numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
+        f"rng.{rank}.numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_generator(name: str, state: Tensor) -> None:
-    if name == "python":
-        *words, gauss = state.tolist()
-        random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    elif name == "numpy":
-        *words, place, has_gauss, gauss = state.tolist()
-        np.random.set_state(
-            ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
-        )
-    elif name == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state)
+        generators[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return model_tensors(parallel) | moments | averages | generators
 
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
@@ -124,7 +102,19 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunSta
     """
     for name, value in tensors.items():
         if name.startswith("rng."):
-            _set_generator(name.rpartition(".")[2], value)
+            generator = name.rpartition(".")[2]
+            if generator == "python":
+                *words, gauss = value.tolist()
+                random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+            elif generator == "numpy":
+                *words, place, has_gauss, gauss = value.tolist()
+                np.random.set_state(
+                    ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
+                )
+            elif generator == "cpu":
+                torch.set_rng_state(value)
+            else:
+                torch.cuda.set_rng_state(value)
     if not any(name.startswith("average.") for name in tensors):
         parallel.start_average()
     parallel.start_schedule(progress.schedule)

@@ -135,23 +135,7 @@ class OccupancyHead(nn.Module):
         [B, N]; intrinsics [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
         """
         num_samples, num_cameras = img.shape[:2]
-        rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
-        tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
-        tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
-        keys, values = self.keys_values(tokens).chunk(2, dim=-1)
-        # Finite, not -inf: a sample without any valid camera must not turn the softmax into NaN.
-        absent = (cam_valid == 0).repeat_interleave(tokens.shape[1] // num_cameras, dim=1)
-        mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
-        queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
-        cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
-        logits: Tensor = self.head(self.norm(cells + queries)).squeeze(-1).float()
-        return logits
-
-    def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
-        """Return unit directions and origins (tens of metres) in the ego frame of the feature
-        cells: [B*N, h*w, 6].
-        """
-        height, width = size
+        height, width = features.shape[-2:]
         # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0,
         # 0).
         rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
@@ -168,7 +152,17 @@ class OccupancyHead(nn.Module):
         rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
         rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
         origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
-        return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
+        rays = torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
+        tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
+        tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
+        keys, values = self.keys_values(tokens).chunk(2, dim=-1)
+        # Finite, not -inf: a sample without any valid camera must not turn the softmax into NaN.
+        absent = (cam_valid == 0).repeat_interleave(tokens.shape[1] // num_cameras, dim=1)
+        mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
+        queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
+        cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
+        logits: Tensor = self.head(self.norm(cells + queries)).squeeze(-1).float()
+        return logits
 
 
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:

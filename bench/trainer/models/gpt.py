@@ -174,13 +174,12 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
 
 
 def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the documents of a batch in rows: a row a pack, or a document, cut to the row, where
-    there are no packs.
+    """Lay a batch's documents out in padded rows, one row for each pack.
 
-    They are tokens int64 [B, context + 1], and of each that is read, [B, context]: its place in its
-    document, the document's number (-1: padding), and the weight of its prediction, float: 1 where
-    the next token is of the same real document, else 0. Raises ConfigError for a pack of more
-    tokens.
+    Without packs there is one row for each document, cut to the row's length. Returns tokens int64
+    [B, context + 1], and of each token that is read, [B, context]: its place in its document, the
+    document's number (-1: padding), and the weight of its prediction, float: 1 where the next token
+    is of the same real document, else 0. Raises ConfigError for a pack of more tokens.
     """
     values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
     number, place = (
@@ -199,17 +198,14 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
         )
 
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
-        rows = of_tokens.new_full(
-            (num_rows, context + 2), fill, dtype=torch.int64
-        )  # the last column takes the rest
-        return rows.index_put_((pack[document], column.clamp(max=context + 1)), of_tokens.long())[
-            :, :-1
-        ]
+        """Scatter a number of each token into rows; an additional column takes what is cut off."""
+        rows = of_tokens.new_full((num_rows, context + 2), fill, dtype=torch.int64)
+        places_in_rows = (pack[document], column.clamp(max=context + 1))
+        return rows.index_put_(places_in_rows, of_tokens.long())[:, :-1]
 
     places = in_rows(place - offsets[document], 0)
     documents = in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    weight = (
-        follows & batch["valid"][documents[:, 1:]]
-    )  # of -1 the last one's, which does not matter
+    # Padding's document is -1 and reads the flag of the last document; `follows` is False there.
+    weight = follows & batch["valid"][documents[:, 1:]]
     return in_rows(values, 0), places[:, :-1], documents[:, :-1], weight.float()

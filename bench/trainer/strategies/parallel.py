@@ -151,9 +151,28 @@ def parallelise(
         degrees = degrees_of(settings, world)
         mesh = make_mesh(degrees, device.type)
     module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
-    inputs: Any = getattr(module, "inputs", _the_batch)
-    _check_parts(module, degrees)
-    stages = _stages(module, settings, degrees, mesh)
+    inputs: Any = getattr(module, "inputs", lambda batch: (batch,))
+    # A model must have what a pipeline and tensor parallel ask of it.
+    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
+    attributes = {"pp": of_stages, "tp": ("plan",)}
+    for axis, names in attributes.items():
+        missing = [name for name in names if not hasattr(module, name)]
+        if getattr(degrees, axis) > 1 and missing:
+            raise ConfigError(
+                f"the mesh has {axis}={getattr(degrees, axis)}, and model "
+                f"{type(module).__name__} has no {', '.join(missing)}: make it a StagedModel "
+                "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
+                "hsdp, which take any module"
+            )
+    stages: dict[int, nn.Module] = {0: module}
+    if mesh is not None and degrees.pp > 1:
+        rank = mesh.get_local_rank("pp")
+        num_stages = stages_of(settings, degrees)
+        numbers: Sequence[int] = range(rank, num_stages, degrees.pp)
+        if settings.pipeline_schedule in V_SHAPED:
+            numbers = [rank, num_stages - 1 - rank]
+        stages = {number: Stage(module, number, num_stages) for number in numbers}
+        del module.stem, module.blocks, module.head  # the model lives on for its inputs
     _divide(
         stages,
         model=module,
@@ -297,10 +316,6 @@ def _check_divides(tp: int, size: int, subject: str) -> None:
         raise ConfigError(f"tp={tp} does not divide the {size} {subject}; {divisors('tp', size)}")
 
 
-def _the_batch(batch: Any) -> tuple[Any]:
-    return (batch,)
-
-
 def _materialise(
     model: nn.Module | Callable[[], nn.Module],
     settings: ParallelSettings,
@@ -344,42 +359,6 @@ def set_batch_norm(model: nn.Module, kind: str) -> nn.Module:
 
 def _to_evaluation(norm: nn.Module, _: object) -> None:
     norm.eval()
-
-
-def _check_parts(model: nn.Module, degrees: Degrees) -> None:
-    """Check that a model has what a pipeline and tensor parallel ask of it.
-
-    Raise ConfigError, which names it.
-    """
-    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
-    attributes = {"pp": of_stages, "tp": ("plan",)}
-    for axis, names in attributes.items():
-        missing = [name for name in names if not hasattr(model, name)]
-        if getattr(degrees, axis) > 1 and missing:
-            raise ConfigError(
-                f"the mesh has {axis}={getattr(degrees, axis)}, and model "
-                f"{type(model).__name__} has no {', '.join(missing)}: make it a StagedModel "
-                "(fuelrail.bench.trainer.models.staged), or use ddp, zero1, zero2, fsdp2 or "
-                "hsdp, which take any module"
-            )
-
-
-def _stages(
-    model: Any,
-    settings: ParallelSettings,
-    degrees: Degrees,
-    mesh: DeviceMesh | None,
-) -> dict[int, nn.Module]:
-    """Return this rank's stages of a pipeline by number; of a model that is in one piece that."""
-    if mesh is None or degrees.pp == 1:
-        return {0: model}
-    rank = mesh.get_local_rank("pp")
-    num_stages = stages_of(settings, degrees)
-    v_shaped = settings.pipeline_schedule in V_SHAPED
-    numbers = [rank, num_stages - 1 - rank] if v_shaped else range(rank, num_stages, degrees.pp)
-    stages: dict[int, nn.Module] = {number: Stage(model, number, num_stages) for number in numbers}
-    del model.stem, model.blocks, model.head  # the model lives on for its inputs
-    return stages
 
 
 def units_of(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module]:

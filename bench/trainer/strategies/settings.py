@@ -282,8 +282,8 @@ def check_fits(
     _refuse(
         parts < fewest or (multiple and parts % pp),
         f"{schedule} with pp={pp} needs {fewest} "
-        f"micro-batches{' or a multiple' if multiple else ' or more'}, {of_batch} gives "
-        f"{parts}; use a batch_size of {fewest}",
+        f"micro-batches{' or a multiple' if multiple else ' or more'}, {of_batch} gives {parts}; "
+        f"use a batch_size of {fewest}",
     )
 
 

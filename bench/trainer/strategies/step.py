@@ -144,11 +144,22 @@ class Parallel:
             with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
         share = self.real_share(*inputs)
-        size = 1.0 if share is None or not self.mean_of_real else self._relative_size(inputs)
+        size = 1.0
+        if share is not None and self.mean_of_real:
+            # The rows of this micro-batch in parts of those of the first one.
+            self._num_rows = self._num_rows or len(inputs[0])
+            size = len(inputs[0]) / self._num_rows
         if share is not None:
             self._shares.append(share * size)
-            if last:
-                self._reduce_shares()
+        if share is not None and last:
+            # The mean over micro-batches and ranks is wanted after the backward pass. Begun
+            # before, it is done by then: nothing waits.
+            mean = torch.stack(self._shares).mean()
+            self._shares = []
+            self.padding = 1 - mean
+            self._mean_share = mean / self.world
+            if self.world > 1:
+                self._sharing = dist.all_reduce(self._mean_share, async_op=True)
         if self.pipeline is not None:
             scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
@@ -208,30 +219,15 @@ class Parallel:
         (model,) = self.models
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         function = type(inner).forward if self.loss is None else self.loss
+        place = f"'{getattr(function, '__qualname__', type(function).__name__)}'"
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            place += f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         raise ConfigError(
-            f"{_place_of(function)} returned {problem}: return the loss, a tensor without axes "
+            f"{place} returned {problem}: return the loss, a tensor without axes "
             "such as a mean, or a dict of such tensors, whose sum is trained"
             + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
         )
-
-    def _relative_size(self, inputs: tuple[Any, ...]) -> float:
-        """Return the number of rows of a micro-batch in parts of that of the first one."""
-        num_rows = len(inputs[0])
-        if self._num_rows is None:
-            self._num_rows = num_rows
-        return num_rows / self._num_rows
-
-    def _reduce_shares(self) -> None:
-        """Begin to make the mean of the shares of a step over micro-batches and ranks.
-
-        It is wanted after the backward pass. Begun before, it is done by then: nothing waits.
-        """
-        share = torch.stack(self._shares).mean()
-        self._shares = []
-        self.padding = 1 - share
-        self._mean_share = share / self.world
-        if self.world > 1:
-            self._sharing = dist.all_reduce(self._mean_share, async_op=True)
 
     def step(self, batches: Iterable[Any]) -> Tensor:
         """Train on the micro-batches of a step, at least one; return this rank's loss, the mean
@@ -345,17 +341,6 @@ class Parallel:
         if self.pipeline is not None:
             dist.all_reduce(loss, group=self.pipeline.group)
         return loss * self._factor
-
-
-def _place_of(function: Any) -> str:
-    """Return the name of a function, with the file and line where it is defined, if it has one."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return (
-        f"'{name}'"
-        if code is None
-        else f"'{name}' ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    )
 
 
 @contextmanager

@@ -240,6 +240,9 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
+    A use is one sample that a rank of this host takes; time counts uses. ``lag``: ranks run apart,
+    so a use counts as made when the latest rank is that many uses further.
+
     The caller calls :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each
     sample admitted, and :meth:`advance` with time, because a resident's use moves its next use.
     ``now`` is the latest time given.
@@ -280,7 +283,9 @@ class FarthestFirst:
         heapq.heappush(self._heap, (-next_use, row))
 
     def advance(self, now: int) -> None:
-        """Set the time: what was used until ``lag`` uses before has another next use."""
+        """Move the time to ``now``: residents that were used up to ``lag`` uses ago are used next at
+        another time.
+        """
         if now <= self.now:
             return
         self.now = now

@@ -141,10 +141,9 @@ def stacked_geometry(
         index = int(np.argmax(bad))
         values = intrinsics[intrinsics_at[index]].tolist(), cam2ego[camera_at[index]].tolist()
         raise SourceError(
-            f"{where}: frame {rows[index // len(cameras)]}, "
-            f"{cameras[index % len(cameras)]}: the camera is not calibrated: intrinsics "
-            f"{values[0]}, cam2ego {values[1]}; wanted are finite numbers, and focal "
-            "lengths over 0"
+            f"{where}: frame {rows[index // len(cameras)]}, {cameras[index % len(cameras)]}: the "
+            f"camera is not calibrated: intrinsics {values[0]}, cam2ego {values[1]}; wanted are "
+            "finite numbers, and focal lengths over 0"
         )
     poses = _fit_rigid(
         where,

@@ -65,8 +65,10 @@ class Job(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Messages of one video that are decoded one after the other; ``wanted`` are numbers in
-    ``places``.
+    """Messages of one video that are decoded one after the other.
+
+    ``jobs`` maps a number in ``places`` to the job that wants its image; it empties as these are
+    yielded.
     """
 
     topic: str
@@ -131,7 +133,7 @@ class LogMembers:
                 if isinstance(task, Job):
                     yield task, self._make_member(task)
                 else:
-                    yield from self._iter_decoded(*task, decoders)
+                    yield from self._push_message(*task, decoders)
 
     def _make_member(self, job: Job) -> Buffer:
         if job.kind in ("points", "radar"):
@@ -144,9 +146,15 @@ class LogMembers:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         return plain_or_damaged(data) if job.kind == "palette" else data
 
-    def _iter_decoded(
+    def _push_message(
         self, group: _Group, number: int, decoders: dict[int, StreamDecoder]
     ) -> Iterator[tuple[Job, Buffer]]:
+        """Push message ``number`` of a video into its group's decoder; yield jobs whose frames come
+        out.
+
+        The last message of a group flushes the decoder. Raises SourceError where a job is left
+        then.
+        """
         where = f"topic '{group.topic}'"
         message = self._file(group.places[number].file).read(group.places[number])
         reader = self._reader(group.topic)

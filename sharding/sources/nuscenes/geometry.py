@@ -247,9 +247,8 @@ class Keyframes:
                 index = int(is_again.argmax())
                 raise SourceError(
                     "table 'sample_data': row "
-                    f"'{self.joined['sample_data'].tokens[first + index]}' is a second "
-                    f"keyframe of {self.channels[column[index]]} for sample "
-                    f"'{samples[int(sample[index])]}'"
+                    f"'{self.joined['sample_data'].tokens[first + index]}' is a second keyframe of "
+                    f"{self.channels[column[index]]} for sample '{samples[int(sample[index])]}'"
                 )
             self.disk.used(len(sample))
 

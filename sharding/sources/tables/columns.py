@@ -82,8 +82,8 @@ def attribute_type(where: str, field: pa.Field) -> type:
     kind = field.type
     if (odd := _ODD_SENSOR.match(field.name)) is not None:
         raise SourceError(
-            f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of "
-            "sensors have letters, digits and _, as "
+            f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of sensors have "
+            "letters, digits and _, as "
             f"{field.name.replace(odd[1], re.sub('[^A-Za-z0-9_]+', '_', odd[1]))}"
         )
     if pa.types.is_null(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):

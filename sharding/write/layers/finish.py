@@ -196,8 +196,8 @@ def _check_row(
     if not is_of_sample or not is_of_table:
         raise DatasetError(
             f"a row of '{out.shown}/{SEGMENTS}' for position {position} is not of sample "
-            f"'{sample.key}' and of the "
-            "channels of this layer: remove the segment that holds it, and write its rows again"
+            f"'{sample.key}' and of the channels of this layer: remove the segment that holds it, "
+            "and write its rows again"
         )
 
 
@@ -298,9 +298,8 @@ class _AttributesWriter:
             ]
         except (ValueError, TypeError, OverflowError) as error:  # of a segment that was edited
             raise DatasetError(
-                f"a row of '{SEGMENTS}' has attributes that are not those of this layer "
-                f"({error}): remove its segment, "
-                "and write its rows again"
+                f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): "
+                "remove its segment, and write its rows again"
             ) from error
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.clear()

@@ -10,7 +10,7 @@ import torch
 
 from fuelrail import DataLoader
 from fuelrail.bench.annotation.run import annotate
-from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
+from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
 from support.datasets import build_dataset
@@ -141,6 +141,64 @@ def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
     assert manifest.view.epoch == 3  # type: ignore[attr-defined]
 
 
+WINDOW = {"frames": [0, 1, 2], "pad": "drop"}
+WHOLE = [0, 1, 4, 8]
+"""Rows followed by two frames of their clip and split: f - 2 of f, of rows 0-3, 4-6, 7 and 8-10."""
+
+
+def span(batch):
+    """What a model of windows says: the mean of each frame of the window."""
+    return {"means": batch["img"].float().flatten(2).mean(2)}
+
+
+def test_a_window_that_drops_leaves_out_and_counts_samples_at_the_end_of_clips(
+    base, tmp_path, monkeypatch
+) -> None:
+    report = run(base, tmp_path / "one" / "span", span, window=WINDOW)
+    assert (report.num_written, report.num_left_out) == (len(WHOLE), NUM_SAMPLES - len(WHOLE))
+    assert "7 samples without all frames of the window left out" in report.as_text()
+    layer = open_layer_data(tmp_path / "one" / "span")
+    assert layer.manifest.recipe["window"]["frames"] == [0, 1, 2]
+    assert len(layer) == len(WHOLE)
+    again = run(base, tmp_path / "one" / "span", span, window=WINDOW)
+    assert (again.num_written, again.num_kept) == (0, len(WHOLE))
+    with DataLoader(
+        base,
+        1,
+        shuffle=False,
+        transforms=SMALL,
+        layers={"span": {"path": tmp_path / "one" / "span", "missing": "drop"}},
+    ) as loader:
+        seen = [(int(batch["global_index"]), batch["span.means"]) for batch in loader]
+    with DataLoader(base, 1, shuffle=False, transforms=SMALL, split="train") as loader:
+        means = [float(batch["img"].float().mean()) for batch in loader]
+    train = [row for row in WHOLE if row < 7]
+    assert [row for row, _ in seen] == train
+    for row, values in seen:
+        torch.testing.assert_close(values[0], torch.tensor(means[row : row + 3]))
+    expected = digests(tmp_path / "one" / "span")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        report = run(base, tmp_path / "two" / "span", span, window=WINDOW)
+    assert report.fingerprint is not None
+    assert digests(tmp_path / "two" / "span") == expected
+
+
+def test_a_window_that_repeats_gives_every_sample_a_row(base, tmp_path) -> None:
+    report = run(base, tmp_path / "span", span, window={"frames": [-1, 0]})
+    assert (report.num_written, report.num_left_out) == (NUM_SAMPLES, 0)
+    first = open_layer_data(tmp_path / "span").read(0)["means"]
+    assert first[0] == first[1]
+
+
+def test_another_window_is_another_layer(base, tmp_path) -> None:
+    run(base, tmp_path / "span", span, window=WINDOW)
+    with pytest.raises(DatasetExistsError, match="window"):
+        run(base, tmp_path / "span", span, window={**WINDOW, "stride": 2, "frames": [0, 1]})
+
+
 def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
     table = tmp_path / "table.yaml"
     table.write_text(
@@ -251,6 +309,14 @@ def test_a_model_that_raises_is_named_with_its_batch_and_line(
         (
             {"positions": 0.5, "store": "int8"},
             "positions=0.5 are for logits, and store='int8' stores none",
+        ),
+        (
+            {"view": "per_view", "window": {"frames": [0, 1]}},
+            "view='per_view' with a window",
+        ),
+        (
+            {"window": {"frames": [0, 9], "pad": "drop"}},
+            r"no clip of '.*' has all of these frames",
         ),
         ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
         (

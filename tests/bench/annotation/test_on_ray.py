@@ -148,6 +148,16 @@ def test_a_function_without_a_module_is_taken_along(base, expected, cluster, tmp
     assert digests(out) == expected
 
 
+def test_a_window_leaves_out_the_same_samples(base, kills, cluster, tmp_path):
+    window = {"frames": [0, 1, 2], "pad": "drop"}
+    alone = annotate(base, tmp_path / "alone" / "span", "teacher:mean", window=window, **OPTIONS)
+    report = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
+    assert 0 < report.num_left_out == alone.num_left_out == 40 - report.num_written
+    assert digests(tmp_path / "ray" / "span") == digests(tmp_path / "alone" / "span")
+    again = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
+    assert (again.num_written, again.num_kept) == (0, report.num_written)
+
+
 def test_what_is_wrong_is_said_as_without_ray(base, kills, cluster, tmp_path, monkeypatch):
     with pytest.raises(
         StageError, match=r"'broken' failed on samples .*KeyError.*teacher\.py:\d+ in broken"

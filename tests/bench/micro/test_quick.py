@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from fuelrail.bench.micro import metadata, rate, timing, video, where
+from fuelrail.bench.micro import metadata, rate, timing
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
@@ -136,26 +136,3 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
                 metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False}
                 == stored
             )
-
-
-def test_where_batches_are_made(tmp_path, capsys):
-    out = tmp_path / "report.json"
-    assert not where.main(
-        [str(tmp_path / "work"), "--samples", "24", "--rounds", "1", "--out", str(out)]
-    )
-    report = json.loads(out.read_text())
-    assert report["images_per_s"].keys() == {"threads", "process"}
-    assert report["step_p99_ms"].keys() == {"nothing", "threads", "process"}
-    assert "process / threads" in capsys.readouterr().out
-
-
-def test_video_of_logs(quick):
-    report, printed = quick(video.main, "--quick")
-    assert list(report["codecs"]) == ["h264", "hevc", "av1"]
-    for figures, comparison in zip(report["codecs"].values(), report["comparisons"], strict=True):
-        assert (figures["num_frames"], figures["num_kept"]) == (30, 10)
-        assert figures["cpu_s"].keys() == {entry["name"] for entry in comparison["entries"]}
-        assert video.LIBRARY in figures["cpu_rate"]
-        assert (video.PROGRAM in figures["rate"]) == (report["ffmpeg"] is not None)
-        assert min(figures["cpu_s"].values()) > 0
-    assert f"times the rate of {video.LIBRARY}" in printed

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.collectives import Counter
 from fuelrail.bench.planner.choice import beside_teacher, taught
-from fuelrail.bench.planner.fake_rank import Inputs, private_parts, run_rank
+from fuelrail.bench.planner.fake_rank import Inputs, run_rank
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import shape_of, stages
+from fuelrail.bench.planner.torch_private import private_parts
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
@@ -284,6 +285,18 @@ def test_plans_share_runs():
             precision="fp32",
         )
     assert run_rank.cache_info().misses == 4
+
+
+def test_pipelines_of_any_length_share_the_runs_of_their_ends():
+    run_rank.cache_clear()
+    for mesh, depth, misses in (("pp=2", 8, 4), ("pp=4", 16, 6), ("pp=8", 32, 6)):
+        settings = ParallelSettings(mesh=mesh, micro_batches=8)
+        degrees = degrees_of(settings, 2 * depth // 8)
+        gpt = msgspec.structs.replace(GPT, depth=depth)
+        inputs = Inputs(micro_batch=1, micro_batches=8)
+        shapes = stages(gpt, settings=settings, degrees=degrees, inputs=inputs, precision="fp32")
+        assert [shape.stage for shape in shapes] == list(range(degrees.pp))
+        assert run_rank.cache_info().misses == misses, mesh
 
 
 def test_images_that_are_smaller_than_a_kernel_are_refused():

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from fuelrail.bench.planner.state import check_memory, least_bytes, state_bytes
+from fuelrail.bench.planner.state import (
+    check_memory,
+    expert_parameters,
+    least_bytes,
+    num_parameters,
+    state_bytes,
+    state_of,
+)
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
@@ -49,6 +57,20 @@ def test_a_hundred_billion_parameters_fit_on_enough_gpus():
         available=80 * 2**30,
         alone=True,
     )
+
+
+@pytest.mark.parametrize("degrees", [Degrees(dp_replicate=8), Degrees(dp_shard=8)], ids=str)
+def test_ranks_that_share_experts_have_their_part_of_the_experts_alone(degrees):
+    """Shards have their share of everything in any case: whose experts are whole nowhere."""
+    size = msgspec.structs.replace(MODELS["gpt-tiny"], experts=8, active_experts=2)
+    experts = size.depth * expert_parameters(size)
+    dense = num_parameters(size).total - experts
+    assert dense == num_parameters(MODELS["gpt-tiny"]).total - experts / 8 + size.depth * 8 * 32
+    state = state_of(size, ParallelSettings(), degrees, "fp32", expert_parallel=4)
+    part = 1 / 8 if degrees.dp_shard > 1 else 1.0
+    expert_part = 1 / 8 if degrees.dp_shard > 1 else 1 / 4
+    parameters = dense * part + experts * expert_part
+    assert state == (4 * parameters, 4 * parameters, 8 * parameters)
 
 
 def test_zero2_holds_its_shards_beside_what_it_gathered():

@@ -78,8 +78,8 @@ def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypa
 def test_the_extras_ask_for_the_version_that_the_decoder_needs() -> None:
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     floor = ".".join(map(str, dali_install.MIN_VERSION))
-    assert extras["dali"] == [f"nvidia-dali-cuda120>={floor}; platform_system == 'Linux'"]
-    assert extras["dali-cu13"] == [f"nvidia-dali-cuda130>={floor}; platform_system == 'Linux'"]
+    assert f"nvidia-dali-cuda120>={floor}; platform_system == 'Linux'" in extras["dali"]
+    assert f"nvidia-dali-cuda130>={floor}; platform_system == 'Linux'" in extras["dali-cu13"]
 
 
 def test_versions_below_the_floor_are_a_problem() -> None:

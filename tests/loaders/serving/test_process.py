@@ -47,7 +47,7 @@ def load_in_process(*args, **options):
 
 def child(loader) -> int:
     """The process behind a loader; between two, the next one."""
-    while (link := loader._away._link) is None:
+    while (link := loader._client.transport.link) is None:
         time.sleep(0.01)
     return link.process.pid
 
@@ -284,7 +284,7 @@ import fuelrail as fr
 if __name__ == "__main__":
     loader = fr.DataLoader(sys.argv[1], 1, where="process")
     for batch in loader:
-        print(loader._away._link.process.pid, flush=True)
+        print(loader._client.transport.link.process.pid, flush=True)
         time.sleep(60)
 """
 

@@ -91,15 +91,15 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
 def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
     options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
     with load(tiny, 1, **options) as loader:
-        num_actors = [loader._away._wanted]
+        num_actors = [loader._client.transport.num_wanted]
         while max(num_actors) < 3:
-            num_actors += [loader._away._wanted for _ in loader]
+            num_actors += [loader._client.transport.num_wanted for _ in loader]
         while num_actors[-1] > 2:
             for _ in loader:
-                num_actors.append(loader._away._wanted)
+                num_actors.append(loader._client.transport.num_wanted)
                 time.sleep(0.4)
         assert set(num_actors) == {2, 3}
-        assert len(loader._away._actors) == 2
+        assert len(loader._client.transport.actors) == 2
 
 
 def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, cluster):
@@ -108,7 +108,7 @@ def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, c
         expected = [copied(batch) for _ in range(3) for batch in loader]
     with load_remotely(tiny, 1, num_workers=5, image=TINY) as loader:
         received = [copied(batch) for _ in range(3) for batch in loader]
-        stuck = sorted(actor.num_asked for actor in loader._away._actors)[-2:]
+        stuck = sorted(actor.num_asked for actor in loader._client.transport.actors)[-2:]
     assert unlike(expected, received) == []
     assert all(0 < count < len(received) / 4 for count in stuck)
 

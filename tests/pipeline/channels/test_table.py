@@ -373,7 +373,7 @@ def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(monkeypatch) -> 
     "data", [b"[1]", b'"one"', b'["a"', b'["\xff"]', b'["a"] "b"', b"[null]", b"", b'["\\ud800"]']
 )
 def test_what_is_not_a_list_of_texts_is_refused(data) -> None:
-    with pytest.raises(SchemaError, match="channel 'it' is not a JSON array of texts"):
+    with pytest.raises(SchemaError, match="channel 'it' is not a JSON list of texts"):
         KINDS["texts"].check(data, channel({"kind": "texts"}))
 
 

@@ -15,8 +15,15 @@ from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
-from fuelrail.pipeline.order.compile import compile_order, compile_table
+from fuelrail.pipeline.order.compile import (
+    arrange,
+    compile_order,
+    compile_table,
+    select_samples,
+)
+from fuelrail.pipeline.order.inputs import read_inputs
 from fuelrail.pipeline.order.keys import read_keys
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
@@ -72,6 +79,42 @@ def test_a_plain_order_is_the_order_itself(dataset):
     assert order.epoch_length == order.num_selected == NUM
     assert np.array_equal(np.sort(read_epoch(order)), np.arange(NUM))
     assert order.identity == {"version": 1, "kind": "shuffled", "seed": 3}
+
+
+class RecordingTable(Table):
+    """Columns in memory, and the names of those that were read, a list a call."""
+
+    def read(self, names):
+        self.__dict__.setdefault("reads", []).append(list(names))
+        return super().read(names)
+
+
+@pytest.mark.parametrize("has_stages", [False, True])
+def test_an_orders_inputs_are_read_once_and_its_files_before_it_is_computed(tmp_path, has_stages):
+    columns = {
+        "key": [f"k{number}" for number in range(6)],
+        "night": [True, True, True, True, False, True],
+        "cost": [1, 2, 3, 4, 5, 6],
+    }
+    (tmp_path / "subset.txt").write_text("k0\nk1\nk2\nk3\nk4\n")
+    (tmp_path / "without.txt").write_text("k1\n")
+    (tmp_path / "weights.csv").write_text("key,weight\nk3,0\n")
+    weights = (FileWeights(file=str(tmp_path / "weights.csv")),)
+    spec = OrderSpec(
+        filter="night",
+        subset=str(tmp_path / "subset.txt"),
+        without=(str(tmp_path / "without.txt"),),
+        balance=Balance(cost="cost"),
+        weights=() if has_stages else weights,
+        stages=(OrderStage(filter="cost < 6", weights=weights),) if has_stages else (),
+    )
+    table = RecordingTable(columns, spec, None, None)
+    inputs = read_inputs(spec, table, table.lengths)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    order = arrange(spec, inputs, select_samples(spec, inputs))
+    assert sorted(set(read_epoch(order).tolist())) == [0, 2]
+    assert [sorted(names) for names in table.reads] == [["cost", "key", "night"]]
 
 
 KINDS = [{"kind": "shuffled"}, {"kind": "windowed", "window": 3}, {"kind": "sequential"}]

@@ -13,8 +13,11 @@ from pyarrow import csv
 from pyarrow import parquet as pq
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.compile import compile_table
+from fuelrail.pipeline.order.keys import read_columns
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import (
     MAX_POSITIONS,
     AttributeWeights,
@@ -141,8 +144,10 @@ def test_file_weights_by_key(tmp_path):
     pq.write_table(hard, tmp_path / "hard.parquet")
     csv.write_csv(hard, tmp_path / "hard.csv")
     for name in ("hard.parquet", "hard.csv"):
-        weighting = FileWeights(file=str(tmp_path / name), default=0.5)
-        assert compute_weights([weighting], keys).tolist() == [0.5, 0.5, 2.5]
+        file = str(tmp_path / name)
+        weighting = FileWeights(file=file, default=0.5)
+        files = {file: read_columns(file, ("key", "weight"))}
+        assert compute_weights([weighting], keys, files).tolist() == [0.5, 0.5, 2.5]
     assert columns_of([weighting]) == ("key",)
 
 
@@ -160,11 +165,12 @@ def test_file_weights_by_key(tmp_path):
     ],
 )
 def test_bad_weight_files_are_refused(tmp_path, name, content, text):
-    file = tmp_path / (name or "gone.csv")
+    path = tmp_path / (name or "gone.csv")
     if content is not None:
-        file.write_text(content)
+        path.write_text(content)
+    spec = OrderSpec(weights=(FileWeights(file=str(path)),))
     with pytest.raises(OrderError, match=text):
-        compute_weights([FileWeights(file=str(file))], pa.table({"key": ["k0"]}))
+        compile_table(spec, Table({"key": ["k0"]}, spec, None, None), [1])
 
 
 def test_weightings_come_from_settings():

@@ -105,8 +105,8 @@ def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
     if encoding not in ENCODINGS:
         raise SourceError(
             f"{where} has the encoding '{encoding}'; raw pictures are read of "
-            f"{', '.join(ENCODINGS)}; the option "
-            "cameras={CHANNEL: TOPIC, ...} leaves a topic out, as of depth"
+            f"{', '.join(ENCODINGS)}; the option cameras={{CHANNEL: TOPIC, ...}} leaves a topic "
+            "out, as of depth"
         )
 
 

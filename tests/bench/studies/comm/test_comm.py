@@ -71,7 +71,9 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
     assert (out / "report.md").read_text().count("all_reduce") == 4
     page = (out / "report.html").read_text()
-    assert page.count("<tr>") == 17, "a row for each size"
+    sizes_part, facts = page.split("Machine, dataset, options")
+    assert sizes_part.count("<tr>") == 17, "a row for each size"
+    assert "smallest=1000" in facts
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
         timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01),
     )
     monkeypatch.setattr(
-        run, "_on_this_host", lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed)
+        run,
+        "measure_on_this_host",
+        lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed),
     )
     monkeypatch.setattr(
         run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")]

@@ -118,7 +118,7 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     for word in (
         "samples/s",
         "per 1,000 images",
-        "to the first batch",
+        "first batch",
         "xxh3 digest",
         report.figures.bound.finding,
     ):

@@ -14,11 +14,11 @@ import yaml
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner import choice
-from fuelrail.bench.planner.fake_rank import Inputs
+from fuelrail.bench.planner.fake_rank import Inputs, run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS, Sourced, load_cluster
 from fuelrail.bench.planner.scenario import Scenario, TransformerShape
-from fuelrail.bench.planner.shape import expert_parameters, shape_of
-from fuelrail.bench.planner.state import num_parameters
+from fuelrail.bench.planner.shape import shape_of
+from fuelrail.bench.planner.state import expert_parameters, num_parameters
 from fuelrail.bench.planner.step_time import efficiency_of, step_time
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
@@ -171,6 +171,16 @@ def test_tied_embeddings_windows_and_wide_heads():
 
 
 @pytest.mark.slow
+def test_a_plan_with_recomputation_shares_runs_of_the_one_without():
+    run_rank.cache_clear()
+    plain = planned(global_batch=32)
+    recomputed = planned(global_batch=32, parallel=ParallelSettings(recompute="full"))
+    assert recomputed.useful_flop == plain.useful_flop
+    assert recomputed.work.flop > plain.work.flop
+    assert run_rank.cache_info().misses == 4, "of 2 and of 3 blocks, with recomputation and without"
+
+
+@pytest.mark.slow
 def test_a_mixture_of_many_experts_is_run_with_few():
     """With all of its experts it has the same FLOP, parameters and, nearly, memory."""
     mixture = msgspec.structs.replace(SMALL, experts=16, active_experts=2, layers=4)
@@ -201,6 +211,29 @@ def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
     assert exchange.bytes == 4 * 8 * 2 * 64 * 2 * 64 * 3 / 4
     with pytest.raises(ConfigError, match="expert_parallel is 3, which does not divide the 8"):
         fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, model=mixture, expert_parallel=3))
+
+
+def test_what_all_ranks_have_of_a_mixture_is_not_divided_among_those_of_its_experts(monkeypatch):
+    """Embeddings that fit on no rank are refused before anything is run."""
+    monkeypatch.setattr(choice, "stages", None)
+    embeddings = msgspec.structs.replace(
+        SMALL, layers=1, width=16384, vocabulary=2**20, experts=8, active_experts=1
+    )
+    with pytest.raises(choice.TooLargeError, match=r"needs 5\d\d\.\d GiB without any activations"):
+        planned(model=embeddings, expert_parallel=8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_parallel_of_a_mixture_is_refused_with_its_reason(ranks):
+    mixture = msgspec.structs.replace(SMALL, experts=8, active_experts=2)
+    with pytest.raises(
+        ConfigError, match=r"tp=2 with a mixture.*use tp=1 with expert_parallel, as DeepSeek-V3"
+    ):
+        planned(
+            model=mixture,
+            expert_parallel=ranks,
+            parallel=ParallelSettings(mesh="dp_shard=4,tp=2"),
+        )
 
 
 @pytest.mark.slow

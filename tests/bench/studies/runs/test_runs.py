@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import hashlib
 import itertools
@@ -651,11 +650,7 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     assert replayed.batch == batches[7]
 
 
-def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, capsys):
-    serialization = pytest.importorskip(
-        "cryptography.hazmat.primitives.serialization", reason="needs cryptography"
-    )
-    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+def test_a_statement_names_the_checkpoint(datasets, tmp_path, capsys):
     path = tmp_path / "a.ledger"
     checkpoint = tmp_path / "checkpoint"
     run(datasets, path=path, options={}, worlds=[(1, 4), (1, 2)], steps=5)
@@ -669,26 +664,11 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
         [[0, 20], [0, 24]],
     ]
     assert plain["predicate"]["head"] == bench.run_history(path).head
-    key = ed25519.Ed25519PrivateKey.generate()
-    parts = (
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    (tmp_path / "key.pem").write_bytes(key.private_bytes(*parts))
     words = ["runs", "attest", str(path), str(checkpoint), "--epoch", "0", "--samples", "24"]
-    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 0
-    envelope = json.loads(capsys.readouterr().out)
-    payload = base64.b64decode(envelope["payload"])
-    signed = f"DSSEv1 28 application/vnd.in-toto+json {len(payload)} ".encode() + payload
-    key.public_key().verify(base64.b64decode(envelope["signatures"][0]["sig"]), signed)
-    assert json.loads(payload) == plain
-    (tmp_path / "key.pem").write_bytes(b"no key")
-    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 2
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out) == plain
     assert main([*words[:-1], "999"]) == 2
-    errors = capsys.readouterr().err
-    assert "must be an Ed25519 private key" in errors
-    assert "is not in ledger" in errors
+    assert "is not in ledger" in capsys.readouterr().err
 
 
 KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]

@@ -333,7 +333,7 @@ def test_a_view_without_epoch_and_settings_is_refused(base, tmp_path, fields) ->
     manifest = json.loads((layer / "dataset.json").read_text())
     manifest["view"] = fields
     (layer / "dataset.json").write_text(json.dumps(manifest))
-    with pytest.raises(ManifestError, match=r"epoch and settings.* - at `\$\.view`"):
+    with pytest.raises(ManifestError, match=r"at 'view': a view of kind .* has epoch and settings"):
         open_layer("teacher", layer, open_dataset(base))
 
 
