@@ -134,7 +134,7 @@ def listening(job):
             addresses += [
                 connection.laddr
                 for connection in process.net_connections("unix")
-                if connection.laddr
+                if connection.laddr.startswith("@")
             ]
     return addresses
 
