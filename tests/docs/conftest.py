@@ -34,3 +34,11 @@ def desk(quickstart, tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")  # pages name presets as a checkout has them
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def empty_desk(tmp_path, monkeypatch):
+    """An empty folder, which is the current one, but for the presets of a checkout."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -22,6 +22,7 @@ WITH_TASKS = {
     "migrate.md",
     "large-scale.md",
     "parallelism.md",
+    "team.md",
 }
 WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Ten tasks of three roles, each done by the blocks of one page alone, word by word."""
+"""Eleven tasks of three roles, each done by the blocks of one page alone, word by word."""
 
 from __future__ import annotations
 
@@ -266,18 +266,31 @@ def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("warm_ranks")
-def test_8_find_out_why_the_gpus_wait(desk, capsys) -> None:
+def test_8_find_out_why_the_gpus_wait(empty_desk, capsys) -> None:
     names = follow(GUIDES / "diagnose.md")
     out = capsys.readouterr().out
     assert "waited" in out and "decode" in out and "http://127.0.0.1:" in out
-    report = json.loads((desk / "occupancy" / "report.json").read_text())
+    report = json.loads((empty_desk / "occupancy" / "report.json").read_text())
     assert report["figures"]["occupancy"]
-    assert names["trace"].spans() and (desk / "trace.json").stat().st_size > 1000
+    assert names["trace"].spans() and (empty_desk / "trace.json").stat().st_size > 1000
     for file in ("alerts.yaml", "grafana.json"):
         assert (ROOT / "configs" / "monitoring" / file).is_file()
 
 
-def test_9_distil_a_teacher(desk, monkeypatch) -> None:
+def test_9_prepare_data_for_a_team(empty_desk, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(empty_desk))
+    monkeypatch.delitem(sys.modules, "teacher", raising=False)
+    names = follow(GUIDES / "team.md")
+    out = capsys.readouterr().out
+    assert "clips only in b: 1 (scene-9003)" in out
+    assert "4 samples of the base without a value" in out
+    first, second = fr.open("fleet-v1"), fr.open("fleet-v2")
+    assert set(first.table["key"].to_pylist()) < set(second.table["key"].to_pylist())
+    assert (len(first), len(second)) == (8, 12)
+    assert len(names["loader"]) == 4, "12 samples, of which 4 are for validation"
+
+
+def test_10_distil_a_teacher(desk, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(desk))
     monkeypatch.delitem(sys.modules, "teacher", raising=False)
     names = follow(GUIDES / "distillation.md")
@@ -295,7 +308,7 @@ def test_9_distil_a_teacher(desk, monkeypatch) -> None:
 # A maintainer
 
 
-def test_10_know_what_to_run_before_a_change_and_a_release() -> None:
+def test_11_know_what_to_run_before_a_change_and_a_release() -> None:
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in ("CONTRIBUTING.md", ".github/RELEASING.md"):
         text = (ROOT / page).read_text(encoding="utf-8")

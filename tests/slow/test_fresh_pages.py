@@ -120,17 +120,18 @@ def test_the_first_commands_of_quickstart(laboratory, tmp_path) -> None:
     assert (tmp_path / "bench-train" / "report.html").is_file()
 
 
+@pytest.mark.parametrize("page", ["diagnose.md", "team.md"])
+def test_a_path_that_begins_in_an_empty_folder(page, laboratory, tmp_path) -> None:
+    laboratory.read(GUIDES / page, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("page", "headings"),
-    [
-        ("guides/diagnose.md", ()),
-        ("guides/video-latents.md", ()),
-        ("guides/large-scale.md", ("How long, how much",)),
-    ],
+    [("video-latents.md", ()), ("large-scale.md", ("How long, how much",))],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_page_of_the_laboratory(page, headings, laboratory, desk) -> None:
-    laboratory.read(ROOT / "docs" / page, desk, *headings)
+    laboratory.read(GUIDES / page, desk, *headings)
 
 
 def test_a_figure_that_a_command_does_not_print_is_found(capfd) -> None:

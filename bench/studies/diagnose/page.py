@@ -68,9 +68,8 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         meaning = f"{subject}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
         parts.append(Hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
         caption = (
-            "How much faster the run is without each; lines: 95% intervals. Grey band: what "
-            "two runs that differ in nothing differ by. Blue: significant. Grey: noise, or "
-            "too small."
+            "How much faster the run is without each part; lines: 95% intervals. Grey band: the "
+            "difference between two identical runs. Blue: significant. Grey: noise, or too small."
         )
         rows = [
             [title_of(run), format_number(run.step_ms), *_gain_cells(run)]

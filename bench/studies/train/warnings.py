@@ -151,16 +151,16 @@ def _emulation_warnings(
         )
     if max(figures.overrun_share, figures.overshoot_share) <= _NOISE:
         return
-    outlasted = (
-        "the model's real work on the CPU outlasted the emulated phases by "
-        f"{figures.overrun_share:.2%} of the wall time, and the host ended them "
-        f"{figures.overshoot_share:.2%} late. This counts as “other”, so occupancy is a lower "
-        "bound."
+    overrun = (
+        "the real model took longer than the emulated GPU would: "
+        f"{figures.overrun_share:.1%} of the time went into that, and "
+        f"{figures.overshoot_share:.1%} into phases that ended late. This time counts as "
+        "“other”, so occupancy is a lower bound."
     )
     if cpu is None or cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable:
-        yield f"The CPUs are overloaded: {outlasted} Use a slower profile, or more cores a rank."
+        yield f"The CPUs are overloaded: {overrun} Use a slower profile, or more cores a rank."
     else:
         yield (
-            f"The ranks used {cpu.own:.1f} of {cpu.usable:g} CPUs, and yet {outlasted} Its thread "
-            "waits, or one thread is too slow: use a slower profile, or --accelerator cpu."
+            f"The ranks used only {cpu.own:.1f} of {cpu.usable:g} CPUs, but {overrun} The model's "
+            "thread waits, or is too slow: use a slower profile, or --accelerator cpu."
         )

@@ -100,7 +100,7 @@ def alike(**changes):
 @pytest.mark.parametrize(
     ("logs", "said"),
     [
-        (alike(overrun_ns=5_000_000), "outlasted"),
+        (alike(overrun_ns=5_000_000), "longer than the emulated GPU"),
         (alike(overshoot_ns=5_000_000), "late"),
         ([log(steps(20), digest="a"), log(steps(20), digest="b")], "different weights"),
         (alike(loss=None), "not finite"),
@@ -242,7 +242,7 @@ def test_an_own_model_on_an_emulated_gpu_is_said_not_to_be_what_is_timed():
     said = " ".join(report_of([log(late)], settings=own_settings, cpu=idle).warnings)
     assert "those of test network on one Test GPU, not as those of model 'own:Net'" in said
     assert "--accelerator cpu" in said
-    assert "The ranks used 0.2 of 2 CPUs, and yet" in said and "overloaded" not in said
+    assert "The ranks used only 0.2 of 2 CPUs, but" in said and "overloaded" not in said
     busy = msgspec.structs.replace(idle, own=1.9)
     said = " ".join(report_of([log(late)], cpu=busy).warnings)
     assert "The CPUs are overloaded" in said and "not as those of" not in said
