@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fuelrail
+import fuelrail.bench
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.limits import YAML_DEPTH, YAML_VALUES
 from fuelrail.pipeline.settings import Settings, convert, load_yaml, presets
@@ -257,7 +258,7 @@ DEEP = ["a0: &a0 [1]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 5000)]
         ("\n".join(NINE), f"values when it is decoded, at most {YAML_VALUES.maximum} are read"),
         ("\n".join(MERGED), f"values when it is decoded, at most {YAML_VALUES.maximum} are read"),
         ("\n".join(DEEP), f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read"),
-        ("[" * 100_000, f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read"),
+        ("[\n" * 100_000, f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read"),
         ("a: 1" + ":1" * 3_000_000, "a value of 6000001 characters is no text"),
         ("a: 1" + ":1" * 3000 + ".5", "a value of 6003 characters is no text"),
         ("a: !!bool x", "is not YAML"),

@@ -87,9 +87,9 @@ class Checkpoints:
         start_ns = time.monotonic_ns()
         done = self.wait()
         folder = self._store.folder(step, self._token)
-        writer = self._store.writer(folder)
+        writer: Any = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
-        writer.stage = self._stager.stage  # type: ignore[method-assign]
+        writer.stage = self._stager.stage
         progress = progress_of(parallel, loader_state)
         manifest = Manifest(
             step=step,

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import xxhash
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.limits import UNTYPED
@@ -24,6 +23,11 @@ from fuelrail.pipeline.settings import NotNegative, Positive, explain
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.text import shortened
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ModuleNotFoundError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 T = TypeVar("T")
 

@@ -53,7 +53,7 @@ def as_yaml(data, where):
         (as_json_with_nan, b'{"a": NaN, "' + b'\\"' * 1_000_000, "is not JSON"),
         (as_json, (16 << 20) + 1, "16777217 bytes, of which at most 16777216 are read"),
         (as_yaml, b"{a: " * 100_000, "takes 65 levels when it is decoded"),
-        (as_yaml, b"[" * 100_000, "takes 65 levels when it is decoded"),
+        (as_yaml, b"[\n" * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, b"- " * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, LAUGHS.encode(), "merge key"),
         (as_yaml, ALIASES.encode(), "values when it is decoded, at most 1048576 are read"),
@@ -129,6 +129,6 @@ def test_whatever_a_parser_raises_is_a_source_error(error):
 
 
 def test_a_nested_file_of_classes_is_a_mistake_of_the_option(tmp_path):
-    (tmp_path / "classes.yaml").write_text("[" * 100_000)
+    (tmp_path / "classes.yaml").write_text("[\n" * 100_000)
     with pytest.raises(ConfigError, match=r"must map each category to a class.*takes 65 levels"):
         loaded(str(tmp_path / "classes.yaml"))
