@@ -46,9 +46,10 @@ YAML_VALUES: Final = Limit("a text of YAML, aliases counted each time", _MIB, "v
 YAML_DEPTH: Final = Limit("a text of YAML, aliases followed", 64, "levels")
 NAMES: Final = Limit("a file of keys or weights, which an order names", 512 * _MIB)
 LEDGER: Final = Limit("a ledger", 256 * _MIB)
+WITNESS: Final = Limit("a witness's record of an epoch", 16 * _MIB)
 
 LIMITS: Final = (
     *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
-    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER),
+    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, WITNESS),
 )
 """All of them, in the order of the table."""
