@@ -78,8 +78,8 @@ class WitnessReport(msgspec.Struct, frozen=True):
         lines += [f"FAULT {fault.text}" for fault in self.faults]
         lines += [f"note: {note}" for note in self.notes]
         if not self.faults:
-            checked = "every row came once" if self.expected is not None else "no fault was seen"
-            lines.append(f"ok: {checked}" if self.is_complete else "ok so far")
+            is_each_once = self.is_complete and self.expected is not None and not self.notes
+            lines.append("ok: each row came once" if is_each_once else "ok: no fault was seen")
         return "\n".join(lines)
 
 
@@ -370,19 +370,17 @@ def _say_surplus(
     repeated_count = int(surplus.times[repeated].sum())
     ranks = len({rank for record in counted for rank in record.ranks})
     batch = max((record.largest_batch for record in counted), default=0)
-    if not missing_count and not unexpected.any():
-        if _is_padding(counted, rules, total, repeated_count, ranks, batch):
-            notes.append(
-                f"{_rows_text([names[place] for place in np.flatnonzero(repeated)], repeated_count)} "
-                "came again to fill the last batch"
-            )
-            return
+    is_repeated_only = not missing_count and not unexpected.any()
+    if is_repeated_only and _is_padding(counted, rules, total, repeated_count, ranks, batch):
+        padding = [names[place] for place in np.flatnonzero(repeated)]
+        notes.append(f"{_rows_text(padding, repeated_count)} came again to fill the last batch")
+        return
     if not repeated_count and not unexpected.any() and rules.tail in (None, "drop"):
         is_drop = rules.drops or rules.tail == "drop"
         if is_drop and missing_count < ranks * max(batch, 1) + ranks:
+            rest = [names[place] for place in np.flatnonzero(~is_more)]
             notes.append(
-                f"{_rows_text([names[place] for place in np.flatnonzero(~is_more)], missing_count)} "
-                "did not fill a batch and were left out"
+                f"{_rows_text(rest, missing_count)} did not fill a batch and were left out"
             )
             return
     for fault, mask, count, said in (
@@ -423,7 +421,7 @@ def _is_padding(
         return False
     if rules.tail is None and ranks == 1:
         return False
-    is_even = len({record.rows for record in counted}) == 1
+    is_even = len({record.own_rows for record in counted}) == 1
     expected = rules.expected
     assert expected is not None
     count = expected.size
@@ -462,7 +460,7 @@ def _check_repeats(
             and (ranks > 1 or rules.tail == "pad")
             and is_all
             and repeated < limit
-            and len({record.rows for record in counted}) == 1
+            and len({record.own_rows for record in counted}) == 1
             and total % ranks == 0
             and (expected is None or total - expected.size == repeated)
         )

@@ -35,6 +35,7 @@ class Epoch(msgspec.Struct):
         world: number of data-parallel ranks.
         kind: what the rows' ids are (`Rows.kind`); None before the first row.
         rows: number of rows.
+        own_rows: number of rows that this rank saw itself, since the start or the resume.
         batches: number of batches of each rank in `ranks`.
         largest_batch: rows of the largest batch.
         sums: sum of the rows' hashes, in two numbers of 64 bits.
@@ -60,6 +61,7 @@ class Epoch(msgspec.Struct):
     world: int = 1
     kind: str | None = None
     rows: int = 0
+    own_rows: int = 0
     batches: list[int] = []
     largest_batch: int = 0
     sums: tuple[int, int] = (0, 0)
@@ -110,6 +112,7 @@ class EpochCounter:
         previous = f"{epoch.sequence}:{len(rows.hashes)}:".encode()
         epoch.sequence = xxhash.xxh3_128_hexdigest(previous + rows.hashes.tobytes())
         epoch.rows += len(rows.hashes)
+        epoch.own_rows += len(rows.hashes)
         epoch.batches[0] += 1
         epoch.largest_batch = max(epoch.largest_batch, len(rows.hashes))
         self._mark(step + 1)

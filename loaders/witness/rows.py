@@ -59,8 +59,8 @@ def mix(numbers: Hashes) -> Hashes:
     """
     mixed = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    last: Hashes = mixed ^ (mixed >> np.uint64(31))
+    return last
 
 
 def unmix(mixed: Hashes) -> Hashes:

@@ -197,6 +197,7 @@ class Witness:
                 merged,
                 ranks=[self._rank],
                 world=self._world,
+                own_rows=0,
                 batches=[max(merged.batches, default=0)],
             )
         else:
