@@ -95,7 +95,8 @@ test-slow: setup
 	$(BIN)/python -m pytest -v -m long tests
 	$(BIN)/python -m pytest -v -m long tests/slow
 
-# README, quickstart and guides in an environment of their own, with the extras that each names. It is made anew: 1.6 GB.
+# README, quickstart and guides in an environment of their own, with the extras that each names, and a base install in
+# another one. They are made anew: 2.8 GB.
 test-pages: setup
 	$(BIN)/python -m pytest -v tests/slow/test_fresh_pages.py -k "$(PAGES)"
 
@@ -146,7 +147,7 @@ test-dali: dali
 test-ray: setup
 	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 2 --dist loadfile tests/sharding/engines/test_on_ray.py \
-		tests/loaders/serving/test_remote.py tests/bench/annotate/test_on_ray.py tests/bench/studies/loader/test_command.py
+		tests/loaders/serving/test_remote.py tests/bench/annotation/test_on_ray.py tests/bench/studies/loader/test_command.py
 
 gpu-check: dali
 	$(BIN)/python -m pytest -v -m gpu tests/gpu --out gpu-check.json $(CHECK)

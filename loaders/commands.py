@@ -145,6 +145,9 @@ def _version(*packages: str) -> str | None:
 
 
 def _turbo() -> Finding:
+    if importlib.util.find_spec("cv2") is None:
+        install = how_to_install("fuelrail[opencv]")
+        return Finding("decoder=turbo", "OpenCV is not installed", install)
     opencv = (
         _version("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless")
         or "OpenCV"
@@ -182,8 +185,6 @@ def _pillow() -> Finding:
 
 def _dali() -> list[Finding]:
     """Return whether DALI can be used, and what decodes with it on a GPU."""
-    import torch
-
     dali_package = dali_install.installed_dali()
     if dali_package is None:
         state = "NVIDIA DALI is not installed"
@@ -199,6 +200,12 @@ def _dali() -> list[Finding]:
             "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
         )
     dali = Finding("decoder=dali", state, advice)
+    if importlib.util.find_spec("torch") is None:
+        install = how_to_install("fuelrail[torch]")
+        return [dali, Finding("GPU decoding", "none: torch is not installed", install)]
+
+    import torch
+
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else "; this torch is built without CUDA"
         return [dali, Finding("GPU decoding", f"none: torch finds no GPU{built}")]

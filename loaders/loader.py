@@ -98,7 +98,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             the number of ranks.
         shuffle: True gives a seeded random order, another one each epoch; False the stored order.
             None: what ``order`` says; without one the stored order, as torch's default is.
-        seed: seed of the order and of the augmentation.
+        seed: seed of the augmentation; without ``order`` also of the order. The order of an
+            `OrderSpec` has the seed of that alone; where both are given (not 0) they are equal.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False,
             torch's default too: fill it with the epoch's first samples, as DistributedSampler does;
             ``valid`` of these is False. Either way all ranks get the same number of batches, of the
@@ -117,8 +118,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         split: name of the split.
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3,
             "highway": 1}`` (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a
-            multiple of their sum, in every batch. Or stages of a run, ``[fr.MixStage(ratios,
-            until=samples, ramp=True), fr.MixStage(ratios)]``.
+            multiple of their sum, in every batch. Or stages of a run, ``[fr.order.MixStage(ratios,
+            until=samples, ramp=True), fr.order.MixStage(ratios)]``.
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``, or a
             `TimeWindow`, such as ``{"img": [-0.5, 0], "speed": {"from": -1.6, "to": 0, "hz":
             10}}``. What belongs to a frame gets a T axis after B
@@ -249,6 +250,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self.order = OrderSpec(seed=options.seed).resolved(shuffle=bool(options.shuffle))
         else:
             self.order = options.order.resolved(shuffle=options.shuffle)
+            if options.seed and self.order.seed not in (0, options.seed):
+                raise ConfigError(
+                    f"seed={options.seed} and the order's seed {self.order.seed} contradict each "
+                    "other: give the same number twice, or leave out one of them, which is 0 then"
+                )
         points, *_ = [
             choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]

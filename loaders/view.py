@@ -20,7 +20,7 @@ from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import png
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.order.batching import Cursor, World
@@ -181,8 +181,9 @@ def view(
         select=None if options.select is None else (*options.select, *added),
     )
     window = None if options.frames == (0,) else FrameWindow(options.frames)
-    from fuelrail.loaders.loader import DataLoader  # needs torch, and the checks above do not
-    from fuelrail.loaders.viewer.batch import Picture, draw_sample, values_of
+    with needs("a view of a sample"):  # torch, which the checks above do without
+        from fuelrail.loaders.loader import DataLoader
+        from fuelrail.loaders.viewer.batch import Picture, draw_sample, values_of
 
     try:
         with DataLoader(

@@ -41,6 +41,13 @@ from typing import Final
 from fuelrail.pipeline.text import message as fit_to_print
 
 _OWN_EXTRAS: Final = re.compile(r"fuelrail\[([\w,-]+)\]")
+_EXTRAS: Final = {
+    "cv2": "fuelrail[opencv]",
+    "rich": "fuelrail[bench]",
+    "torch": "fuelrail[torch]",
+    "webdataset": "fuelrail[webdataset]",
+}
+"""The extras that bring what is imported in many places."""
 
 
 class FuelrailError(Exception):
@@ -81,13 +88,20 @@ def how_to_install(*requirements: str) -> str:
 
 
 @contextmanager
-def needs(feature: str, install: str) -> Iterator[None]:
-    """Raise ConfigError where an import in the block fails: ``what`` needs the package;
-    ``install`` brings it.
+def needs(feature: str, install: str | None = None, *, extra: str | None = None) -> Iterator[None]:
+    """Raise ConfigError where an import in the block fails: ``feature`` needs the package.
+
+    ``install`` brings it. Without ``install`` the error is about torch, OpenCV, rich or webdataset,
+    which ``extra`` brings or an extra of their own; that of another import stays as it is.
     """
     try:
         yield
     except ImportError as error:
+        if install is None:
+            own_extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if own_extra is None:
+                raise
+            install = extra or own_extra
         lacks = f"{feature} needs {error.name}, which is not installed or does not load"
         raise ConfigError(f"{lacks}: {how_to_install(install)} ({error})") from error
 

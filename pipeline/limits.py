@@ -38,6 +38,9 @@ MEMBER: Final = Limit("a member of a sample", 128 * _MIB)
 SAMPLE: Final = Limit("a sample: its span, and what its compressed members decode to", 512 * _MIB)
 LOGITS: Final = Limit("the arrays of one channel of logits in a sample", 128 * _MIB)
 LOGITS_OF_SAMPLE: Final = Limit("the arrays of all logits of a sample", 512 * _MIB)
+MASKS_OF_SAMPLE: Final = Limit(
+    "the pixels of all masks of a sample, and of its other images that no camera took", 512 * _MIB
+)
 ATTRIBUTES: Final = Limit("a group of rows of `attributes.parquet`", 256 * _MIB)
 UNTYPED: Final = Limit(
     "a text of JSON or YAML: settings, states, setups of a ledger, a channel of texts", 16 * _MIB
@@ -49,7 +52,7 @@ LEDGER: Final = Limit("a ledger", 256 * _MIB)
 WITNESS: Final = Limit("a witness's record of an epoch", 16 * _MIB)
 
 LIMITS: Final = (
-    *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
+    *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, MASKS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
     *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, WITNESS),
 )
 """All of them, in the order of the table."""

@@ -25,7 +25,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.limits import UNTYPED, YAML_DEPTH, YAML_VALUES
-from fuelrail.pipeline.text import MAX_VALUE, requirement_in_words, shortened
+from fuelrail.pipeline.text import MAX_VALUE, fault_in_words, requirement_in_words, shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -56,6 +56,7 @@ _UNKNOWN: Final = object()
 """The value where it is not known which of several is wrong."""
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 # `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an
@@ -364,8 +365,8 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]
     return msgspec.structs.fields(kind)
 
 
-def convert(value: object, to: type[S], where: str) -> S:
-    """Convert plain Python data (as YAML or JSON gives it) to the settings type ``to``.
+def convert(value: object, to: type[T], where: str) -> T:
+    """Convert plain Python data (as YAML or JSON gives it) to the type ``to``.
 
     ``where`` says in the error message where the data came from. Raises ConfigError.
     """
@@ -534,6 +535,26 @@ class SettingFault(msgspec.Struct, frozen=True):
         return f"{place}{self.rule}{self.got}{self.hint}"
 
 
+def explain(error: Exception, data: bytes | bytearray | memoryview, to: object) -> str:
+    """Say in words why a text of JSON is not of the type ``to``: a clause for an error of ours.
+
+    ``error`` is what msgspec raised for it: it names the place, the value and what is allowed,
+    where the text is no larger than one of no known type may be.
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, msgspec.ValidationError):
+        return " ".join(str(error).split())
+    if UNTYPED.broken(memoryview(data).nbytes) is None:
+        with suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+            value = msgspec.json.decode(data)
+            try:
+                msgspec.convert(value, to, str_keys=True)
+            except msgspec.ValidationError as of_value:  # a decoder's own says less
+                return str(find_fault(of_value, value, to))
+    return fault_in_words(error)
+
+
 def find_fault(
     error: msgspec.ValidationError, value: object, to: object, *, names_none: bool = True
 ) -> SettingFault:
@@ -550,12 +571,16 @@ def find_fault(
     if match is not None and match[2]:
         return SettingFault(path, f"a key {words}")
     kinds: list[inspect.Type] = [inspect.type_info(to)]
+    outer = value
     for step in _steps(path):
-        kinds = [inner for kind in _variants(kinds) for inner in _inner(kind, step)]
+        variants = _tagged(kinds, outer)
+        kinds = [inner for kind in variants for inner in _inner(kind, step)]
+        outer = _value_at(outer, step)
+    variants = _tagged(kinds, outer)
     field = re.search(r"(missing required|contains unknown) field `([^`]+)`", text)
     if field is not None:
         is_unknown = field[1] == "contains unknown"
-        structs = [kind for kind in _variants(kinds) if isinstance(kind, inspect.StructType)]
+        structs = [kind for kind in variants if isinstance(kind, inspect.StructType)]
         hint = ""
         # Of several structs msgspec does not say which one it took; the wrong keys would be worse
         # than none.
@@ -565,7 +590,7 @@ def find_fault(
             if is_unknown:
                 hint += did_you_mean(field[2], names)
         return SettingFault(path, words, hint=hint, unknown_field=field[2] if is_unknown else None)
-    enum_value = re.fullmatch(r"Invalid enum value (.+)", text, re.DOTALL)
+    enum_value = re.fullmatch(r"Invalid (?:enum )?value (.+)", text, re.DOTALL)
     if enum_value is None and not text.startswith("Expected "):
         return SettingFault(path, words)
     rule = _rule(kinds, names_none=names_none)
@@ -597,32 +622,36 @@ def _steps(path: str) -> list[str]:
 
 def _with_keys(path: str, message: str, value: object, to: Any) -> str:
     """Return the path with the keys of mappings, of which msgspec says "[...]" only; without a
-    key that it cannot find.
+    key that is no plain name.
     """
     begin, _, end = path.partition("[...]")
+    steps = _steps(begin or _ROOT)
     mapping = _value_at(value, begin or _ROOT)
-    for key in mapping if isinstance(mapping, Mapping) else ():
-        if not isinstance(key, str) or re.search(r"[.\[\]]", key):
-            continue
+    keys = list(mapping) if isinstance(mapping, Mapping) else []
+    while len(keys) > 1:  # the first wrong entry is named: in the first half, or behind it
+        half = keys[: len(keys) // 2]
         try:
-            msgspec.convert(_with_entry(value, _steps(begin or _ROOT), key), to)
+            msgspec.convert(_with_entries(value, steps, half), to, str_keys=True)
+            is_here = False
         except (msgspec.ValidationError, TypeError) as error:
-            if str(error) == message:
-                named = f"{begin}.{key}{end}".lstrip(".")
-                return _with_keys(named, message, value, to) if "[...]" in end else named
-    return path
+            is_here = str(error) == message
+        keys = half if is_here else keys[len(half) :]
+    if not keys or not isinstance(keys[0], str) or re.search(r"[.\[\]]", keys[0]):
+        return path
+    named = f"{begin}.{keys[0]}{end}".lstrip(".")
+    return _with_keys(named, message, value, to) if "[...]" in end else named
 
 
-def _with_entry(value: Any, steps: list[str], key: str) -> object:
-    """Return plain data whose mapping at ``steps`` has no other entry than ``key``."""
+def _with_entries(value: Any, steps: list[str], keys: Sequence[str]) -> object:
+    """Return plain data whose mapping at ``steps`` has the entries of these keys alone."""
     if not steps:
-        return {key: value[key]}
+        return {key: value[key] for key in keys}
     step = steps[0]
     if isinstance(value, Mapping):
-        return {**value, step: _with_entry(value[step], steps[1:], key)}
+        return {**value, step: _with_entries(value[step], steps[1:], keys)}
     if isinstance(value, list | tuple):
         changed = list(value)
-        changed[int(step)] = _with_entry(value[int(step)], steps[1:], key)
+        changed[int(step)] = _with_entries(value[int(step)], steps[1:], keys)
         return changed
     return value
 
@@ -697,8 +726,11 @@ def _type_in_words(kind: inspect.Type) -> str | None:
             return f"a list{_length_in_words(length, length, 'entry')}"
         case inspect.DictType():
             return f"a mapping{_length_in_words(kind.min_length, kind.max_length, 'entry')}"
+        case inspect.NamedTupleType():
+            least = sum(field.required for field in kind.fields)
+            return f"a list{_length_in_words(least, len(kind.fields), 'entry')}"
         case inspect.StructType():
-            return "a mapping"
+            return "a list" if kind.array_like else "a mapping"
     return None
 
 
@@ -764,10 +796,25 @@ def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
             yield kind
 
 
+def _tagged(kinds: Sequence[inspect.Type], value: object) -> list[inspect.Type]:
+    """Return the variants of types; of structs with tags the one that the value has the tag of."""
+    variants = list(_variants(kinds))
+    structs = [kind for kind in variants if isinstance(kind, inspect.StructType)]
+    if isinstance(value, Mapping):
+        for kind in structs:
+            if kind.tag_field is not None and value.get(kind.tag_field) == kind.tag:
+                return [kind]
+    return variants
+
+
 def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
     """Yield the type of the entry ``step`` of a value of type ``kind``."""
-    if isinstance(kind, inspect.StructType):
+    if isinstance(kind, inspect.StructType) and not kind.array_like:
         yield from (field.type for field in kind.fields if field.encode_name == step)
+        if kind.tag_field == step:
+            yield inspect.LiteralType((kind.tag,))
+    elif isinstance(kind, inspect.StructType | inspect.NamedTupleType) and step.isdigit():
+        yield from (field.type for field in kind.fields[int(step) : int(step) + 1])
     elif isinstance(kind, inspect.DictType):
         yield kind.value_type
     elif isinstance(kind, inspect.ListType | inspect.VarTupleType):

@@ -160,7 +160,6 @@ _KINDS: Final = {
 }
 """Words for the names that msgspec has for kinds of values."""
 _EXPECTED: Final = re.compile(r"(Expected|, got) `([^`]+)`")
-_FIELD: Final = re.compile(r"Object (missing required|contains unknown) field `([^`]+)`")
 _PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`")
 _STEP: Final = re.compile(r"\[(\d+)\]|\[\.\.\.\]|([^.\[\]]+)")
 
@@ -181,18 +180,14 @@ def requirement_in_words(text: str) -> str:
     """Return in words what msgspec says a value must be: its message without the place."""
     text = " ".join(text.split())
     text = _EXPECTED.sub(_expected_in_words, text)
-    text = _FIELD.sub(_field_in_words, text)
-    return re.sub(r"Invalid enum value (.+)", r"\1 is not allowed", text)
+    text = re.sub(r"Object missing required field `([^`]+)`", r"the field '\1' is missing", text)
+    text = re.sub(r"Object contains unknown field `([^`]+)`", r"the field '\1' is unknown", text)
+    return re.sub(r"Invalid (?:enum )?value (.+)", r"\1 is not allowed", text)
 
 
 def _expected_in_words(match: re.Match[str]) -> str:
     words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
     return f"must be {words}" if match[1] == "Expected" else f", not {words}"
-
-
-def _field_in_words(match: re.Match[str]) -> str:
-    is_missing = match[1] == "missing required"
-    return f"the field '{match[2]}' is {'missing' if is_missing else 'unknown'}"
 
 
 def _place_in_words(match: re.Match[str]) -> str:

@@ -37,8 +37,6 @@ from fuelrail.sharding.verify.inspect import Description, describe_dataset, desc
 from fuelrail.sharding.write.break_even import BreakEven
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.format.manifest import Manifest
-
     Location = str | os.PathLike[str]
 
 
@@ -167,10 +165,8 @@ class VerifyOptions(Settings, frozen=True, kw_only=True):
     repair: Annotated[
         tuple[str, ...],
         flag(
-            (
-                "rebuild damaged shards from the original source; for a merged dataset "
-                "fuelrail:OUT1 OUT2 ..."
-            ),
+            "rebuild damaged shards from the original source; for a merged dataset "
+            "fuelrail:OUT1 OUT2 ...",
             metavar="KIND:PATH",
         ),
     ] = ()
@@ -424,6 +420,9 @@ def _run(
 
 def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
     manifest = outcome.manifest
+    recipe = manifest.provenance.get("recipe", {})
+    is_of_all = recipe.get("select") is None and recipe.get("limit") is None
+    num_in_no_split = manifest.provenance.get("num_clips_in_no_split", 0)
     return ShardReport(
         dataset=os.fspath(out),
         fingerprint=manifest.fingerprint,
@@ -435,18 +434,9 @@ def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
         num_bytes=manifest.num_bytes,
         seconds=seconds,
         samples_by_split={name: entry.num_samples for name, entry in manifest.splits.items()},
-        num_clips_left_out=_count_clips_left_out(manifest),
+        num_clips_left_out=num_in_no_split if is_of_all else 0,
         scan=outcome.report,
     )
-
-
-def _count_clips_left_out(manifest: Manifest) -> int:
-    """Return the number of clips that no split names, where the recipe asks for all of them."""
-    recipe = manifest.provenance.get("recipe", {})
-    if recipe.get("select") is not None or recipe.get("limit") is not None:
-        return 0
-    number: int = manifest.provenance.get("num_clips_in_no_split", 0)
-    return number
 
 
 def _normalize_place(location: str) -> str:

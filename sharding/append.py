@@ -30,7 +30,7 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, Manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Lineage, Manifest
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
@@ -41,10 +41,9 @@ from fuelrail.sharding.output.folder import (
     check_out,
     if_whole,
     link_file,
-    manifest_in,
     open_output,
 )
-from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
+from fuelrail.sharding.output.resume import load_finished, load_started
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
@@ -98,38 +97,6 @@ def append(
     output = open_output(out)
     check_out(output)
     datasets = [open_source(location) for location in locations]
-    _check_datasets(datasets)
-    pieces = _deal_shards(datasets)
-    recipe = Recipe(
-        source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]}
-    )
-    finished = manifest_in(output)
-    check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
-    with output.writing(), Workspace(output) as work:
-        started = work.state()
-        check_same_recipe(output.shown, started.recipe if started else None, recipe)
-        complete = if_whole(output, finished)
-        if complete is None:
-            work.start(RunState(recipe=recipe))
-            output.remove(MANIFEST_FILE)
-        num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
-        stems = [shard_stem(piece.new.name) for piece in pieces]
-        progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
-        for number, (dataset, old, new) in enumerate(pieces):
-            was_there = bring_shard(
-                datasets[dataset], old, output, new, was_finished=finished is not None
-            )
-            progress.advanced(new.bytes)
-            progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
-        if complete is not None:
-            work.remove()
-            return complete
-        manifest = _publish_version(work, datasets, pieces, recipe)
-        work.remove()
-    return manifest
-
-
-def _check_datasets(datasets: Sequence[Dataset]) -> None:
     check_alike(datasets)
     check_disjoint([(dataset.location, dataset.index.clip_ids()) for dataset in datasets])
     first = datasets[0]
@@ -149,6 +116,32 @@ def _check_datasets(datasets: Sequence[Dataset]) -> None:
                     f"'{second.location}' {second_value}: their shards cannot be reused in "
                     "one dataset; without --append they are written again"
                 )
+    pieces = _deal_shards(datasets)
+    recipe = Recipe(
+        source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]}
+    )
+    finished = load_finished(output, recipe)
+    with output.writing(), Workspace(output) as work:
+        load_started(work, recipe)
+        complete = if_whole(output, finished)
+        if complete is None:
+            work.start(RunState(recipe=recipe))
+            output.remove(MANIFEST_FILE)
+        num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
+        stems = [shard_stem(piece.new.name) for piece in pieces]
+        progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
+        for number, (dataset, old, new) in enumerate(pieces):
+            was_there = bring_shard(
+                datasets[dataset], old, output, new, was_finished=finished is not None
+            )
+            progress.advanced(new.bytes)
+            progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
+        if complete is not None:
+            work.remove()
+            return complete
+        manifest = _publish_version(work, datasets, pieces, recipe)
+        work.remove()
+    return manifest
 
 
 def _dictionary_digest(dataset: Dataset) -> str | None:
@@ -179,49 +172,36 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
 def bring_shard(
     source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, was_finished: bool
 ) -> bool:
-    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size;
-    returns whether it had.
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them: as a link of the
+    source's, or with their digest; returns whether it had.
 
-    What is linked is not read; what is copied by this process is, and checked. ``again`` says that
-    OUT was finished: then the digest decides, as the source's file may be damaged meanwhile.
+    What is linked is not read; what is copied by this process is, and checked. ``was_finished``
+    says that OUT was finished: then the digest decides of links too, as the source's file may be
+    damaged meanwhile.
     """
     if new.idx_bytes:
-        _bring_shard(
-            source,
-            old=old.idx_name,
-            out=out,
-            new=new.idx_name,
-            num_bytes=new.idx_bytes,
-            sha256=new.idx_sha256,
-            was_finished=was_finished,
-        )
-    return _bring_shard(
-        source,
-        old=old.name,
-        out=out,
-        new=new.name,
-        num_bytes=new.bytes,
-        sha256=new.sha256,
-        was_finished=was_finished,
-    )
+        entry = FileEntry(name=new.idx_name, bytes=new.idx_bytes, sha256=new.idx_sha256)
+        _bring_file(source, old.idx_name, out, entry, was_finished=was_finished)
+    entry = FileEntry(name=new.name, bytes=new.bytes, sha256=new.sha256)
+    return _bring_file(source, old.name, out, entry, was_finished=was_finished)
 
 
-def _bring_shard(
-    source: Dataset,
-    old: str,
-    out: Output,
-    new: str,
-    num_bytes: int,
-    sha256: str,
-    *,
-    was_finished: bool,
+def _bring_file(
+    source: Dataset, old: str, out: Output, entry: FileEntry, *, was_finished: bool
 ) -> bool:
-    was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
-    if was_there and (not was_finished or out.holds(new, num_bytes, sha256)):
-        return True
+    new = entry.name
+    if out.size(new) == entry.bytes:
+        is_link = (
+            not was_finished
+            and source.url is None
+            and isinstance(out, FolderOutput)
+            and (out.root / new).samefile(source.root / old)
+        )
+        if is_link or out.holds(new, entry.bytes, entry.sha256):
+            return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
-            _copy_file(source, old=old, out=out, new=new, sha256=sha256)
+            _copy_file(source, old, out, entry)
     elif (
         source.url is not None
         and isinstance(out, UrlOutput)
@@ -230,31 +210,32 @@ def _bring_shard(
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
-        _copy_file(source, old=old, out=out, new=new, sha256=sha256)
-    if (size := out.size(new)) != num_bytes:
+        _copy_file(source, old, out, entry)
+    if (size := out.size(new)) != entry.bytes:
         raise SourceError(
-            f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it"
+            f"'{source.location}/{old}' has {size} bytes, its manifest says {entry.bytes}: "
+            "verify it"
         )
-    if was_finished and not out.holds(new, num_bytes, sha256):
+    if was_finished and not out.holds(new, entry.bytes, entry.sha256):
         raise SourceError(
             f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
         )
     return False
 
 
-def _copy_file(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
-    """Copy a file, which gets its name if it has that digest."""
+def _copy_file(source: Dataset, old: str, out: Output, entry: FileEntry) -> None:
+    """Copy a file, which gets its name if it has the entry's digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)
     else:
         fs, root = filesystem(source.url)
         opened = fs.open(f"{root}/{old}", "rb", block_size=_COPY_BYTES)
     digest = hashlib.sha256()
-    with opened as file, out.publish(new) as target:
+    with opened as file, out.publish(entry.name) as target:
         while data := file.read(_COPY_BYTES):
             digest.update(data)
             target.write(data)
-        if digest.hexdigest() != sha256:
+        if digest.hexdigest() != entry.sha256:
             raise SourceError(
                 f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
             )
@@ -278,18 +259,7 @@ def _publish_version(
     first = manifests[0]
     dictionary = first.file(DICTIONARY_FILE)
     if dictionary is not None:
-        name = dictionary.name
-        size = dictionary.bytes
-        sha256 = dictionary.sha256
-        _bring_shard(
-            datasets[0],
-            old=name,
-            out=work.out,
-            new=name,
-            num_bytes=size,
-            sha256=sha256,
-            was_finished=True,
-        )
+        _bring_file(datasets[0], dictionary.name, work.out, dictionary, was_finished=True)
     cameras = [
         msgspec.structs.replace(
             camera,

@@ -4,10 +4,12 @@ flags in, report out.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
 from fuelrail.pipeline.errors import ConfigError
@@ -24,14 +26,68 @@ ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 long run's scan.
 """
 
-_DATASET: Final = "folder or URL of a Fuelrail dataset"
-_OUT: Final = "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"  # noqa: E501
+
+class _Argument(NamedTuple):
+    """A positional argument of a command."""
+
+    name: str
+    metavar: str
+    help: str
+    nargs: str | None = None
 
 
-def _choose_arrow_pool() -> None:
-    """Set the memory pool before Arrow is loaded; a choice in the environment stays."""
-    for name, value in ARROW_POOL.items():
-        os.environ.setdefault(name, value)
+_DATASET: Final = _Argument("dataset", "DATASET", "folder or URL of a Fuelrail dataset")
+_FOLDER: Final = _Argument("dataset", "DATASET", "folder of a Fuelrail dataset")
+_OUT: Final = _Argument(
+    "out",
+    "OUT",
+    "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished "
+    "run to resume",
+)
+_PRINT: Final = "pipeline.cli:PrintOptions"
+_WRITE: Final = ("sharding.planning.recipe:Recipe", "sharding.engines:EngineOptions", _PRINT)
+
+COMMANDS: Final[dict[str, Command]] = {}
+
+Run: TypeAlias = "Callable[[argparse.Namespace], int]"
+
+
+def _command(
+    *arguments: _Argument, options: Sequence[str] = (), frees_memory: bool = False
+) -> Callable[[Run], Run]:
+    """Make a command of the function ``run_WORD`` that follows.
+
+    Its docstring is the help: the first sentence in lists, what follows in ``--help``. ``options``
+    are structs, as ``module:Name``, whose modules are imported when the command is used.
+    ``frees_memory``: Arrow's memory goes back to the system at once.
+    """
+
+    def configure(parser: argparse.ArgumentParser, details: str) -> None:
+        if frees_memory:
+            for name, value in ARROW_POOL.items():
+                os.environ.setdefault(name, value)  # before Arrow is loaded
+        if details:
+            parser.description = " ".join(details.split())
+        for argument in arguments:
+            parser.add_argument(
+                argument.name, metavar=argument.metavar, nargs=argument.nargs, help=argument.help
+            )
+        for option in options:
+            module_name, name = option.split(":")
+            module = importlib.import_module(f"fuelrail.{module_name}")
+            add_flags(parser, getattr(module, name), names=getattr(module, "FLAGS", None))
+
+    def register(run: Run) -> Run:
+        summary, _, details = (run.__doc__ or "").partition("\n\n")
+        summary = " ".join(summary.split())
+        COMMANDS[run.__name__.removeprefix("run_")] = Command(
+            help=f"{summary[:1].lower()}{summary[1:].rstrip('.')}",
+            configure=partial(configure, details=details),
+            run=run,
+        )
+        return run
+
+    return register
 
 
 def _print_text(
@@ -41,21 +97,37 @@ def _print_text(
     return 0
 
 
-def _configure_shard(parser: argparse.ArgumentParser) -> None:
-    _choose_arrow_pool()
-    from fuelrail.sharding.api import SourceOptions
+@_command(
+    _Argument("out", "OUT", "output folder: new or empty"),
+    options=["sharding.demo.options:SynthOptions"],
+)
+def run_synth(args: argparse.Namespace) -> int:
+    """Render a synthetic multi-camera world as nuScenes v1.0 tables.
 
-    parser.add_argument(
-        "source",
-        metavar="KIND:PATH",
-        help="source to read, such as nuscenes:DATAROOT: folder or URL",
-    )
-    parser.add_argument("out", metavar="OUT", nargs="?", help=_OUT)
-    add_flags(parser, SourceOptions)
-    _add_options(parser)
+    Render a synthetic street world with exact calibration, poses, boxes and lidar, as nuScenes
+    v1.0 tables. The same options give the same bytes.
+    """
+    from fuelrail.sharding.demo.options import SynthOptions
+    from fuelrail.sharding.demo.synth import synth
+    from fuelrail.sharding.progress import bar
+
+    options = from_flags(args, SynthOptions)
+    with bar("rendering captures") as update:
+        report = synth(
+            args.out, options, progress=lambda done, total: update(completed=done, total=total)
+        )
+    sys.stdout.write(report.as_text())
+    return 0
 
 
-def _run_shard(args: argparse.Namespace) -> int:
+@_command(
+    _Argument("source", "KIND:PATH", "source to read, such as nuscenes:DATAROOT: folder or URL"),
+    _OUT._replace(nargs="?"),
+    options=["sharding.api:SourceOptions", *_WRITE],
+    frees_memory=True,
+)
+def run_shard(args: argparse.Namespace) -> int:
+    """Convert a source (such as nuScenes) into a Fuelrail dataset."""
     from fuelrail.sharding.api import SourceOptions, check_source, shard
     from fuelrail.sharding.sources.registry import options_of_texts, parse_source
 
@@ -84,12 +156,9 @@ def _run_shard(args: argparse.Namespace) -> int:
     )
 
 
-def _configure_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", metavar="KIND", nargs="?", help="one kind (default: all)")
-    add_flags(parser, PrintOptions)
-
-
-def _run_sources(args: argparse.Namespace) -> int:
+@_command(_Argument("kind", "KIND", "one kind (default: all)", nargs="?"), options=[_PRINT])
+def run_sources(args: argparse.Namespace) -> int:
+    """List the kinds of sources, their options, and what to install."""
     from fuelrail.sharding.sources.registry import sources
 
     as_json = from_flags(args, PrintOptions).json
@@ -99,21 +168,18 @@ def _run_sources(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configure_reshard(parser: argparse.ArgumentParser) -> None:
-    _choose_arrow_pool()
-    from fuelrail.sharding.api import ReshardOptions
-    from fuelrail.sharding.sources.fuelrail.source import FuelrailOptions
-
-    parser.add_argument(
-        "datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged"
-    )
-    parser.add_argument("out", metavar="OUT", help=_OUT)
-    add_flags(parser, ReshardOptions)
-    _add_options(parser)
-    add_flags(parser, FuelrailOptions)
-
-
-def _run_reshard(args: argparse.Namespace) -> int:
+@_command(
+    _Argument("datasets", "DATASET", f"{_DATASET.help}; several are merged", nargs="+"),
+    _OUT,
+    options=[
+        "sharding.api:ReshardOptions",
+        *_WRITE,
+        "sharding.sources.fuelrail.source:FuelrailOptions",
+    ],
+    frees_memory=True,
+)
+def run_reshard(args: argparse.Namespace) -> int:
+    """Merge, split, reshuffle or recompress datasets, or append to one."""
     from fuelrail.sharding.api import ReshardOptions, append_refuses, reshard
     from fuelrail.sharding.engines import EngineOptions
     from fuelrail.sharding.planning.recipe import Recipe
@@ -133,15 +199,6 @@ def _run_reshard(args: argparse.Namespace) -> int:
     return _run_with_progress(
         args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)
     )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.engines import EngineOptions
-    from fuelrail.sharding.planning.recipe import FLAGS, Recipe
-
-    add_flags(parser, Recipe, names=FLAGS)
-    add_flags(parser, EngineOptions)
-    add_flags(parser, PrintOptions)
 
 
 def _shared_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,15 +246,9 @@ def _run_with_progress(args: argparse.Namespace, work: Callable[[Quiet], ShardRe
     return 0
 
 
-def _configure_verify(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.api import VerifyOptions
-
-    parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
-    add_flags(parser, VerifyOptions)
-    add_flags(parser, PrintOptions)
-
-
-def _run_verify(args: argparse.Namespace) -> int:
+@_command(_DATASET, options=["sharding.api:VerifyOptions", _PRINT])
+def run_verify(args: argparse.Namespace) -> int:
+    """Check every byte of a dataset against its checksums."""
     from fuelrail.sharding.api import VerifyOptions, verify
     from fuelrail.sharding.progress import bar
 
@@ -217,18 +268,12 @@ def _run_verify(args: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
-def _configure_forget(parser: argparse.ArgumentParser) -> None:
-    _choose_arrow_pool()
-    from fuelrail.sharding.forget import ForgetOptions
+@_command(_FOLDER, options=["sharding.forget:ForgetOptions"], frees_memory=True)
+def run_forget(args: argparse.Namespace) -> int:
+    """Delete samples or clips from a dataset, its layers and caches.
 
-    parser.description = (
-        "Delete samples from a dataset, in place. The same command continues an interrupted run."
-    )
-    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
-    add_flags(parser, ForgetOptions)
-
-
-def _run_forget(args: argparse.Namespace) -> int:
+    Delete samples from a dataset, in place. The same command continues an interrupted run.
+    """
     from fuelrail.sharding.forget import ForgetOptions, forget
 
     forget_options = from_flags(args, ForgetOptions)
@@ -243,18 +288,13 @@ def _run_forget(args: argparse.Namespace) -> int:
     return _print_text(args, report, ForgetOptions)
 
 
-def _configure_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
-    from fuelrail.sharding.api import InspectOptions
-
-    parser.add_argument(
-        "key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)"
-    )
-    add_flags(parser, InspectOptions)
-    add_flags(parser, PrintOptions)
-
-
-def _run_inspect(args: argparse.Namespace) -> int:
+@_command(
+    _DATASET,
+    _Argument("key", "KEY", "sample key (default: describe the whole dataset)", nargs="?"),
+    options=["sharding.api:InspectOptions", _PRINT],
+)
+def run_inspect(args: argparse.Namespace) -> int:
+    """Show the contents of a dataset or of one sample."""
     from fuelrail.sharding.api import InspectOptions, inspect
 
     return _print_text(
@@ -263,43 +303,35 @@ def _run_inspect(args: argparse.Namespace) -> int:
     )
 
 
-def _configure_log(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
-    add_flags(parser, PrintOptions)
-
-
-def _run_log(args: argparse.Namespace) -> int:
+@_command(_DATASET, options=[_PRINT])
+def run_log(args: argparse.Namespace) -> int:
+    """Show what a dataset was made of, and its tags."""
     from fuelrail.sharding.verify.catalogue import dataset_log
 
     return _print_text(args, dataset_log(args.dataset))
 
 
-def _configure_diff(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compare two datasets, or two layers, by manifests and tables. Shards are not read."
-    )
-    parser.add_argument("a", metavar="DATASET", help=_DATASET)
-    parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
-    add_flags(parser, PrintOptions)
+@_command(
+    _DATASET._replace(name="a"),
+    _Argument("b", "OTHER", "the dataset to compare it with"),
+    options=[_PRINT],
+)
+def run_diff(args: argparse.Namespace) -> int:
+    """Show how two datasets differ: samples, clips, channels, options.
 
-
-def _run_diff(args: argparse.Namespace) -> int:
+    Compare two datasets, or two layers, by manifests and tables. Shards are not read.
+    """
     from fuelrail.sharding.verify.catalogue import dataset_diff
 
     return _print_text(args, dataset_diff(args.a, args.b))
 
 
-def _configure_tag(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.verify.catalogue import TagOptions
+@_command(_FOLDER, options=["sharding.verify.catalogue:TagOptions"])
+def run_tag(args: argparse.Namespace) -> int:
+    """Add, remove or list tags of a dataset.
 
-    parser.description = (
-        "Add or remove names of a dataset, in tags.json beside it. Without flags, list them."
-    )
-    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
-    add_flags(parser, TagOptions)
-
-
-def _run_tag(args: argparse.Namespace) -> int:
+    Add or remove names of a dataset, in tags.json beside it. Without flags, list them.
+    """
     from fuelrail.sharding.verify.catalogue import TagOptions, dataset_log, tag
 
     options = from_flags(args, TagOptions)
@@ -337,67 +369,6 @@ def _run_layer(args: argparse.Namespace) -> int:
     return _print_text(args, rebase_layer(args.layer, args.base, args.out))
 
 
-def _configure_synth(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.demo.options import SynthOptions
-
-    parser.description = (
-        "Render a synthetic street world with exact calibration, poses, boxes and lidar, as "
-        "nuScenes v1.0 tables. The same options give the same bytes."
-    )
-    parser.add_argument("out", metavar="OUT", help="output folder: new or empty")
-    add_flags(parser, SynthOptions)
-
-
-def _run_synth(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.demo.options import SynthOptions
-    from fuelrail.sharding.demo.synth import synth
-    from fuelrail.sharding.progress import bar
-
-    options = from_flags(args, SynthOptions)
-    with bar("rendering captures") as update:
-        report = synth(
-            args.out, options, progress=lambda done, total: update(completed=done, total=total)
-        )
-    sys.stdout.write(report.as_text())
-    return 0
-
-
-COMMANDS = {
-    "synth": Command(
-        "render a synthetic multi-camera world as nuScenes v1.0 tables",
-        _configure_synth,
-        _run_synth,
-    ),
-    "shard": Command(
-        "convert a source (such as nuScenes) into a Fuelrail dataset", _configure_shard, _run_shard
-    ),
-    "sources": Command(
-        "list the kinds of sources, their options, and what to install",
-        _configure_sources,
-        _run_sources,
-    ),
-    "reshard": Command(
-        "merge, split, reshuffle or recompress datasets, or append to one",
-        _configure_reshard,
-        _run_reshard,
-    ),
-    "verify": Command(
-        "check every byte of a dataset against its checksums", _configure_verify, _run_verify
-    ),
-    "forget": Command(
-        "delete samples or clips from a dataset, its layers and caches",
-        _configure_forget,
-        _run_forget,
-    ),
-    "inspect": Command(
-        "show the contents of a dataset or of one sample", _configure_inspect, _run_inspect
-    ),
-    "layer": Command("bind a layer to another version of its base", _configure_layer, _run_layer),
-    "log": Command("show what a dataset was made of, and its tags", _configure_log, _run_log),
-    "diff": Command(
-        "show how two datasets differ: samples, clips, channels, options",
-        _configure_diff,
-        _run_diff,
-    ),
-    "tag": Command("add, remove or list tags of a dataset", _configure_tag, _run_tag),
-}
+COMMANDS["layer"] = Command(
+    "bind a layer to another version of its base", _configure_layer, _run_layer
+)

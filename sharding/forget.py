@@ -58,7 +58,6 @@ from fuelrail.pipeline.format.manifest import (
     WORK_FOLDER,
     Kinds,
     Lineage,
-    Manifest,
     load_manifest,
 )
 from fuelrail.pipeline.format.zstd_frames import is_framed
@@ -73,7 +72,7 @@ from fuelrail.sharding.output.folder import (
     FolderOutput,
     check_work,
     file_is,
-    link_file,
+    link_or_copy,
     read_json,
 )
 from fuelrail.sharding.output.resume import check_same_recipe
@@ -132,26 +131,6 @@ class DeletedSample(msgspec.Struct, frozen=True):
     members: dict[str, str]
 
 
-class DeletedFrom(msgspec.Struct, frozen=True):
-    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and
-    after.
-
-    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other
-    names, such as in another version of the dataset, where the bytes still are.
-    """
-
-    folder: str
-    before: str
-    after: str
-    num_samples: int
-    shards: dict[str, str]
-    linked: list[str]
-    num_cut: int = 0
-    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
-    ones: these went.
-    """
-
-
 class OrderInputs(msgspec.Struct, frozen=True):
     """What orders over the dataset as it was need of the deleted samples, in the order of
     ``samples``.
@@ -165,6 +144,29 @@ class OrderInputs(msgspec.Struct, frozen=True):
     frames: list[int]
     timestamps_ns: list[int]
     attributes: dict[str, list[Any]]
+
+
+class DeletedFrom(msgspec.Struct, frozen=True):
+    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and
+    after.
+
+    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other
+    names, such as in another version of the dataset, where the bytes still are. Of a layer
+    ``order`` is what the receipt has of the dataset under that name, for the rows of ``keys``.
+    """
+
+    folder: str
+    before: str
+    after: str
+    num_samples: int
+    shards: dict[str, str]
+    linked: list[str]
+    num_cut: int = 0
+    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
+    ones: these went.
+    """
+    keys: list[str] = []
+    order: OrderInputs | None = None
 
 
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
@@ -299,14 +301,31 @@ def forget(
                 "layers": sorted(part.fingerprint for part in parts[1:]),
             }
             recipe = msgspec.structs.replace(recipe, source_options=options)
-            check_same_recipe(out.shown, started.recipe if started else None, recipe)
+            if started is not None:
+                check_same_recipe(out.shown, started.recipe, recipe)
             folders = _find_cache_folders(parts, caches)
             if started is None:
                 for place_out in outs:
-                    _discard_leftovers(place_out)
+                    # What is there is not of a call that has begun.
+                    for path in (
+                        place_out.work / _BEFORE,
+                        place_out.work / _NEXT,
+                        place_out.root / _NOTED,
+                    ):
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink(missing_ok=True)
             work.start(RunState(recipe=recipe))
             report = _delete_all(parts, listed, folders)
-            _write_receipt(file, report)
+            # Whole, by way of one name, so that a killed run leaves no other.
+            part = file.with_name(f".{file.name}.part")
+            part.unlink(missing_ok=True)  # a link there would lead elsewhere
+            with part.open("xb") as target:
+                target.write(report.as_json().encode())
+                target.flush()
+                os.fsync(target.fileno())
+            part.replace(file)
         for place_out in outs[1:]:
             place_out.remove_work()
         work.remove()
@@ -391,16 +410,18 @@ def _read_order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
     )
 
 
-def order_digest(report: ForgetReport) -> str:
-    """Return the SHA-256 by which a dataset's manifest names the receipt of what was deleted from
-    it.
+def order_digest(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
+    """Return the SHA-256 by which a manifest names the receipt of what was deleted: keys, clips
+    and what orders need of them.
     """
-    names = [(sample.key, sample.clip_id) for sample in report.samples]
-    return _hash_order(names, report.order)
-
-
-def _hash_order(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
     return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
+
+
+def _state_deletion(source: Dataset, rows: Rows) -> dict[str, Any]:
+    """Return the fact of a manifest that says what was deleted, by its number and digest."""
+    keys, clips = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+    digest = order_digest([*zip(keys, clips, strict=True)], _read_order_inputs(source, rows))
+    return {"forgotten": {"samples": len(rows), "order_sha256": digest}}
 
 
 def _find_cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
@@ -456,29 +477,6 @@ def _has_snapshot(out: FolderOutput) -> bool:
     return out.size(f"{WORK_FOLDER}/{_BEFORE}/{MANIFEST_FILE}") is not None
 
 
-def _take_snapshot(out: FolderOutput, manifest: Manifest) -> None:
-    """Keep manifest and tables of a folder, as links where the file system can, so that a call can
-    be continued.
-    """
-    target = FolderOutput(str(out.work / _BEFORE))
-    shutil.rmtree(target.root, ignore_errors=True)
-    target.temporary.mkdir(parents=True)
-    for name in [*(entry.name for entry in manifest.files), MANIFEST_FILE]:
-        if not link_file(out.root / name, target, name):
-            with target.publish(name) as copy, open_file(out.root / name) as file:
-                shutil.copyfileobj(file, copy)
-    sync_folder(target.root)
-
-
-def _discard_leftovers(out: FolderOutput) -> None:
-    """Remove from a working folder what is not of a call that has begun."""
-    for path in (out.work / _BEFORE, out.work / _NEXT, out.root / _NOTED):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def _read_note(out: FolderOutput) -> _Noted:
     return read_json(out, _NOTED, _Noted, "remove it and run the same command again") or _Noted()
 
@@ -516,31 +514,6 @@ def _load_finished_report(
     return report
 
 
-def _write_receipt(file: Path, report: ForgetReport) -> None:
-    """Write the receipt, whole, by way of one name, so that a killed run leaves no other."""
-    part = file.with_name(f".{file.name}.part")
-    part.unlink(missing_ok=True)  # a link there would lead elsewhere
-    with part.open("xb") as target:
-        target.write(report.as_json().encode())
-        target.flush()
-        os.fsync(target.fileno())
-    part.replace(file)
-
-
-def _find_neighbours(base: Dataset, rows: Rows) -> Rows:
-    """Return the samples before and behind deleted ones in their clips: their metadata name
-    these.
-    """
-    table = ClipTable.build(base.index.clip_numbers(), base.index.column("frame"))
-    gone = np.isin(table.samples, rows)
-    clips = table.clip_numbers()
-    near = np.zeros(len(base), bool)
-    same = clips[1:] == clips[:-1]
-    near[1:] |= gone[:-1] & same
-    near[:-1] |= gone[1:] & same
-    return table.samples[near].astype(np.int64)
-
-
 def _select_inside(rows: Rows, shard: ShardEntry) -> Rows:
     first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
     return rows[first:end]
@@ -552,6 +525,12 @@ def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFr
     """
     out = part.out
     source = part.source
+    # Read before anything changes there; the dataset's own are in the report already.
+    layer_keys: list[str] = []
+    inputs: OrderInputs | None = None
+    if part is not base:
+        layer_keys = source.index.texts("key").take(part.rows).to_pylist()
+        inputs = _read_order_inputs(source, part.rows)
     if source.root == out.root:
         _make_next(part, base, keys)
     if source.root == out.root or out.size(MANIFEST_FILE) is None:
@@ -568,6 +547,8 @@ def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFr
         shards=shards,
         linked=[name for name in noted.linked if name in shards],
         num_cut=noted.num_cut,
+        keys=layer_keys,
+        order=inputs,
     )
 
 
@@ -578,11 +559,25 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     next_version = FolderOutput(str(out.work / _NEXT))
     shutil.rmtree(next_version.root, ignore_errors=True)
     next_version.temporary.mkdir(parents=True)
-    _take_snapshot(out, source.manifest)
+    # Keep manifest and tables, so that a call can be continued.
+    target = FolderOutput(str(out.work / _BEFORE))
+    shutil.rmtree(target.root, ignore_errors=True)
+    target.temporary.mkdir(parents=True)
+    for name in [*(entry.name for entry in source.manifest.files), MANIFEST_FILE]:
+        link_or_copy(out.root, target, name)
+    sync_folder(target.root)
     held = holders(source, part.clips, part.rows)
     touched = np.union1d(part.rows, held)
     if part is base:
-        touched = np.union1d(touched, _find_neighbours(source, part.rows))
+        # The metadata of samples before and behind deleted ones name these.
+        table = ClipTable.build(source.index.clip_numbers(), source.index.column("frame"))
+        gone = np.isin(table.samples, part.rows)
+        clips = table.clip_numbers()
+        near = np.zeros(len(source), bool)
+        same = clips[1:] == clips[:-1]
+        near[1:] |= gone[:-1] & same
+        near[:-1] |= gone[1:] & same
+        touched = np.union1d(touched, table.samples[near].astype(np.int64))
     hit = {shard.name for shard in source.shards if _select_inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
     _write_note(out, msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)))
@@ -661,15 +656,17 @@ def _write_version(
             out.temporary,
             np.where(rows_left == NO_ROW, NO_ROW, rows_left - np.searchsorted(rows, rows_left)),
         )
-        changed = {"base": BaseEntry.from_dataset(open_dataset(base.out.root))}
+        facts = manifest.provenance.get("facts")
+        facts = {**facts} if isinstance(facts, dict) else {}
+        changed = {
+            "base": BaseEntry.from_dataset(open_dataset(base.out.root)),
+            "provenance": {**manifest.provenance, "facts": facts | _state_deletion(source, rows)},
+        }
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
         facts_known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
-        ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
-        names = list(zip(*ids, strict=True))
-        order_sha256 = _hash_order(names, _read_order_inputs(source, rows))
         facts = {
-            "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
+            **_state_deletion(source, rows),
             **{name: "none" for name, is_known in facts_known.items() if not is_known},
         }
         changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}

@@ -13,13 +13,14 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
@@ -28,10 +29,18 @@ from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables, write_tables
+from fuelrail.pipeline.format.layers import (
+    NO_ROW,
+    BaseEntry,
+    Layer,
+    Missing,
+    open_layer,
+    open_layer_data,
+)
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.text import shortened
-from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, order_digest
+from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, OrderInputs, order_digest
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, write_attributes, write_index
 
 if TYPE_CHECKING:
@@ -71,61 +80,135 @@ class EarlierDataset(Dataset):
         return open_attributes(self.scratch, self.manifest)
 
 
+class _Deletion(NamedTuple):
+    """What a receipt says of one folder: its fingerprint before, and the samples that are gone."""
+
+    file: Path
+    before: str
+    names: list[tuple[str, str]]
+    """Key and clip of each."""
+    inputs: OrderInputs
+
+
 def as_it_was(
     place: str | os.PathLike[str], fingerprint: str, receipts: Sequence[str | os.PathLike[str]] = ()
 ) -> Dataset:
-    """Open a dataset in a folder as it was when it had a fingerprint; as it is where no receipts
-    lead there.
+    """Open a dataset as it was when it had a fingerprint; as it is where no receipts lead there.
 
-    ``receipts`` are those of `fuelrail.forget`; those that lie beside the folder under their usual
+    ``receipts`` are those of `fuelrail.forget`; those that lie beside a folder under their usual
     names are used too. Raises ConfigError for a receipt in ``receipts`` that cannot be read or is
     not of this dataset.
     """
     dataset = open_dataset(place)
-    if dataset.manifest.fingerprint == fingerprint or dataset.url is not None:
+    if dataset.manifest.fingerprint == fingerprint:
         return dataset
-    root = dataset.root.resolve()
+    deletions: dict[str, _Deletion] = {}
+    for file, report in _read_receipts(dataset, receipts):
+        if report.folders and report.order is not None:
+            folder = report.folders[0]
+            names = [(sample.key, sample.clip_id) for sample in report.samples]
+            deletion = _Deletion(file, folder.before, names, report.order)
+            deletions.setdefault(folder.after, deletion)
+    chain = _chain_between(dataset, fingerprint, deletions)
+    return _rebuild_tables(dataset, fingerprint, chain) if chain else dataset
+
+
+def layer_as_it_was(
+    name: str,
+    place: str | os.PathLike[str],
+    base: Dataset,
+    fingerprint: str,
+    receipts: Sequence[str | os.PathLike[str]] = (),
+    missing: Missing = "error",
+) -> Layer:
+    """Open a layer as it was when it had a fingerprint, of a base as that was; as `open_layer`
+    where no receipts lead there.
+
+    ``receipts`` are as in `as_it_was`; those beside the base's folder are used too.
+    """
+    data = open_layer_data(place)
+    deletions: dict[str, _Deletion] = {}
+    if data.manifest.fingerprint != fingerprint:
+        for file, report in _read_receipts(base, receipts):
+            clips = {sample.key: sample.clip_id for sample in report.samples}
+            for folder in report.folders[1:]:
+                if folder.order is not None:
+                    names = [(key, clips.get(key, "")) for key in folder.keys]
+                    deletion = _Deletion(file, folder.before, names, folder.order)
+                    deletions.setdefault(folder.after, deletion)
+    chain = _chain_between(data, fingerprint, deletions)
+    if not chain:
+        return open_layer(name, place, base, missing)
+    earlier = _rebuild_tables(data, fingerprint, chain)
+    keys = earlier.index.texts("key").combine_chunks()
+    rows = pc.index_in(base.index.texts("key"), value_set=keys)
+    rows_of_base = np.asarray(pc.fill_null(rows, NO_ROW).to_numpy(), np.int64)
+    manifest = msgspec.structs.replace(earlier.manifest, base=BaseEntry.from_dataset(base))
+    return Layer(name, replace(earlier, manifest=manifest), rows_of_base, missing)
+
+
+def _read_receipts(
+    dataset: Dataset, receipts: Sequence[str | os.PathLike[str]]
+) -> Iterator[tuple[Path, ForgetReport]]:
+    """Yield the receipts that were given, and those beside a folder that are some."""
     files = [*map(Path, receipts)]
-    files += sorted(root.parent.glob(f"{root.name}-forgot-*.json"))[:_MOST_RECEIPTS]
-    reports: dict[str, tuple[Path, ForgetReport]] = {}
+    if dataset.url is None:
+        root = dataset.root.resolve()
+        files += sorted(root.parent.glob(f"{root.name}-forgot-*.json"))[:_MOST_RECEIPTS]
     for number, file in enumerate(files):
         try:
-            report = msgspec.json.decode(read_file(file, MAX_RECEIPT_BYTES), type=ForgetReport)
+            data = read_file(file, MAX_RECEIPT_BYTES)
+            report = msgspec.json.decode(data, type=ForgetReport)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if number >= len(receipts):  # another file that has such a name
                 continue
-            why = getattr(error, "strerror", None) or shortened(str(error))
+            why = (
+                error.strerror if isinstance(error, OSError) else explain(error, data, ForgetReport)
+            )
             raise ConfigError(f"receipt '{file}' cannot be read: {why}") from error
-        if report.folders and report.order is not None:
-            reports.setdefault(report.folders[0].after, (file, report))
-    chain: list[tuple[Path, ForgetReport]] = []
+        yield file, report
+
+
+def _chain_between(
+    dataset: Dataset, fingerprint: str, deletions: dict[str, _Deletion]
+) -> list[_Deletion]:
+    """Return the deletions since a dataset or layer had a fingerprint, the newest first; empty
+    where they do not lead there.
+
+    Raises ConfigError unless the newest is the one that the manifest has a digest of.
+    """
+    chain: list[_Deletion] = []
     version = dataset.manifest.fingerprint
     while version != fingerprint:
-        if version not in reports:
-            return dataset
-        chain.append(reports.pop(version))
-        version = chain[-1][1].folders[0].before
-    return _rebuild_tables(dataset, fingerprint, chain)
+        if version not in deletions:
+            return []
+        chain.append(deletions.pop(version))
+        version = chain[-1].before
+    if chain:
+        facts = dataset.manifest.provenance.get("facts", {})
+        forgotten = facts.get("forgotten") if isinstance(facts, dict) else None
+        stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
+        if stated != order_digest(chain[0].names, chain[0].inputs):
+            raise _make_mismatch_error(chain[0].file, dataset)
+    return chain
 
 
 def _rebuild_tables(
-    dataset: Dataset, fingerprint: str, chain: Sequence[tuple[Path, ForgetReport]]
+    dataset: Dataset, fingerprint: str, chain: Sequence[_Deletion]
 ) -> EarlierDataset:
     """Make the tables of a dataset as it was before the deletions of a chain, the newest first."""
-    _check_chain(dataset, chain)
     order = np.arange(len(dataset))  # rows of what is left; below 0: deleted samples
     deleted: list[IndexRow] = []
     attributes: list[dict[str, Any]] = []
-    for file, report in chain:
-        inputs = report.order
-        assert inputs is not None, "looked at before"
+    for file, _, names, inputs in chain:
         num_rows = len(order) + len(inputs.rows)
         rows = np.array(inputs.rows, np.int64)
-        counts = {len(inputs.rows), len(report.samples), len(inputs.frames)}
+        counts = {len(inputs.rows), len(names), len(inputs.frames)}
         counts |= {len(inputs.timestamps_ns), *map(len, inputs.attributes.values())}
         is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
         num_samples = sum(map(sum, inputs.splits.values()))
-        if not (is_of_rows and rows[-1] < num_rows == num_samples):
+        has_last = not len(rows) or rows[-1] < num_rows
+        if not (is_of_rows and has_last and num_rows == num_samples):
             raise _make_mismatch_error(file, dataset)
         merged = np.empty(num_rows, np.int64)
         is_deleted = np.zeros(num_rows, bool)
@@ -133,15 +216,13 @@ def _rebuild_tables(
         merged[~is_deleted] = order
         merged[rows] = -1 - len(deleted) - np.arange(len(rows))
         order = merged
-        for number, sample in enumerate(report.samples):
-            frame = inputs.frames[number]
-            time = inputs.timestamps_ns[number]
+        for number, (key, clip_id) in enumerate(names):
             deleted.append(
                 IndexRow(
-                    key=sample.key,
-                    clip_id=sample.clip_id,
-                    frame=frame,
-                    timestamp_ns=time,
+                    key=key,
+                    clip_id=clip_id,
+                    frame=inputs.frames[number],
+                    timestamp_ns=inputs.timestamps_ns[number],
                     shard=0,
                     offset=0,
                     length=0,
@@ -150,8 +231,7 @@ def _rebuild_tables(
                 )
             )
             attributes.append({name: values[number] for name, values in inputs.attributes.items()})
-    oldest = chain[-1][1].order
-    assert oldest is not None
+    oldest = chain[-1]
     folder = Path(tempfile.mkdtemp(prefix="fuelrail-"))
 
     def rows_as_they_were() -> Iterator[IndexRow]:
@@ -161,7 +241,7 @@ def _rebuild_tables(
     write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
     if dataset.attributes_file().exists:
         write_attributes(folder, _rebuild_attributes(dataset, order, attributes))
-    splits, entries = _rebuild_splits(dataset, order, oldest.splits, chain[-1][0])
+    splits, entries = _rebuild_splits(dataset, order, oldest.inputs.splits, oldest.file)
     dictionary = [file for file in dataset.manifest.files if file.name == DICTIONARY_FILE]
     manifest = msgspec.structs.replace(
         dataset.manifest,
@@ -171,7 +251,7 @@ def _rebuild_tables(
         files=(*write_tables(folder, entries), *dictionary),
     )
     tables = open_tables(folder, manifest)
-    shards = _Shards(BlockFile(folder / SHARDS_FILE), manifest, oldest.splits)
+    shards = _Shards(BlockFile(folder / SHARDS_FILE), manifest, oldest.inputs.splits)
     weakref.finalize(shards, shutil.rmtree, folder, ignore_errors=True)
     return EarlierDataset(
         root=dataset.root,
@@ -179,20 +259,13 @@ def _rebuild_tables(
         shards=shards,
         index=tables.samples,
         keys=tables.keys,
+        url=dataset.url,
+        storage_options=dataset.storage_options,
         dictionary=dataset.dictionary,
+        origin=dataset.origin,
         scratch=folder,
         deleted=frozenset(row.key for row in deleted),
     )
-
-
-def _check_chain(dataset: Dataset, chain: Sequence[tuple[Path, ForgetReport]]) -> None:
-    """Raise ConfigError unless the newest receipt is the one that the manifest has a digest of."""
-    facts = dataset.manifest.provenance.get("facts", {})
-    forgotten = facts.get("forgotten") if isinstance(facts, dict) else None
-    stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
-    file, report = chain[0]
-    if stated != order_digest(report):
-        raise _make_mismatch_error(file, dataset)
 
 
 def _make_mismatch_error(file: Path, dataset: Dataset) -> ConfigError:
@@ -208,7 +281,8 @@ def _rebuild_attributes(
 ) -> Iterator[pa.Table]:
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
-    remaining = pa.Table.from_batches(file.batches(schema.names), schema)
+    batches = [*file.batches(schema.names)]
+    remaining = pa.Table.from_batches(batches, batches[0].schema if batches else schema)
     columns = []
     for field in schema:
         values = [row.get(field.name) for row in deleted]

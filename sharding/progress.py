@@ -5,6 +5,7 @@ lines for machines.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import time
@@ -186,12 +187,16 @@ class Lines(Quiet):
 
 
 def make_progress(*, as_json: bool) -> Quiet:
-    """Make JSON lines where asked for, a bar where stderr is a terminal, else a line each
-    minute.
+    """Make JSON lines where asked for, a bar where stderr is a terminal and rich is installed, else
+    what `Progress` shows.
     """
     if as_json:
         return JsonLines()
-    return Bar() if sys.stderr.isatty() else Lines()
+    return Bar() if _has_bars() else Lines()
+
+
+def _has_bars() -> bool:
+    return sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
 
 
 @contextlib.contextmanager
@@ -201,7 +206,7 @@ def bar(title: str) -> Iterator[Callable[..., None]]:
     Yields what updates it, with the keywords of rich's ``update``: ``completed`` or ``advance``,
     ``total`` and ``description``.
     """
-    if not sys.stderr.isatty():
+    if not _has_bars():
         with Progress(title) as lines:
             done = 0
 

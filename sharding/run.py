@@ -26,11 +26,12 @@ from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import save_npy
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.engines.local import LocalEngine
-from fuelrail.sharding.output.folder import Output, check_out, if_whole, manifest_in, open_output
+from fuelrail.sharding.output.folder import Output, check_out, if_whole, open_output
 from fuelrail.sharding.output.resume import (
     check_cut,
-    check_same_recipe,
     check_same_samples,
+    load_finished,
+    load_started,
     recipe_of,
     run_state,
     shard_stamps,
@@ -128,18 +129,14 @@ def shard(
     recipe = msgspec.structs.replace(
         recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran
     )
-    check_same_recipe(output.shown, _load_finished_recipe(output), recipe)
+    load_finished(output, recipe)  # refused before anything is read
     with output.writing(), Workspace(output) as work:
-        started = work.state()
-        check_same_recipe(output.shown, started.recipe if started else None, recipe)
+        started = load_started(work, recipe)
         with naming(spec):
             scan = _scan_source(work, source, recipe)
         progress.scanned(scan.info)
         _check_channels(scan.info, recipe, spec)
-        finished = manifest_in(output)
-        check_same_recipe(
-            output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe
-        )
+        finished = load_finished(output, scan.recipe)
         shards = None if finished is None else _load_stored_shards(work, finished)
         planned = _plan_dataset(work, scan, started, shards)
         manifest, dictionary = _start_run(work, scan, planned, finished)
@@ -461,12 +458,6 @@ def _make_shards(
             "again to resume"
         ) from error
     return num_written
-
-
-def _load_finished_recipe(out: Output) -> Recipe | None:
-    """Return the recipe of a finished dataset in OUT, None where there is none."""
-    manifest = manifest_in(out)
-    return None if manifest is None else recipe_of(out.shown, manifest)
 
 
 def _find_damaged_shards(

@@ -93,7 +93,12 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
         channel for channel in base.manifest.extra_channels if has_shards and _is_radar(channel)
     ]
     clips: dict[str, DeletedTimes] = {}
-    for samples in _find_clips(table, numbers, rows):
+    by_rank = table.clip_numbers()
+    samples_by_clip = []
+    for clip in np.unique(numbers[rows]).tolist():
+        first, end = np.searchsorted(by_rank, (clip, clip + 1))
+        samples_by_clip.append(table.samples[first:end].astype(np.int64))
+    for samples in samples_by_clip:
         is_deleted = np.isin(samples, rows)
         if is_deleted.all():
             continue
@@ -227,16 +232,6 @@ def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
         points=sweeps.points[np.repeat(keep, sweeps.num_points)],
     )
     return encode_arrays(remaining)
-
-
-def _find_clips(table: ClipTable, numbers: NDArray[np.int32], rows: Rows) -> list[Rows]:
-    """Return for each clip that has some of the rows all its samples, by frame."""
-    by_rank = table.clip_numbers()
-    clips = []
-    for clip in np.unique(numbers[rows]).tolist():
-        first, end = np.searchsorted(by_rank, (clip, clip + 1))
-        clips.append(table.samples[first:end].astype(np.int64))
-    return clips
 
 
 def _read_lidar_times(

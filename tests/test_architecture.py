@@ -18,7 +18,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "pipeline": [
         {"limits", "rigid", "text"},
         {"errors"},
-        {"settings"},
+        {"face", "settings"},
         {"runtime", "sample"},
         {"storage", "transforms", "cli"},
         {"channels"},
@@ -56,7 +56,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "bench": [
         {"measure"},
         {"ranks", "report", "trainer"},
-        {"annotate", "peers", "planner"},
+        {"annotation", "peers", "planner"},
         {"studies"},
         {"commands"},
         {"micro"},

@@ -152,6 +152,10 @@ def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) 
     ("words", "said"),
     [
         (["--verison"], "unknown option '--verison'; did you mean --version?"),
+        (["-version"], "unknown option '-version'; did you mean --version?"),
+        (["-x", "inspect"], "unknown option '-x'; a command comes before its options"),
+        (["version"], "unknown command 'version'; did you mean --version?"),
+        (["help"], "unknown command 'help'; did you mean --help?"),
         (["--hlep"], "unknown option '--hlep'; did you mean --help?"),
         (["--bogus"], "unknown option '--bogus'; a command comes before its options"),
         (["shard", "--hepl"], "unrecognized arguments: --hepl; did you mean --help?"),

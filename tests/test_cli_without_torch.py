@@ -17,13 +17,22 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
-WITHOUT = """
-import contextlib, io, json, sys
+BLOCK = """
+import importlib.metadata, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in sys.argv[1:]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Finder())
+known = importlib.metadata.Distribution.from_name
+def from_name(name):
+    if {"opencv-python-headless": "cv2"}.get(name, name) in sys.argv[1:]:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.Distribution.from_name = from_name
+"""
+WITHOUT = f"""{BLOCK}
+import contextlib, io, json
 from fuelrail.__main__ import main
 for arguments in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -79,9 +88,7 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
     data = str(tiny_dataset({"train": (4, 3)}).root)
     bench = "pip install -e '.[bench]'"
     cases = {
-        **dict.fromkeys(
-            ["reshard DATA again --seed 1", "verify DATA", "inspect DATA --batch"], (0, "")
-        ),
+        **dict.fromkeys(["reshard DATA again --seed 1", "verify DATA", "inspect DATA"], (0, "")),
         **dict.fromkeys(
             ["bench train DATA", "plan --model gpt2", "order describe DATA", "top http://x"],
             (2, bench),
@@ -92,11 +99,53 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
         "markupsafe",
         "prometheus_client",
         "psutil",
+        "rich",
         "scipy",
         "matplotlib",
         "PIL",
     ]
     run_without(extras, cases, data, tmp_path)
+
+
+@pytest.mark.process
+def test_commands_name_the_extra_that_brings_torch_or_opencv(tiny_dataset, tmp_path) -> None:
+    data = str(tiny_dataset({"train": (4, 3)}).root)
+    cases = {
+        "reshard DATA again --seed 1": (0, ""),
+        "verify DATA": (0, ""),
+        "inspect DATA": (0, ""),
+        "reshard DATA smaller --images resize=0.5": (2, "pip install -e '.[opencv]'"),
+        "synth drive": (2, "`fuelrail synth` needs cv2"),
+        "view DATA": (2, "pip install -e '.[torch]'"),
+        "plan --model gpt2": (2, "pip install -e '.[bench]'"),
+    }
+    run_without(["torch", "cv2", "webdataset"], cases, data, tmp_path)
+
+
+@pytest.mark.process
+def test_names_of_the_loader_name_the_extra_that_brings_torch() -> None:
+    code = f"""{BLOCK}
+import fuelrail as fr
+from fuelrail import bench
+fr.OrderSpec, fr.order.Sampler, fr.shard, fr.open
+for face, name in ((fr, "DataLoader"), (bench, "train")):
+    try:
+        getattr(face, name)
+    except fr.errors.ConfigError as error:
+        print(error)
+"""
+    loader, train = run_program(code, ["torch"])
+    how = "needs torch, which is not installed or does not load: pip install -e '.[torch]'"
+    assert loader.startswith(f"fuelrail.DataLoader {how}")
+    assert train.startswith(f"fuelrail.bench.train {how}")
+
+
+@pytest.mark.process
+def test_a_table_of_images_is_read_by_torchs_loader_without_opencv_and_webdataset(tmp_path) -> None:
+    code = f"{BLOCK}import support.ordered_images\nsupport.ordered_images.main()"
+    (refused,) = run_program(code, ["cv2", "webdataset"], tmp_path)
+    assert refused.startswith("fuelrail.DataLoader needs cv2")
+    assert "pip install -e '.[opencv]'" in refused
 
 
 @pytest.mark.slow
@@ -167,6 +216,20 @@ def read_requirements(name: str) -> list[str]:
         return metadata_requires(name) or []
     except PackageNotFoundError:
         return []
+
+
+def run_program(code: str, packages: list[str], folder: Path = SOURCE) -> list[str]:
+    """Run Python where the packages cannot be imported; return the lines that it printed."""
+    paths = os.pathsep.join(map(str, (SOURCE, Path(__file__).parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *packages],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
 
 
 def run_without(

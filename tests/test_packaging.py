@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -32,7 +33,7 @@ LOOK_FOR_COMPARE = (
     "bench/commands.py",
     "bench/studies/diff.py",
 )  # and say where it runs if it is not there
-FACE_FILES = ("__init__.py", "__main__.py", "order.py", "py.typed")
+FACE_FILES = ("__init__.py", "__init__.pyi", "__main__.py", "order.py", "py.typed")
 PROGRAMS = (
     "recipes",
     "sources",
@@ -307,6 +308,9 @@ class TestDependencies:
     def test_extras(self) -> None:
         extras = PROJECT["optional-dependencies"]
         assert extras.keys() >= {
+            "torch",
+            "opencv",
+            "webdataset",
             "dali",
             "dali-cu13",
             "simd",
@@ -319,6 +323,9 @@ class TestDependencies:
             "peers",
         }
         for name, distribution in {
+            "torch": "torch",
+            "opencv": "opencv-python-headless",
+            "webdataset": "webdataset",
             "dali": "nvidia-dali-cuda120",
             "dali-cu13": "nvidia-dali-cuda130",
             "simd": "pillow-simd",
@@ -329,6 +336,7 @@ class TestDependencies:
             assert any(
                 re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name]
             )
+            assert not [text for text in PROJECT["dependencies"] if text.startswith(distribution)]
 
     def test_the_core_asks_for_what_it_imports_and_for_no_more(self) -> None:
         """A dependency that only the laboratory or a rare table needs is one of an extra."""
@@ -561,3 +569,18 @@ class TestBuild:
         place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
         assert place.startswith(str(tmp_path))
         assert loaded == "CameraJpeg"
+
+
+def test_no_plug_in_asks_an_index_for_fuelrail_by_its_name() -> None:
+    plug_ins = sorted((ROOT / "configs" / "sources").glob("*/pyproject.toml"))
+    asked = {
+        file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        for file in plug_ins
+    }
+    assert len(asked) == 5
+    for name, project in asked.items():
+        extras = project.get("optional-dependencies", {}).values()
+        requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+        assert not [text for text in requirements if text.startswith("fuelrail")], name
+    video = PROJECT["optional-dependencies"]["video"]
+    assert asked["physical_ai"]["dependencies"] == video

@@ -10,6 +10,7 @@ import pytest
 
 import fuelrail as fr
 from fuelrail import __main__ as command_line
+from fuelrail import bench
 from fuelrail.loaders.records import batch_entries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +142,10 @@ def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
 def test_every_command_is_on_the_commands_page() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
-    functions = [
-        name for name in dir(fr) if isinstance(getattr(fr, name), FunctionType) and name != "open"
-    ]
-    assert not [name for name in functions if f"`fr.{name}`" not in page]
+    for face, package in (("fr", fr), ("bench", bench)):
+        functions = [
+            name
+            for name in dir(package)
+            if isinstance(getattr(package, name), FunctionType) and not name.startswith("__")
+        ]
+        assert not [name for name in {*functions} - {"open"} if f"`{face}.{name}`" not in page]

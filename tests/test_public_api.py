@@ -1,75 +1,76 @@
-"""The names of `import fuelrail`: frozen in public_api.txt, each resolved, none of them imported early."""
+"""The names of `import fuelrail as fr` and `fuelrail.bench`: few, each resolved, none of them imported early."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import fuelrail
+from fuelrail import bench, errors
+from fuelrail.pipeline.face import read_public_names
 
 pytestmark = pytest.mark.process
 
-FROZEN = (Path(__file__).parent / "public_api.txt").read_text(encoding="utf-8").split()
+FACES = {
+    package: read_public_names(Path(package.__file__).with_suffix(".pyi"))
+    for package in (fuelrail, bench)
+}
+NAMES = [(package, name) for package, places in FACES.items() for name in places]
 
 
-def test_the_public_names_are_the_frozen_ones() -> None:
-    assert sorted(fuelrail._PUBLIC, key=str.lower) == FROZEN, (
-        "a change of the public names needs tests/public_api.txt"
-    )
+def test_a_user_of_datasets_faces_at_most_60_names() -> None:
+    assert len(FACES[fuelrail]) <= 60
+    assert not [name for name, (module, _) in FACES[fuelrail].items() if ".bench." in module]
+    assert not FACES[fuelrail].keys() & FACES[bench].keys()
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_each_name_resolves_to_the_object_of_its_module(name: str) -> None:
-    module, _, attribute = fuelrail._PUBLIC[name].partition(":")
-    value = getattr(fuelrail, name)
-    assert getattr(sys.modules[module], attribute or name) is value
+@pytest.mark.parametrize(
+    ("package", "name"), NAMES, ids=[f"{package.__name__}.{name}" for package, name in NAMES]
+)
+def test_each_name_resolves_to_the_object_of_its_module(package, name) -> None:
+    value = getattr(package, name)
+    module, attribute = FACES[package][name]
+    assert getattr(sys.modules[module], attribute) is value
     assert value.__doc__, f"{name} has no docstring"
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(fuelrail.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    names = {}
-    for node in block.body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                is_same_name = alias.asname == alias.name
-                attribute = "" if is_same_name else f":{alias.name}"
-                names[alias.asname or alias.name] = f"{node.module}{attribute}"
-    for node in block.body:  # a name that differs from the one in its module
-        if isinstance(node, ast.Assign):
-            value = node.value
-            (name,) = node.targets
-            names[name.id] = names.pop(value.id)
-    assert names == fuelrail._PUBLIC
+def test_each_name_is_written_once() -> None:
+    """A stub says `import X as X`; `open`, of another name in its module, is an assignment."""
+    for package, places in FACES.items():
+        text = Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+        assert text.count("\nfrom ") == len(places)
+        renamed = {name for name, (_, attribute) in places.items() if name != attribute}
+        assert renamed == ({"open"} if package is fuelrail else set())
 
 
-def test_all_errors_are_public() -> None:
-    import fuelrail.pipeline.errors as errors
-
-    kinds = {
-        name
-        for name, member in vars(errors).items()
-        if isinstance(member, type) and issubclass(member, Exception)
-    }
-    assert kinds <= set(FROZEN)
+def test_errors_are_in_one_module() -> None:
+    assert fuelrail.errors is errors
+    assert fuelrail.FuelrailError is errors.FuelrailError
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert kinds & set(dir(fuelrail)) == {"FuelrailError"}
 
 
 def test_tab_completion_imports_nothing_heavy() -> None:
     code = """
 import sys, fuelrail
-assert set(open(sys.argv[1]).read().split()) <= set(dir(fuelrail))
+from fuelrail import bench
+assert {"DataLoader", "errors", "shard", "__version__"} <= set(dir(fuelrail))
+assert {"train", "plan"} <= set(dir(bench))
 assert not {"torch", "numpy", "pyarrow", "msgspec"} & set(sys.modules), sorted(sys.modules)
-assert fuelrail.pipeline.__name__ == "fuelrail.pipeline"
+assert fuelrail.order.__name__ == "fuelrail.order"
+import fuelrail.bench.annotation.run
+assert isinstance(fuelrail.bench.annotate, type(lambda: 0)), "the function, and no module"
 """
-    file = Path(__file__).parent / "public_api.txt"
-    subprocess.run([sys.executable, "-W", "error", "-c", code, str(file)], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'fuelrail' has no attribute 'Loader'"):
-        _ = fuelrail.Loader
+@pytest.mark.parametrize("package", [fuelrail, bench], ids=["fuelrail", "bench"])
+def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
+    with pytest.raises(
+        AttributeError, match=f"module '{package.__name__}' has no attribute 'Loader'"
+    ):
+        _ = package.Loader

@@ -172,19 +172,19 @@ BROKEN = {
     ),
     "frame_idx_negative": (
         change_meta(lambda meta: meta.update(frame_idx=-9)),
-        "Expected `int` >= 0 - at `$.frame_idx`",
+        "at 'frame_idx': must be a whole number from 0 to 2147483647; got -9",
     ),
     "frame_idx_of_4000_digits": (
         change_meta(lambda meta: meta.update(frame_idx=10**3999)),
-        "at `$.frame_idx`",
+        "at 'frame_idx': must be a whole number from 0 to",
     ),
     "timestamp_beyond_64_bits": (
         change_meta(lambda meta: meta.update(timestamp_ns=2**70)),
-        "at `$.timestamp_ns`",
+        "at 'timestamp_ns': must be a whole number from",
     ),
     "stats_beyond_64_bits": (
         change_meta(lambda meta: meta.update(stats={"a": 2**70})),
-        "at `$.stats",
+        "at 'stats.a': must be",
     ),
 }
 """Change of a sample, and what each command says of it."""

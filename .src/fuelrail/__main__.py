@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
-from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.errors import FuelrailError, needs
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.cli import Command
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class _Entry(NamedTuple):
     module: str
     help: str
+    extra: str | None = None
 
 
 # A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
@@ -48,10 +49,16 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.sharding.commands",
         "delete samples or clips from a dataset, its layers and caches",
     ),
-    "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
+    "inspect": _Entry(
+        "fuelrail.bench.commands",
+        "show the contents of a dataset or of one sample",
+        "fuelrail[torch]",
+    ),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
     "annotate": _Entry(
-        "fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"
+        "fuelrail.bench.annotation.command",
+        "run a model over a dataset and store a layer",
+        "fuelrail[torch]",
     ),
     "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
     "diff": _Entry(
@@ -60,7 +67,9 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
     "view": _Entry(
-        "fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"
+        "fuelrail.loaders.commands",
+        "draw a sample's cameras and boxes as a contact sheet",
+        "fuelrail[torch]",
     ),
     "doctor": _Entry(
         "fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"
@@ -68,14 +77,17 @@ _COMMANDS: dict[str, _Entry] = {
     "order": _Entry(
         "fuelrail.bench.studies.order.describe",
         "show which samples an order selects, and how well it shuffles",
+        "fuelrail[bench]",
     ),
     "runs": _Entry(
         "fuelrail.bench.studies.runs.command",
         "read the ledger of a run: what its weights have seen",
+        "fuelrail[torch]",
     ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
+        "fuelrail[bench]",
     ),
     "presets": _Entry(
         "fuelrail.pipeline.cli",
@@ -84,8 +96,11 @@ _COMMANDS: dict[str, _Entry] = {
     "top": _Entry(
         "fuelrail.pipeline.cli",
         "watch running loaders: stages, queues, and how well they feed the trainer",
+        "fuelrail[bench]",
     ),
-    "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
+    "bench": _Entry(
+        "fuelrail.bench.commands", "measure loaders and training runs", "fuelrail[bench]"
+    ),
 }
 
 
@@ -247,20 +262,24 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     first = arguments[0].partition("=")[0]
     options = ("--help", "--version")
-    if first.startswith("--") and not any(option.startswith(first) for option in options):
+    is_option = first.startswith("-") and first != "-h"
+    if is_option and not any(option.startswith(first) for option in options):
         close = difflib.get_close_matches(first, options, n=1)
         hint = f"did you mean {close[0]}?" if close else "a command comes before its options"
         top.error(f"unknown option '{first}'; {hint}")
     word = top.parse_args(arguments[:1]).command
     if word not in _COMMANDS:
         close = difflib.get_close_matches(word, _COMMANDS, n=1)
+        if f"--{word}" in options:
+            close = [f"--{word}"]
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_COMMANDS)}"
         top.error(f"unknown command '{word}'; {hint}")
     try:
-        command = _load(word)
-        parser = _Parser(prog=f"fuelrail {word}", description=command.help)
-        command.configure(parser)
-        return command.run(parser.parse_any_order(arguments[1:]))
+        with needs(f"`fuelrail {word}`", extra=_COMMANDS[word].extra):
+            command = _load(word)
+            parser = _Parser(prog=f"fuelrail {word}", description=command.help)
+            command.configure(parser)
+            return command.run(parser.parse_any_order(arguments[1:]))
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import zstandard
 from torch import Tensor
 
-from fuelrail.bench.annotate.teacher import Reduction
+from fuelrail.bench.annotation.teacher import Reduction
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import documentation_texts
 from fuelrail.bench.report.files import publish_json

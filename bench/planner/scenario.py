@@ -301,7 +301,7 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
 
 class PlanOptions(Facts, frozen=True, kw_only=True):
-    """Options of `fuelrail.plan`, and flags of ``fuelrail plan``.
+    """Options of `fuelrail.bench.plan`, and flags of ``fuelrail plan``.
 
     What a scenario says, they replace.
     """

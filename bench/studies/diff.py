@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.compare.report import CompareReport
 
-    Comparable = Report | LoaderReport | ScaleReport | CompareReport
+    Comparable: TypeAlias = Report | LoaderReport | ScaleReport | CompareReport
 
 COMPARE_ROOM = "fuelrail.bench.studies.compare"
 FROM_CHECKOUT = (
@@ -64,7 +64,7 @@ KINDS = _kinds()
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.diff`, and the flags of ``fuelrail bench diff``."""
+    """Options of `fuelrail.bench.diff`, and the flags of ``fuelrail bench diff``."""
 
     threshold: Annotated[
         float, msgspec.Meta(ge=0, lt=1), flag("tolerated slowdown (0.02 = 2 %)")
@@ -130,7 +130,7 @@ def diff(
 ) -> Comparison:
     """Compare two reports of one kind, given as reports, files or folders.
 
-    ``fuelrail.diff("A", "B", threshold=0.05)`` takes the fields of :class:`DiffOptions` as
+    ``fuelrail.bench.diff("A", "B", threshold=0.05)`` takes the fields of :class:`DiffOptions` as
     keywords. Raises ConfigError for reports that cannot be compared.
     """
     options = make_options(DiffOptions, options, changes)

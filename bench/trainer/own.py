@@ -36,7 +36,7 @@ class Log(Protocol):
 
 
 class LoopOptions(Settings, frozen=True, kw_only=True):
-    """Options of `fuelrail.train`.
+    """Options of `fuelrail.bench.train`.
 
     ``steps`` are optimiser steps in all, those before a resume included; each takes
     ``accumulation`` batches. Checkpoints are saved every ``save_every`` steps and after the last
@@ -64,7 +64,7 @@ def train(
     on_evaluate: Callable[[int, Scores], object] | None = None,
     **changes: Any,  # fields of LoopOptions
 ) -> None:
-    """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader,
+    """Train from the newest checkpoint to a number of steps: ``fr.bench.train(parallel, loader,
     steps=1000)``.
 
     ``on_step`` gets the record of each step on this rank, and its losses by name, the means over

@@ -21,6 +21,7 @@ from example import TRANSFORMS, arguments
 from torch import Tensor, nn
 
 import fuelrail as fr
+from fuelrail import bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -268,7 +269,9 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2)
 
 def divided(model: Callable[[], Detector], optimiser: Any = ADAMW, **options: Any) -> Parallel:
     """Divide the detector over the ranks."""
-    return fr.parallelise(model, wrap=[Bottleneck], optimiser=optimiser, clip_norm=5.0, **options)
+    return bench.parallelise(
+        model, wrap=[Bottleneck], optimiser=optimiser, clip_norm=5.0, **options
+    )
 
 
 def main(
@@ -303,7 +306,9 @@ def main(
         batch_norm="frozen" if "--weights" in own else "local",
     )
     if "--weights" in own:
-        report = fr.load_weights(parallel, own["--weights"], rename=lambda name: f"backbone.{name}")
+        report = bench.load_weights(
+            parallel, own["--weights"], rename=lambda name: f"backbone.{name}"
+        )
         print(  # noqa: T201
             f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, "
             f"{report.other_shape}"
@@ -314,9 +319,9 @@ def main(
             options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same
         ) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
-        fr.Checkpoints(options.checkpoint / "detector") as checkpoints,
+        bench.Checkpoints(options.checkpoint / "detector") as checkpoints,
     ):
-        fr.train(
+        bench.train(
             parallel,
             loader,
             steps=options.steps,
@@ -324,7 +329,7 @@ def main(
             checkpoints=checkpoints,
             on_step=note,
         )
-        scores = fr.evaluate(parallel, everything, score)
+        scores = bench.evaluate(parallel, everything, score)
         if is_first:
             precision = average_precision(scores, names)
             print(f"precision {precision:.4f} over {len(scores['sample_key'])} samples")  # noqa: T201

@@ -26,6 +26,7 @@ from example import TRANSFORMS, arguments
 from torch import Tensor, nn
 
 import fuelrail as fr
+from fuelrail import bench
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -166,7 +167,7 @@ def score(outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> dict[str, 
 
 def divided(model: Callable[[], Vla] = Vla, **options: Any) -> Parallel:
     """Divide the model over the ranks, with its optimiser and schedule."""
-    return fr.parallelise(
+    return bench.parallelise(
         model,
         wrap=[nn.TransformerEncoderLayer],
         optimiser=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
@@ -207,9 +208,9 @@ def main(
             options.dataset, batch_size=2, order=order, drop_last=True, seed=7, **same
         ) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
-        fr.Checkpoints(options.checkpoint / "vla") as checkpoints,
+        bench.Checkpoints(options.checkpoint / "vla") as checkpoints,
     ):
-        fr.train(
+        bench.train(
             parallel,
             loader,
             steps=options.steps,
@@ -218,7 +219,7 @@ def main(
             checkpoints=checkpoints,
             on_step=note,
         )
-        scores = fr.evaluate(parallel, everything, score)
+        scores = bench.evaluate(parallel, everything, score)
         if is_first:
             count = len(scores["sample_key"])
             distance_m = float(scores["distance_m"].mean())

@@ -22,8 +22,9 @@ import griffe
 import msgspec
 from mkdocs.structure.files import File
 
-import fuelrail
 from fuelrail import __main__ as command_line
+from fuelrail import errors
+from fuelrail.pipeline.face import read_public_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,46 +146,52 @@ def help_text(*words: str) -> str:
 
 def python_page() -> str:
     """Return the reference of all public names, by hall, errors last."""
-    groups: dict[str, list[str]] = {
-        "loaders": [],
-        "pipeline": [],
-        "sharding": [],
-        "bench": [],
-        "errors": [],
+    package = ROOT / ".src" / "fuelrail"
+    groups: dict[str, dict[str, tuple[str, str]]] = {
+        "Loading": {},
+        "Datasets, orders, augmentation": {},
+        "Making datasets": {},
+        "Laboratory": read_public_names(package / "bench" / "__init__.pyi"),
+        "Errors": {
+            name: (errors.__name__, name)
+            for name, value in vars(errors).items()
+            if issubclass_of_exception(value)
+        },
     }
-    for name, place in fuelrail._PUBLIC.items():  # noqa: SLF001
-        module = place.partition(":")[0].split(".")
-        groups["errors" if module[-1] == "errors" else module[1]].append(name)
     titles = {
         "loaders": "Loading",
         "pipeline": "Datasets, orders, augmentation",
         "sharding": "Making datasets",
-        "bench": "Measuring",
-        "errors": "Errors",
     }
+    for name, (module, attribute) in read_public_names(package / "__init__.pyi").items():
+        hall = module.removeprefix("fuelrail.").partition(".")[0]
+        if hall in titles and name not in {"errors", *groups["Errors"]}:
+            groups[titles[hall]][name] = module, attribute
     parts = [
         "# Python\n",
         (
-            "Every public name: `import fuelrail as fr`, then `fr.NAME`. A name is imported "
-            "when it is first used.\n"
+            "Every public name: `import fuelrail as fr`, then `fr.NAME`; those of the laboratory "
+            "are `fuelrail.bench.NAME`, errors `fr.errors.NAME`. A name is imported when it is "
+            "first used.\n"
         ),
     ]
-    for group, names in groups.items():
-        parts.append(f"## {titles[group]}\n")
-        parts += [entry for name in sorted(names, key=str.lower) for entry in reference_of(name)]
+    for title, places in groups.items():
+        parts.append(f"## {title}\n")
+        for name in sorted(places, key=str.lower):
+            module, attribute = places[name]
+            parts += reference_of(name, module, attribute)
     return "\n".join(parts)
 
 
-def reference_of(name: str) -> Iterator[str]:
+def reference_of(name: str, module: str, attribute: str) -> Iterator[str]:
     """Yield the reference of one public name; of a struct with described fields their table."""
-    module, _, attribute = fuelrail._PUBLIC[name].partition(":")  # noqa: SLF001
-    value = getattr(importlib.import_module(module), attribute or name)
+    value = getattr(importlib.import_module(module), attribute)
     fields = (
         list(described_fields(value))
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
         else []
     )
-    yield f"::: {module}.{attribute or name}"
+    yield f"::: {module}.{attribute}"
     yield "    options:"
     yield f"      heading: {name}\n      toc_label: {name}"
     if fields:

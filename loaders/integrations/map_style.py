@@ -13,6 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.schedule.selection import Selectable
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -86,7 +87,8 @@ class MapView(TorchDataset[Any]):
 
     def _decoded(self, encoded: bytes) -> NDArray[np.uint8]:
         if self._decoder is None:
-            self._decoder = make_decoder()
+            with needs("an image that is decoded"):
+                self._decoder = make_decoder()
         info = probe(encoded)
         image = np.empty((3, info.height, info.width), np.uint8)
         self._decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)), image)

@@ -34,15 +34,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import cv2
 import numpy as np
-import webdataset
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.errors import ImageError, needs
 from fuelrail.pipeline.format.codecs import Dictionary, decode, split_name
 from fuelrail.pipeline.sample.arrays import Buffer, read_tensors
 from fuelrail.pipeline.sample.image_header import unpack_png
+
+with needs("the hook for webdataset", "fuelrail[opencv,webdataset]"):
+    import cv2
+    import webdataset
 
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 

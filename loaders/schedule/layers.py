@@ -81,6 +81,9 @@ def open_layers(
         for layer, place in of_one.items():
             if not isinstance(layer, str):
                 raise ConfigError(_FORM.format(layers))
+            if isinstance(place, Layer):  # as it was, for a replay
+                layers_of_dataset.append(place)
+                continue
             if isinstance(place, LayerOptions | Mapping):
                 options = as_settings(place, LayerOptions, f"layers['{layer}']")
             elif isinstance(place, str | os.PathLike):

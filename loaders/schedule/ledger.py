@@ -27,7 +27,13 @@ from fuelrail.pipeline.format.ledger import (
     SegmentStart,
 )
 from fuelrail.pipeline.order.batching import Batching, Cursor, World
-from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, must_be
+from fuelrail.pipeline.settings import (
+    CheckedSettings,
+    PathText,
+    as_settings,
+    find_fault,
+    must_be,
+)
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -319,8 +325,9 @@ def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
     try:
         return msgspec.convert(setup.identity, Identity)
     except msgspec.ValidationError as error:
+        fault = find_fault(error, setup.identity, Identity)
         raise LedgerError(
-            f"ledger '{path}': the identity of a setup is of no known form: {error}"
+            f"ledger '{path}': the identity of a setup is of no known form: {fault}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from fuelrail.pipeline.errors import StateMismatchError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, explain, find_fault
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.order.batching import Cursor
@@ -137,13 +137,19 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         raise StateMismatchError(
             f"loader state has version {version!r}; this Fuelrail reads {STATE_VERSION}"
         )
+    plain = dict(encoded)
     try:
-        plain = dict(encoded)
         if isinstance(plain.get("identity"), str):
             plain["identity"] = msgspec.json.decode(plain["identity"])
         state = msgspec.convert(plain, LoaderState)
+    except msgspec.ValidationError as error:
+        fault = find_fault(error, plain, LoaderState)
+        raise StateMismatchError(f"not a Fuelrail loader state: {fault}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
+        text = explain(error, b"", LoaderState)
+        raise StateMismatchError(
+            f"not a Fuelrail loader state: its 'identity' is not JSON: {text}"
+        ) from error
     if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
         raise StateMismatchError(
             f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both "

@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels import logits
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
-from fuelrail.pipeline.errors import ImageError, SchemaError
+from fuelrail.pipeline.errors import ImageError, SchemaError, needs
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.settings import explain
 
 Value = Any
 """What a kind decodes to: the table above."""
@@ -332,9 +333,10 @@ def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
         raise SchemaError(f"channel '{channel.name}' {text}")
     try:
         return msgspec.json.decode(data, type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = explain(error, data, list[str])
         raise SchemaError(
-            f"channel '{channel.name}' is not a JSON array of texts: {error}"
+            f"channel '{channel.name}' is not a JSON list of texts: {fault}"
         ) from error
 
 
@@ -384,7 +386,8 @@ def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
 
 
 def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
-    import cv2
+    with needs("the pixels of a channel of images"):
+        import cv2
 
     _check_image(data, channel)
     encoded = (
@@ -400,7 +403,8 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
 
 
 def _encode_image(value: Value, channel: Channel) -> bytes:
-    import cv2
+    with needs("a channel of images"):
+        import cv2
 
     pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
     done, encoded = cv2.imencode(

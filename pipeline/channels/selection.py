@@ -13,7 +13,7 @@ from fuelrail.pipeline.channels.laws import LAWS
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
 from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
-from fuelrail.pipeline.limits import LOGITS_OF_SAMPLE
+from fuelrail.pipeline.limits import LOGITS_OF_SAMPLE, MASKS_OF_SAMPLE
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -96,7 +96,7 @@ def decode_values(
     ``members`` are raw bytes by field name. Raises SchemaError or ImageError with key and member.
     """
     values: dict[str, Any] = {}
-    num_bytes = 0
+    num_bytes = Counter[str]()
     for channel in channels:
         data = members.get(channel.field)
         try:
@@ -104,11 +104,13 @@ def decode_values(
                 raise SchemaError(
                     f"channel '{channel.name}' is missing, and the table does not say optional"
                 )
-            values[channel.name] = (
-                None if data is None else KINDS[channel.kind].decode(data, channel)
-            )
-            if isinstance(values[channel.name], Logits):
-                num_bytes = _with_logits(values[channel.name], num_bytes, channel)
+            values[channel.name] = None
+            if data is not None:
+                if channel.kind == "image":
+                    _add_mask(num_bytes, data, channel)
+                values[channel.name] = KINDS[channel.kind].decode(data, channel)
+                if isinstance(values[channel.name], Logits):
+                    _add_logits(num_bytes, values[channel.name], channel)
         except MemberError as error:
             raise type(error)(error.message, key=key, member=channel.field) from error
     return values
@@ -126,7 +128,7 @@ def check_members(
     ``sizes`` are width and height [px] of the stored images that the sample has, by camera.
     ``deep`` decodes the pixels of images. Channels whose kind is unknown here are not looked at.
     """
-    num_bytes = 0
+    num_bytes = Counter[str]()
     for channel in channels:
         data = members.get(channel.field)
         kind = KINDS.find(channel.kind)
@@ -140,9 +142,11 @@ def check_members(
         if kind is None:
             continue
         try:
+            if channel.kind == "image":
+                _add_mask(num_bytes, data, channel)
             value = kind.check(data, channel)
             if isinstance(value, Logits):
-                num_bytes = _with_logits(value, num_bytes, channel)
+                _add_logits(num_bytes, value, channel)
             text = _misfit(data, channel, sizes)
             if deep:
                 kind.decode(data, channel)
@@ -152,15 +156,24 @@ def check_members(
             yield channel.field, text
 
 
-def _with_logits(value: Logits, num_bytes: int, channel: Channel) -> int:
-    """Return the bytes of a sample's logits with those of one more channel.
-
-    Raises SchemaError where they are over the limit.
+def _add_logits(num_bytes: Counter[str], value: Logits, channel: Channel) -> None:
+    """Count the bytes of one more channel of logits of a sample; raise SchemaError over the
+    limit.
     """
-    num_bytes += sum(part.nbytes for part in value.parts.values())
-    if (text := LOGITS_OF_SAMPLE.broken(num_bytes)) is not None:
+    num_bytes["logits"] += sum(part.nbytes for part in value.parts.values())
+    if (text := LOGITS_OF_SAMPLE.broken(num_bytes["logits"])) is not None:
         raise SchemaError(f"with channel '{channel.name}' what the sample has of logits {text}")
-    return num_bytes
+
+
+def _add_mask(num_bytes: Counter[str], data: Buffer, channel: Channel) -> None:
+    """Count the bytes of the pixels of one more mask of a sample, by its header; raise
+    SchemaError over the limit.
+    """
+    width, height = image_size(data, channel)
+    components = 3 if len(channel.shape) == 3 else 1
+    num_bytes["masks"] += width * height * components * channel.numpy_dtype.itemsize
+    if (text := MASKS_OF_SAMPLE.broken(num_bytes["masks"])) is not None:
+        raise SchemaError(f"with channel '{channel.name}' what the sample has of masks {text}")
 
 
 def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:

@@ -339,6 +339,8 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
             cv2.merge(list(source[:, None]), dst=out[None])
         else:
             cv2.transpose(source, dst=out)
+    except ModuleNotFoundError:  # the extra opencv is not installed
+        np.copyto(out, source.T)
     except (
         ImportError,
         AttributeError,

@@ -21,7 +21,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import LedgerError
 from fuelrail.pipeline.limits import LEDGER, UNTYPED
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, explain
 from fuelrail.pipeline.storage.files import open_file, sync_folder
 
 LEDGER_VERSION: Final = 1
@@ -104,7 +104,7 @@ class BatchDigest(Settings, frozen=True, tag="digest", tag_field="record"):
 
 
 Record = RunSetup | SegmentStart | PlaceReached | SampleReplaced | BatchDigest
-_DECODER: Final = msgspec.json.Decoder(Annotated[Record, "record"])
+_DECODER: Final = msgspec.json.Decoder(Record)
 
 
 class Ledger(NamedTuple):
@@ -165,8 +165,9 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
                     try:
                         record = _DECODER.decode(body)
                     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                        fault = explain(error, body, Record)
                         raise LedgerError(
-                            f"ledger '{path}': record {number} is of no known form: {error}", number
+                            f"ledger '{path}': record {number} is of no known form: {fault}", number
                         ) from error
                     setup_bytes += len(body) if isinstance(record, RunSetup) else 0
                     text = UNTYPED.broken(setup_bytes)
@@ -212,14 +213,19 @@ class _Checks:
 
     def add(self, record: Record, number: int) -> None:
         """Take the next record; raise LedgerError for one that may not be the next."""
+        last = self._reached
         if isinstance(record, RunSetup) and record.version != LEDGER_VERSION:
             wrong = f"has version {record.version}; this Fuelrail reads {LEDGER_VERSION}"
         elif number == 0 and not isinstance(record, RunSetup | SampleReplaced):
             wrong = "is the first one, and must be a setup"
         elif self._follows_setup and not isinstance(record, SegmentStart):
             wrong = "follows a setup, and must be a start"
-        elif isinstance(record, PlaceReached) and not self._may_reach(record.place):
+        elif (
+            isinstance(record, PlaceReached)
+            and last is not None
             # Every end of an epoch is noted.
+            and not (last <= record.place and record.place[0] <= last[0] + 1)
+        ):
             wrong = (
                 f"reaches {record.place}, which is before the place reached last, or more than an "
                 "epoch behind it"
@@ -230,10 +236,6 @@ class _Checks:
                 self._reached = record.place
             return
         raise LedgerError(f"ledger '{self._path}': record {number} {wrong}", number)
-
-    def _may_reach(self, place: Place) -> bool:
-        last = self._reached
-        return last is None or (last <= place and place[0] <= last[0] + 1)
 
 
 def _digest(before: str, body: bytes) -> str:

@@ -31,7 +31,7 @@ from fuelrail.pipeline.channels.sensors import (
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.sample.schema import BOXES, IMAGE_EXTENSIONS
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, explain, must_be
 from fuelrail.pipeline.storage.files import read_file
 from fuelrail.pipeline.text import repeated_key, shortened
 
@@ -54,7 +54,9 @@ MAX_ANCESTORS: Final = 128
 _MAX_NAMES: Final = 1 << 15
 """The most classes, and the most attributes: their numbers are 16 bits wide."""
 Text = Annotated[str, Meta(max_length=4096)]
-Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Fingerprint = Annotated[
+    str, Meta(pattern=r"\A[0-9a-f]{64}\Z"), must_be("64 hexadecimal digits, 0-9 and a-f")
+]
 _Names = Annotated[tuple[Text, ...], Meta(max_length=_MAX_NAMES)]
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
@@ -312,7 +314,8 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
     except msgspec.ValidationError:
         head = _Head()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"'{where}' is not JSON: {error}; {BRING_BACK}") from error
+        fault = explain(error, data, _Head)
+        raise ManifestError(f"'{where}' is not JSON: {fault}; {BRING_BACK}") from error
     kind = next(
         (kind for name, kind in kinds.items() if bytes(head.format) == msgspec.json.encode(name)),
         None,
@@ -339,7 +342,7 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         manifest = msgspec.json.decode(data, type=kind)
         twice = repeated_key(data, manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"'{where}': {error}; {BRING_BACK}") from error
+        raise ManifestError(f"'{where}': {explain(error, data, kind)}; {BRING_BACK}") from error
     if twice is not None:
         raise ManifestError(
             f"'{where}': the key '{shortened(twice)}' occurs twice in an object; {BRING_BACK}"

@@ -276,30 +276,50 @@ class Walk:
     def place(self, k: int) -> tuple[int, int]:
         """Return epoch and step of the k-th step of this walk: in constant time where all epochs
         are equally long.
+
+        Raises WorldError where the share has no such step.
         """
         if self.batching.lengths is not None:
-            epoch = self.start.epoch
-            steps = self.share.steps(self.rest)
-            while k >= len(steps):
+            for epoch, steps in self._epochs():
+                if k < len(steps):
+                    return epoch, steps[k]
                 k -= len(steps)
-                epoch = self.batching.next_epoch(epoch + 1)
-                steps = self.share.steps(self.batches(epoch))
-            return epoch, steps[k]
+            raise self._make_no_step_error(epoch)
         first = self.share.steps(self.rest)
         epoch_steps = self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]
+        if not epoch_steps:
+            raise self._make_no_step_error(self.start.epoch + 1)
         epochs, step = divmod(k - len(first), len(epoch_steps))
         return self.start.epoch + 1 + epochs, epoch_steps[step]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the place of each step made here; endless, or empty where the share has no step."""
-        if self.share.steps(self.batching):
-            epoch = self.start.epoch
-            while True:
-                for step in self.share.steps(self.batches(epoch)):
-                    yield epoch, step
-                epoch = self.batching.next_epoch(epoch + 1)
+        if self.batching.lengths is None and not self.share.steps(self.batching):
+            return
+        for epoch, steps in self._epochs():
+            for step in steps:
+                yield epoch, step
+
+    def _epochs(self) -> Iterator[tuple[int, range]]:
+        """Yield the epochs that have steps, and those of them that are made here; end after
+        `MAX_EMPTY_EPOCHS` in a row without one.
+        """
+        epoch = self.start.epoch
+        num_empty = 0
+        while num_empty <= MAX_EMPTY_EPOCHS:
+            steps = self.share.steps(self.batches(epoch))
+            yield epoch, steps
+            num_empty = 0 if steps else num_empty + 1
+            epoch = self.batching.next_epoch(epoch + 1)
+
+    def _make_no_step_error(self, epoch: int) -> WorldError:
+        num_steps = self.batches(epoch).num_steps
+        return WorldError(
+            f"worker {self.share.first} of {self.share.stride} has no step of its own: epoch "
+            f"{epoch} has {num_steps}; use at most {max(num_steps, 1)} workers"
+        )
 
     def number(self, k: int) -> int:
         """Return the number of the k-th step made here among the steps of all shares."""

@@ -201,7 +201,8 @@ class Filter:
                 args=[subject, ast.Constant(value=str() as text)],
                 keywords=[],
             ) if name in _TEXT_FUNCTIONS:
-                return _TEXT_FUNCTIONS[name](self._value(subject, depth), text)
+                found = self._text(node, text)
+                return _TEXT_FUNCTIONS[name](self._value(subject, depth), found)
             case ast.Call():
                 functions = "col('column'), " + ", ".join(
                     f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS
@@ -228,19 +229,33 @@ class Filter:
 
     def _literal(self, node: ast.expr) -> bool | int | float | str:
         match node:
-            case ast.Constant(value=(bool() | int() | float() | str()) as value):
-                if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                    raise self._refuse(node, f"the number {value} does not fit 64 bits")
-                return value
+            case ast.Constant(value=(bool() | float()) as number):
+                return number
+            case ast.Constant(value=str() as text):
+                return self._text(node, text)
+            case ast.Constant(value=int() as integer):
+                return self._integer(node, integer)
             case ast.UnaryOp(
                 op=ast.USub() | ast.UAdd() as sign,
                 operand=ast.Constant(value=(int() | float()) as value),
             ) if not isinstance(value, bool):
-                return -value if isinstance(sign, ast.USub) else value
+                signed = -value if isinstance(sign, ast.USub) else value
+                return signed if isinstance(signed, float) else self._integer(node, signed)
             case _:
                 raise self._refuse(
                     node, f"a text, a number, True or False is needed here, not {_describe(node)}"
                 )
+
+    def _integer(self, node: ast.expr, value: int) -> int:
+        if not -(2**63) <= value < 2**63:
+            raise self._refuse(node, f"the number {_describe(node)} does not fit 64 bits")
+        return value
+
+    def _text(self, node: ast.AST, text: str) -> str:
+        """Return a text that columns can have; half of a character cannot be written in UTF-8."""
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise self._refuse(node, f"the text {text!a} has half of a character, a surrogate")
+        return text
 
     def _deeper(self, node: ast.expr, depth: int) -> int:
         if depth == MAX_DEPTH:
@@ -254,4 +269,7 @@ def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
 
 
 def _describe(node: ast.AST) -> str:
-    return f"`{ast.unparse(node)}`"[:80]
+    try:
+        return f"`{ast.unparse(node)}`"[:80]
+    except ValueError:  # a hexadecimal number may have more digits than Python writes as decimal
+        return "a number of thousands of digits"

@@ -69,7 +69,7 @@ _LOADER: Final = {
     "elapsed_s": ("fuelrail_uptime_seconds_total", "time since the start of the first iteration"),
     "bad_samples": ("fuelrail_bad_samples_total", "distinct bad samples that were substituted"),
 }
-"""Fields of `fuelrail.LoaderStats`."""
+"""Fields of `LoaderStats`."""
 
 _STAGE: Final = {
     "items": ("fuelrail_stage_items_total", "work calls finished"),
@@ -85,7 +85,7 @@ HELP: Final = dict((*_STORAGE.values(), *_LOADER.values(), *_STAGE.values())) | 
 
 
 class LoaderCounters(Protocol):
-    """The statistics of a loader (`fuelrail.LoaderStats`): the fields of ``_LOADER``, and these."""
+    """The statistics of a loader (`LoaderStats`): the fields of ``_LOADER``, and these."""
 
     @property
     def stages(self) -> Sequence[StageClock]: ...  # noqa: D102

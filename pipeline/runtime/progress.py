@@ -4,35 +4,61 @@ elsewhere. To stderr.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import threading
 import time
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
+from fuelrail.pipeline.text import message
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
 
 _FRESH_S = 10.0
+
+
+class PlainStatus:
+    """What `Progress` uses of rich's status, where rich is not installed: a line of a terminal."""
+
+    def start(self) -> None:
+        """Show nothing before the first text."""
+
+    def update(self, text: str) -> None:
+        """Write another text over the line."""
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[2K{message(text)[:width]}")
+        sys.stderr.flush()
+
+    def stop(self) -> None:
+        """Take the line down."""
+        sys.stderr.write("\r\x1b[2K")
+        sys.stderr.flush()
 
 
 class Progress:
     """Shows the last text that :meth:`update` was given, until the end of the ``with`` block.
 
     Where stderr is not a terminal (CI, a batch job's log) it is printed every ``every_s`` seconds,
-    with the time since the start, so that a run that takes minutes is seen to live.
+    with the time since the start, so that a run that takes minutes is seen to live. Rich is imported
+    for a terminal alone.
     """
 
     def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
-        self._console = console or Console(stderr=True, soft_wrap=True)
+        self._file = sys.stderr if console is None else console.file
+        is_terminal = sys.stderr.isatty() if console is None else console.is_terminal
+        self._status = _make_status(text, console) if is_terminal else None
         self._text = text
         self._every_s = every_s
         self._start = self._updated = time.monotonic()
         self._first: tuple[float, float] | None = None
-        self._status = self._console.status(text)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._print, name="fuelrail-progress", daemon=True)
 
     def due(self) -> bool:
         """Return whether an update is due: always on a terminal, every 10 s elsewhere."""
-        return self._console.is_terminal or time.monotonic() - self._updated >= _FRESH_S
+        return self._status is not None or time.monotonic() - self._updated >= _FRESH_S
 
     def update(self, text: str, done: float = 0.0) -> None:
         """Show another text; ``done`` is the share of the work that is done, which the time left
@@ -46,17 +72,19 @@ class Progress:
             left_s = (now - since) * (1.0 - done) / (done - before)
             text = f"{text}, {_duration(left_s)} left"
         self._text = text
-        self._status.update(text)
+        if self._status is not None:
+            self._status.update(text)
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._status is not None:
             self._status.start()
         else:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._status.stop()
+        if self._status is not None:
+            self._status.stop()
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -64,7 +92,16 @@ class Progress:
     def _print(self) -> None:
         while not self._ended.wait(self._every_s):
             since = _duration(time.monotonic() - self._start)
-            self._console.print(f"{since}: {self._text}", highlight=False, markup=False)
+            self._file.write(f"{since}: {self._text}\n")
+            self._file.flush()
+
+
+def _make_status(text: str, console: Console | None) -> Status | PlainStatus:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return PlainStatus()
+    return (console or Console(stderr=True, soft_wrap=True)).status(text)
 
 
 def _duration(seconds: float) -> str:

@@ -31,7 +31,7 @@ _OF_A_STAGE = ("fuelrail_stage_threads", "fuelrail_stage_queue", "fuelrail_stage
 
 
 class TopOptions(Settings, frozen=True, kw_only=True):
-    """Options of `fuelrail.top`, and the flags of ``fuelrail top``."""
+    """Options of `fuelrail.bench.top`, and the flags of ``fuelrail top``."""
 
     interval: Annotated[
         float, Meta(ge=0.05, le=3600), flag("seconds between updates", metavar="S")
@@ -100,7 +100,7 @@ def read(url: str) -> Reading:
         reason = shortened(getattr(error, "reason", error))
         raise ConfigError(
             f"no metrics at {address}: {reason}; is the trainer running, with "
-            "fuelrail.serve_metrics(loader)?"
+            "fuelrail.bench.serve_metrics(loader)?"
         ) from error
 
 
@@ -202,7 +202,7 @@ def top(
     """Measure running loaders by their metrics endpoints; return one :class:`RankView` for each, of
     the last interval.
 
-    ``fuelrail.top("localhost:9400", once=True)`` takes the fields of :class:`TopOptions` as
+    ``fuelrail.bench.top("localhost:9400", once=True)`` takes the fields of :class:`TopOptions` as
     keywords. ``progress`` is called with the views of each interval. Without ``once`` it returns
     when the last loader has ended. Raises ConfigError where no loader answers.
     """

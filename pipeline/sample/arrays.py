@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.text import repeated_key, shortened
 
 if TYPE_CHECKING:
@@ -248,8 +249,9 @@ def _parse(header: bytes) -> TensorLayout:
     start = 8 + len(header)
     try:
         entries = _header_decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SchemaError(f"safetensors header: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = explain(error, header, dict[str, _Entry])
+        raise SchemaError(f"safetensors header: {fault}") from error
     if (twice := repeated_key(header, entries)) is not None:
         raise SchemaError(f"safetensors header: '{shortened(twice)}' occurs twice")
     position = 0

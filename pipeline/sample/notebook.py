@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import FuelrailError, ImageError
+from fuelrail.pipeline.errors import FuelrailError, ImageError, needs
 from fuelrail.pipeline.sample.image_header import probe
 
 _WIDTH: Final = 200
@@ -20,7 +20,8 @@ def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     """Make a JPEG ``width`` pixels wide of an encoded image; raise ImageError where it cannot be
     decoded.
     """
-    import cv2
+    with needs("a thumbnail"):
+        import cv2
 
     info = probe(encoded)
     image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)

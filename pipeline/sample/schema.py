@@ -39,6 +39,7 @@ from fuelrail.pipeline.sample.arrays import (
     write_stacked,
     write_tensors,
 )
+from fuelrail.pipeline.settings import explain
 
 SCHEMA: Final = "fuelrail/1"
 META: Final = "meta.json"
@@ -328,7 +329,7 @@ def decode_meta(data: Buffer) -> Meta:
     try:
         meta = _meta_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SchemaError(str(error)) from error
+        raise SchemaError(explain(error, data, Meta)) from error
     if meta.schema != SCHEMA:
         raise SchemaError(f"schema {meta.schema!r}; this version reads {SCHEMA!r}")
     return meta

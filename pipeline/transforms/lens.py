@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 
 Kind: TypeAlias = Literal["pinhole", "fisheye", "ftheta", "mei"]
 
@@ -109,7 +109,8 @@ def source_places(
         rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
         places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
         return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
-    import cv2
+    with needs("a lens that is undone"):
+        import cv2
 
     make = (
         cv2.fisheye.initUndistortRectifyMap
@@ -133,7 +134,8 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     if lens.kind in OWN_MODELS:
         flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
         return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
-    import cv2
+    with needs("a lens that is undone"):
+        import cv2
 
     undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
     points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)

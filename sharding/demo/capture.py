@@ -4,6 +4,7 @@ each object.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -100,12 +101,25 @@ def _find_sightings(
 ) -> list[Sighting]:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
+    places = places[np.argsort(places[:, 0], kind="stable")]
     shares = visible_shares(clip, solids, capture_us)
-    return [
-        Sighting(solid.actor, points_in_box(places, solid), round(shares.get(solid.actor, 0.0), 6))
-        for solid in solids
-        if solid.actor >= 0
-    ]
+    sightings = []
+    for solid in solids:
+        if solid.actor < 0:
+            continue
+        # Only points near in x can be in its box.
+        reach = math.hypot(*solid.size_lwh[:2])
+        low, high = np.searchsorted(
+            places[:, 0], (solid.centre[0] - reach, solid.centre[0] + reach)
+        )
+        sightings.append(
+            Sighting(
+                actor=solid.actor,
+                num_lidar_points=points_in_box(places[low:high], solid),
+                visible_share=round(shares.get(solid.actor, 0.0), 6),
+            )
+        )
+    return sightings
 
 
 def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:

@@ -1,5 +1,5 @@
-"""The picture of one camera: a ray for each pixel, against the ground and the blocks of everything
-near.
+"""The picture of one camera: the sides of the blocks of everything near as polygons, and what
+hides what by a ray for each pixel.
 
 What is drawn is where the calibration says, to the pixel. Pixel coordinates have the centre of the
 top left pixel at (0, 0). Camera rays have 1 as third component, so that multiples of them are
@@ -10,23 +10,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.rig import RigSensor, stream
-from fuelrail.sharding.demo.shapes import Block, Floats, Solid, colours, meet, noise_at
-from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
+from fuelrail.sharding.demo.shapes import (
+    Block,
+    Floats,
+    Solid,
+    list_details,
+    list_sides,
+    meet,
+    side_colours,
+)
+from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M, Road, corners
+
+with needs("`fuelrail synth`"):
+    import cv2
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.world import SynthClip, Weather
 
 NEAR_M: Final = 0.3  # what is nearer to a camera is not drawn
 _CUT_M: Final = NEAR_M / 2
-_SILHOUETTE_PX: Final = 400  # width of the pictures in which silhouettes are counted
+_SILHOUETTE_PX: Final = 240  # width of the pictures in which silhouettes are counted
+_BACKDROP_SCALE: Final = 8
+_ROAD_M: Final = 200.0
+_SHIFT: Final = 4  # binary digits of pixel coordinates after the point
+_DETAIL_PX: Final = 40
+_NOISE_ROOM: Final = 256
+_MEADOW_RGB: Final = (87.0, 109.0, 54.0)
+_PAVEMENT_RGB: Final = (136.0, 136.0, 136.0)
+_ROAD_RGB: Final = (86.0, 86.0, 86.0)
+_LINE_RGB: Final = (190.0, 190.0, 190.0)
+_STRIPS: Final = (
+    (KERB_M, FACADE_M - 1.2, _PAVEMENT_RGB),
+    (1.2 - FACADE_M, -KERB_M, _PAVEMENT_RGB),
+    (-KERB_M, KERB_M, _ROAD_RGB),
+    *((side * 0.14 - 0.06, side * 0.14 + 0.06, _LINE_RGB) for side in (-1, 1)),
+    *(
+        (side * 2 * LANE_WIDTH_M - 0.07, side * 2 * LANE_WIDTH_M + 0.07, _LINE_RGB)
+        for side in (-1, 1)
+    ),
+)
+"""Low and high edge to the left of the centre line in metres, and colour."""
 
 
 class Sight(NamedTuple):
@@ -73,6 +105,23 @@ def window_of(
     return slice(low[1], high[1]), slice(low[0], high[0])
 
 
+def in_view(solids: list[Solid], global2cam: NDArray[np.float64], camera: RigSensor) -> list[Solid]:
+    """Return the solids of which a part may be in the picture, by spheres around them."""
+    if not solids:
+        return []
+    centres = np.array([solid.centre for solid in solids])
+    reach = np.linalg.norm([solid.size_lwh for solid in solids], axis=1) / 2.0
+    x, _, z = (centres @ global2cam[:3, :3].T + global2cam[:3, 3]).T
+    # Distance from the planes through the camera and the left and right edges of the picture.
+    left = camera.intrinsics[0, 2] + 1.0
+    right = camera.size[0] - camera.intrinsics[0, 2]
+    focal = camera.intrinsics[0, 0]
+    is_seen = z + reach > NEAR_M
+    is_seen &= (x * focal + z * left) / math.hypot(focal, left) > -reach
+    is_seen &= (z * right - x * focal) / math.hypot(focal, right) > -reach
+    return [solids[place] for place in np.flatnonzero(is_seen).tolist()]
+
+
 def sights(
     solid: Solid, global2cam: NDArray[np.float64], intrinsics: NDArray[np.float64], rays: Floats
 ) -> Iterator[Sight]:
@@ -107,7 +156,7 @@ def owners(
     actors = np.full(size[::-1], -1, np.int32)
     nearest = np.full(size[::-1], np.inf)
     alone = dict[int, int]()
-    for solid in solids:
+    for solid in in_view(solids, global2cam, camera):
         silhouette = np.zeros(size[::-1], np.bool_)
         for sight in sights(solid, global2cam, intrinsics, rays):
             silhouette[sight.window] |= sight.depth < np.inf
@@ -141,76 +190,261 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
 def render(
     clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int
 ) -> NDArray[np.uint8]:
-    """Return the picture (H, W, 3), RGB, taken at ``exposure_us``."""
+    """Return the picture (H, W, 3), RGB, taken at ``exposure_us``.
+
+    Sides of blocks are filled as polygons, what may hide others after these. Texture is noise.
+    """
     cam2global = clip.ego2global(exposure_us) @ camera.sensor2ego
-    rays = pixel_rays(camera.intrinsics, camera.size)
-    image = _paint_backdrop(clip, camera, cam2global, rays)
-    nearest = np.full(image.shape[:2], np.inf, np.float32)
-    for solid in sorted(
-        solids, key=lambda candidate: math.dist(candidate.centre[:2], cam2global[:2, 3])
-    ):  # fewer are painted over
-        for sight in sights(solid, invert_rigid(cam2global), camera.intrinsics, rays):
-            mask = sight.depth < nearest[sight.window]
-            depth = sight.depth[mask]
-            nearest[sight.window][mask] = depth
-            turn = sight.cam2unit.astype(np.float32)
-            pixel_places = rays[:, *sight.window][:, mask] * depth
-            places = np.einsum("ij,jn->in", turn[:3, :3], pixel_places) + turn[:3, 3:]
-            axes = sight.entries[:, mask].argmax(0)
-            painted = colours(solid, sight.block.material, places, axes)
-            image[sight.window][mask] = _add_haze(painted, depth, clip.weather)
-    draw = stream("sensor", clip.name, camera.channel, exposure_us)
-    noise = draw.standard_normal(image.shape[:2], dtype=np.float32)
-    noisy = cv2.GaussianBlur(image, (0, 0), 0.5) + noise[..., None] * np.float32(2.1)
-    return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
+    canvas = Canvas(camera, cam2global, clip.weather)
+    canvas.paint_backdrop()
+    canvas.paint_road(clip.road)
+    solids = in_view(solids, canvas.global2cam, camera)
+    canvas.paint_solids([solids[place] for place in painting_order(solids, cam2global[:2, 3])])
+    return canvas.develop(stream("sensor", clip.name, camera.channel, exposure_us))
 
 
-def _add_haze(colour: Floats, depth: Floats, weather: Weather) -> Floats:
-    """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
-    haze = np.array(weather.haze_rgb, np.float32)
-    transmittance = np.exp(-depth / np.float32(weather.haze_m))[:, None]
-    return np.asarray(haze + (colour * np.float32(weather.light) - haze) * transmittance)
+def painting_order(solids: list[Solid], eye: NDArray[np.float64]) -> list[int]:
+    """Return the order in which upright boxes are painted: what another may hide comes before it.
 
-
-def _paint_backdrop(
-    clip: SynthClip, camera: RigSensor, cam2global: NDArray[np.float64], rays: Floats
-) -> Floats:
-    """Return sky and ground (H, W, 3)."""
-    zenith, haze = (
-        np.array(rgb, np.float32) for rgb in (clip.weather.zenith_rgb, clip.weather.haze_rgb)
+    Two boxes that do not touch are parted by the line of a side of one of them. The one on the
+    eye's side of that line is never hidden by the other.
+    """
+    if not solids:
+        return []
+    centres = np.array([solid.centre[:2] for solid in solids])
+    lengths, widths = np.array([solid.size_lwh[:2] for solid in solids]).T
+    yaws = np.array([solid.yaw_rad for solid in solids])
+    outlines = corners(
+        centres[:, 0],
+        y=centres[:, 1],
+        yaw_rad=yaws,
+        length=lengths[:, None],
+        width=widths[:, None],
     )
-    toward = np.einsum("ij,jrc->irc", cam2global[:3, :3].astype(np.float32), rays)
-    up = np.clip(toward[2] / np.hypot(toward[0], toward[1]), 0.0, 3.0)
-    image = haze + (zenith - haze) * (1.0 - np.exp(-2.6 * up))[..., None]
-    is_ground = toward[2] < -0.002
-    depth = np.float32(-cam2global[2, 3]) / toward[2][is_ground]
-    eye = cam2global[:2, 3] - (clip.road.x, clip.road.y)
-    x, y = (
-        np.float32(origin) + axis[is_ground] * depth
-        for origin, axis in zip(eye, toward, strict=False)
-    )
-    ground = _paint_ground(*clip.road.locate(x, y), depth / np.float32(camera.intrinsics[0, 0]))
-    image[is_ground] = _add_haze(ground, depth, clip.weather)
-    return np.asarray(image, np.float32)
+    turn = np.stack([np.cos(yaws), np.sin(yaws), -np.sin(yaws), np.cos(yaws)], -1)
+    turn = turn.reshape(-1, 2, 2)  # global to box axes
+    halves = np.stack([lengths, widths], -1) / 2.0
+    # Corners of each box j, and the eye, in the axes of each box i.
+    offsets = outlines[None] - centres[:, None, None]
+    there = np.einsum("iab,ijkb->ijka", turn, offsets)
+    eyes = np.einsum("iab,ib->ia", turn, eye - centres)
+    low = there.min(axis=2)
+    high = there.max(axis=2)
+    limit = halves[:, None]
+    is_eye_high = (eyes > halves)[:, None]
+    is_eye_low = (eyes < -halves)[:, None]
+    is_high = low >= limit
+    is_low = high <= -limit
+    # j is on the eye's side of i, or beyond a side of i that the eye is not beyond.
+    in_front = ((is_high & is_eye_high) | (is_low & is_eye_low)).any(axis=2)
+    behind = ((is_high & ~is_eye_high) | (is_low & ~is_eye_low)).any(axis=2)
+    distances = np.hypot(*(centres - eye).T)
+    bearings = np.arctan2(*(centres - eye).T)
+    reach = np.arcsin(np.minimum(np.hypot(lengths, widths) / 2.0 / distances, 1.0))
+    apart = np.abs(np.angle(np.exp(1j * (bearings[:, None] - bearings))))
+    is_before = (in_front | behind.T) & ~(in_front.T | behind)
+    is_before &= apart < reach[:, None] + reach
+    np.fill_diagonal(is_before, False)
+    waits = is_before.sum(axis=0)
+    order = []
+    is_open = np.ones(len(solids), bool)
+    for _ in solids:
+        ready = is_open & (waits == waits[is_open].min())
+        place = int(np.argmax(np.where(ready, distances, -1.0)))
+        order.append(place)
+        is_open[place] = False
+        waits = waits - is_before[place]
+    return order
 
 
-def _paint_ground(along: Floats, lateral: Floats, pixel_m: Floats) -> Floats:
-    """Return the colour (N, 3) of places on the road, of which a pixel covers ``pixel_m``."""
+class Canvas:
+    """A picture that is being painted."""
 
-    def band(distance: Floats, half: float) -> Floats:
-        return np.clip((half - np.abs(distance)) / pixel_m + 0.5, 0.0, 1.0)
+    def __init__(
+        self, camera: RigSensor, cam2global: NDArray[np.float64], weather: Weather
+    ) -> None:
+        self.camera = camera
+        self.weather = weather
+        self.cam2global = cam2global
+        self.global2cam = invert_rigid(cam2global)
+        self.image = np.empty((camera.size[1], camera.size[0], 3), np.uint8)
+        self.haze = np.array(weather.haze_rgb, np.float64)
 
-    grey = (
-        86.0
-        + 13.0 * noise_at(along, lateral, 60.0) / (1.0 + 9.0 * pixel_m)
-        + 4.5 * noise_at(along, lateral, 6.0)
-    )
-    dashes = band(np.mod(along, 9.0) - 4.5, 1.6)
-    distance = np.abs(lateral)
-    paint = band(distance - 0.14, 0.06)
-    paint = paint + band(distance - LANE_WIDTH_M, 0.07) * dashes
-    paint += band(distance - 2 * LANE_WIDTH_M, 0.07)
-    grey += (1.0 - band(lateral, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
-    grass = 1.0 - band(lateral, FACADE_M - 1.2)
-    tint = 1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)
-    return np.asarray(grey[:, None] * tint, np.float32)
+    def paint_backdrop(self) -> None:
+        """Paint the sky and a meadow, from a smaller picture: they have no edges."""
+        width, height = self.camera.size
+        size = (max(width // _BACKDROP_SCALE, 2), max(height // _BACKDROP_SCALE, 2))
+        shrink = np.diag([size[0] / width, size[1] / height, 1.0])
+        rays = pixel_rays(shrink @ self.camera.intrinsics, size)
+        toward = np.einsum("ij,jrc->irc", self.cam2global[:3, :3].astype(np.float32), rays)
+        up = np.clip(toward[2] / np.hypot(toward[0], toward[1]), 0.0, 3.0)
+        zenith = np.array(self.weather.zenith_rgb)
+        image = self.haze + (zenith - self.haze) * (1.0 - np.exp(-2.6 * up))[..., None]
+        is_ground = toward[2] < -0.002
+        depths = np.float32(-self.cam2global[2, 3]) / toward[2][is_ground]
+        image[is_ground] = self._add_haze(np.array(_MEADOW_RGB), depths)
+        cv2.resize(image.astype(np.uint8), self.camera.size, self.image)
+
+    def paint_road(self, road: Road) -> None:
+        """Paint pavements, the road and its lines, in pieces along the road."""
+        offset = (self.cam2global[:2, 3] - (road.x, road.y)).astype(np.float32)
+        here = float(road.locate(offset[:1], offset[1:])[0][0])
+        reach = min(_ROAD_M, 1.4 / max(abs(road.curvature_per_m), 1e-3))
+        steps = np.concatenate([np.arange(0.0, 12.0, 1.0), np.geomspace(12.0, reach, 30)])
+        along = here + np.concatenate([-steps[:0:-1], steps])
+        starts = np.arange(math.floor((here - reach) / 9.0), math.ceil((here + reach) / 9.0)) * 9.0
+        dashes = np.stack([starts + 2.9, starts + 6.1], -1)
+        spans = self._centre_line(road, np.stack([along[:-1], along[1:]], -1))
+        for low, high, rgb in _STRIPS:
+            self._paint_strip(*spans, low, high, rgb)
+        dash_spans = self._centre_line(road, dashes)
+        for side in (-1, 1):
+            low, high = side * LANE_WIDTH_M - 0.07, side * LANE_WIDTH_M + 0.07
+            self._paint_strip(*dash_spans, low, high, _LINE_RGB)
+
+    def _centre_line(self, road: Road, along: NDArray[np.float64]) -> tuple[Floats, Floats]:
+        """Return places of the road's centre line, and its left there, (P, 2, 3) in camera axes."""
+        listed = along.ravel().tolist()
+        centres = np.array([(*road.point(place, 0.0), 0.0) for place in listed])
+        headings = road.heading_rad + road.curvature_per_m * along.ravel()
+        left = np.stack([-np.sin(headings), np.cos(headings), np.zeros_like(headings)], -1)
+        turn = self.global2cam[:3, :3].T
+        return (
+            (centres @ turn + self.global2cam[:3, 3]).reshape(-1, 2, 3),
+            (left @ turn).reshape(-1, 2, 3),
+        )
+
+    def _paint_strip(
+        self,
+        centres: Floats,
+        left: Floats,
+        low: float,
+        high: float,
+        rgb: tuple[float, float, float],
+    ) -> None:
+        """Paint pieces of a strip of the ground from ``low`` to ``high`` metres left of the middle.
+
+        ``centres`` and ``left``: see :meth:`_centre_line`.
+        """
+        quads = np.concatenate([centres + low * left, (centres + high * left)[:, ::-1]], axis=1)
+        quads = quads[(quads[:, :, 2] > NEAR_M).any(axis=1)]
+        depths = quads[:, :, 2].clip(NEAR_M).mean(axis=1)
+        for _ in self._fill(quads, self._add_haze(np.array(rgb), depths)):
+            pass
+
+    def paint_solids(self, solids: list[Solid]) -> None:
+        """Paint the sides of solids that face the camera, in the order of the solids."""
+        if not solids:
+            return
+        tables = [list_sides(solid.shape) for solid in solids]
+        counts = [len(table.quads) for table in tables]
+        owner = np.repeat(np.arange(len(solids)), counts)
+        unit2cam = self.global2cam @ np.stack([solid.unit2global() for solid in solids])
+        turn, move = unit2cam[owner, :3, :3], unit2cam[owner, :3, 3]
+        quads = np.concatenate([table.quads for table in tables])
+        quads = np.einsum("nij,nkj->nki", turn, quads) + move[:, None]
+        normals = np.linalg.cross(quads[:, 1] - quads[:, 0], quads[:, 2] - quads[:, 0])
+        middles = quads.mean(axis=1)
+        is_seen = (normals * middles).sum(axis=1) < 0.0
+        is_seen &= (quads[:, :, 2] > NEAR_M).any(axis=1)
+        block_middles = np.concatenate([table.block_middles for table in tables])
+        block_middles = np.einsum("nij,nj->ni", turn, block_middles) + move
+        blocks = np.concatenate([table.blocks for table in tables])
+        order = np.lexsort((blocks, -np.linalg.norm(block_middles, axis=1), owner))
+        light = np.concatenate(
+            [side_colours(solid, table) for solid, table in zip(solids, tables, strict=True)]
+        )
+        depths = np.linalg.norm(middles, axis=1)
+        colours = self._add_haze(light, depths)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        order = order[is_seen[order]]
+        for number, width_px in self._fill(quads[order], colours[order]):
+            if width_px < _DETAIL_PX:
+                continue
+            place = int(order[number])
+            solid = solids[owner[place]]
+            details = list_details(solid, place - int(starts[owner[place]]))
+            if details is None:
+                continue
+            seen = details.quads @ turn[place].T + move[place]
+            seen = seen[(seen[:, :, 2] > NEAR_M).all(axis=1)]
+            if len(seen):
+                colour = self._add_haze(details.rgb, depths[place : place + 1])[0]
+                fixed = np.rint(self._project(seen) * (1 << _SHIFT)).astype(np.int32)
+                cv2.fillPoly(self.image, list(fixed), colour.tolist(), cv2.LINE_AA, _SHIFT)
+
+    def _fill(self, quads: Floats, colours: Floats) -> Iterator[tuple[int, float]]:
+        """Fill polygons (N, 4, 3) of camera axes, one after the other.
+
+        After each that is in the picture yields its number and its width or height in pixels.
+        """
+        is_cut = np.asarray((quads[:, :, 2] < NEAR_M).any(axis=1))
+        pixels = self._project(np.where(is_cut[:, None, None], 1.0, quads))
+        low = pixels.min(axis=1)
+        high = pixels.max(axis=1)
+        is_inside = (high > 0.0).all(axis=1) & (low < self.camera.size).all(axis=1)
+        fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
+        widths = (high - low).max(axis=1).tolist()
+        listed = colours.tolist()
+        for number in np.flatnonzero(is_inside | is_cut).tolist():
+            polygon = fixed[number]
+            if is_cut[number]:
+                ahead = self._project(_cut_off(quads[number]))
+                widths[number] = float(np.ptp(ahead, axis=0).max())
+                polygon = np.rint(ahead * (1 << _SHIFT)).astype(np.int32)
+            cv2.fillConvexPoly(self.image, polygon, listed[number], cv2.LINE_AA, _SHIFT)
+            yield number, widths[number]
+
+    def _project(self, places: Floats) -> Floats:
+        """Return pixels (..., 2) of places (..., 3) in front of the camera."""
+        focal = self.camera.intrinsics.diagonal()[:2]
+        pixels = places[..., :2] / places[..., 2:] * focal + self.camera.intrinsics[:2, 2]
+        return np.asarray(pixels, np.float64)
+
+    def _add_haze(self, rgb: Floats, depths: Floats) -> Floats:
+        """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
+        transmittance = np.exp(-depths / self.weather.haze_m)[:, None]
+        seen = self.haze + (rgb * self.weather.light - self.haze) * transmittance
+        return np.asarray(seen, np.float64)
+
+    def develop(self, draw: np.random.Generator) -> NDArray[np.uint8]:
+        """Return the picture with texture and noise."""
+        width, height = self.camera.size
+        brighter, darker = _noise_tiles(width + _NOISE_ROOM, height + _NOISE_ROOM)
+        top, left = draw.integers(0, _NOISE_ROOM, 2).tolist()
+        window = slice(top, top + height), slice(left, left + width)
+        cv2.add(self.image, brighter[window], self.image)
+        cv2.subtract(self.image, darker[window], self.image)
+        return self.image
+
+
+def _cut_off(corners: Floats) -> Floats:
+    """Return a polygon (V, 3) of camera axes without what is nearer than `NEAR_M`."""
+    kept = []
+    for start, end in zip(corners, np.roll(corners, -1, axis=0), strict=True):
+        if start[2] >= NEAR_M:
+            kept.append(start)
+        if (start[2] >= NEAR_M) != (end[2] >= NEAR_M):
+            kept.append(start + (end - start) * (NEAR_M - start[2]) / (end[2] - start[2]))
+    return np.array(kept)
+
+
+@lru_cache(maxsize=2)
+def _noise_tiles(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return what texture and noise add to a picture (height, width, 3), and what they take off.
+
+    The texture is a tile of 512 x 512 pixels that has more of the coarse, of standard deviation 4;
+    the noise is white, of standard deviation 2.1.
+    """
+    size = 512
+    frequency = np.fft.fftfreq(size, 1 / size)
+    white = stream("tile", "grain").standard_normal((size, size))
+    spectrum = np.fft.fft2(white) / np.maximum(np.hypot(frequency[:, None], frequency), 1.0) ** 0.9
+    tile = np.fft.ifft2(spectrum).real
+    tile = (tile - tile.mean()) / tile.std() * 4.0
+    texture = np.tile(tile.astype(np.float32), (-(-height // size), -(-width // size)))
+    noise = stream("tile", "sensor").standard_normal((height, width), dtype=np.float32) * 2.1
+    levels = np.rint(texture[:height, :width] + noise).astype(np.int16)
+    brighter = levels.clip(0, 255).astype(np.uint8)
+    darker = (-levels).clip(0, 255).astype(np.uint8)
+    return cv2.merge([brighter] * 3), cv2.merge([darker] * 3)

@@ -16,8 +16,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.sharding.demo.rig import stream
-
 Floats = NDArray[np.floating[Any]]
 
 INSET_M: Final = 0.02  # as annotators leave a little room
@@ -31,11 +29,22 @@ _COLOURS: Final = {
     "skin": (196, 150, 120),
     "metal": (96, 98, 100),
 }
-_GRAIN: Final = {"leaves": 24.0, "bark": 16.0, "facade": 9.0, "cloth": 12.0}
-_SHADE: Final = np.array(
-    (0.95, 0.78, 1.1), np.float32
-)  # of sides across x, y and z of the unit box
-_NOISE_PX: Final = 512
+_SHADE: Final = np.array((0.95, 0.78, 1.1))  # of sides across x, y and z of the unit box
+
+
+class _Repeated(NamedTuple):
+    """Rectangles that repeat over a side; a size of 0: over its whole length."""
+
+    every_m: tuple[float, float]  # across and up
+    size_m: tuple[float, float]
+    rgb: tuple[int, int, int]
+
+
+_DETAILS: Final = {
+    "facade": _Repeated((2.6, 3.1), (1.2, 1.6), _COLOURS["glass"]),
+    "striped": _Repeated((1.0, 0.3), (0.0, 0.13), (240, 240, 238)),
+    "leaves": _Repeated((0.34, 0.31), (0.2, 0.17), (96, 118, 62)),
+}
 
 
 class Block(NamedTuple):
@@ -147,7 +156,12 @@ class Solid:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """What it is made of."""
-        return _SHAPES["human" if self.kind.startswith("human.") else self.kind]
+        return _SHAPES[self.shape]
+
+    @property
+    def shape(self) -> str:
+        """The name of its shape."""
+        return "human" if self.kind.startswith("human.") else self.kind
 
     def unit2global(self) -> NDArray[np.float64]:
         """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside
@@ -193,37 +207,109 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
     return np.where(is_met, enter, np.inf), entries
 
 
-@lru_cache(maxsize=1)
-def _make_noise() -> NDArray[np.float32]:
-    """Return noise (512, 512), mean 0 and standard deviation 1, that tiles seamlessly and has
-    more of the coarse.
+class Sides(NamedTuple):
+    """The sides of a shape's blocks, all six of each.
+
+    Attributes:
+        quads: corners (N, 4, 3) in the unit box, counter-clockwise as seen from outside.
+        axes: (N,), the axis that each is across.
+        blocks: (N,), number of the block.
+        block_middles: (N, 3).
+        materials: of each.
     """
-    frequency = np.fft.fftfreq(_NOISE_PX, 1 / _NOISE_PX)
-    white = stream("tile", "grain").standard_normal((_NOISE_PX, _NOISE_PX))
-    spectrum = np.fft.fft2(white) / np.maximum(np.hypot(frequency[:, None], frequency), 1.0) ** 1.4
-    tile = np.fft.ifft2(spectrum).real
-    return np.asarray((tile - tile.mean()) / tile.std(), np.float32)
+
+    quads: NDArray[np.float64]
+    axes: NDArray[np.intp]
+    blocks: NDArray[np.intp]
+    block_middles: NDArray[np.float64]
+    materials: tuple[str, ...]
 
 
-def noise_at(x_m: Floats, y_m: Floats, px_per_m: float) -> Floats:
-    """Return noise of mean 0 and standard deviation 1 at places on a surface, in metres."""
-    x, y = (
-        np.floor(place * np.float32(px_per_m)).astype(np.int32) % _NOISE_PX for place in (x_m, y_m)
+class Details(NamedTuple):
+    """What is on a side, such as windows: corners (N, 4, 3) in the unit box, and their colour."""
+
+    quads: NDArray[np.float64]
+    rgb: NDArray[np.float64]
+
+
+@lru_cache(maxsize=64)
+def list_sides(shape: str) -> Sides:
+    """Return the sides of a shape."""
+    quads = []
+    axes = []
+    numbers = []
+    middles = []
+    materials = []
+    for number, block in enumerate(_SHAPES[shape]):
+        low = np.array(block.low)
+        high = np.array(block.high)
+        for axis in range(3):
+            first = (axis + 1) % 3
+            second = (axis + 2) % 3
+            for is_high in (False, True):
+                quad = np.empty((4, 3))
+                quad[:, axis] = high[axis] if is_high else low[axis]
+                quad[:, first] = (low[first], high[first], high[first], low[first])
+                quad[:, second] = (low[second], low[second], high[second], high[second])
+                quads.append(quad if is_high else quad[::-1])
+                axes.append(axis)
+                numbers.append(number)
+                middles.append((low + high) / 2.0)
+                materials.append(block.material)
+    return Sides(
+        quads=np.array(quads),
+        axes=np.array(axes),
+        blocks=np.array(numbers),
+        block_middles=np.array(middles),
+        materials=tuple(materials),
     )
-    return np.asarray(_make_noise()[y, x])
 
 
-def colours(solid: Solid, material: str, places: Floats, axes: NDArray[np.intp]) -> Floats:
-    """Return RGB (N, 3) in full light of places (3, N) in the unit box, on sides across these
-    axes (N,).
-    """
-    x, y, z = places * np.array(solid.size_lwh, places.dtype)[:, None]
-    across = np.where(axes == 0, y, x)
-    up = np.where(axes == 2, y, z)
-    grain = noise_at(across + solid.style, up, 24.0) * _GRAIN.get(material, 4.0)
-    rgb = np.array(_COLOURS.get(material, solid.colour), np.float32) + grain[:, None]
-    if material == "facade":
-        rgb[(axes != 2) & (np.mod(across, 2.6) < 1.2) & (np.mod(up, 3.1) > 1.5)] = _COLOURS["glass"]
-    elif material == "striped":
-        rgb[np.mod(up, 0.3) < 0.13] = (240, 240, 238)
-    return np.asarray(rgb * _SHADE[axes][:, None], np.float32)
+def side_colours(solid: Solid, sides: Sides) -> NDArray[np.float64]:
+    """Return the colours (N, 3) of a solid's sides in full light."""
+    colours = np.array([_COLOURS.get(material, solid.colour) for material in sides.materials])
+    return np.asarray(colours * _SHADE[sides.axes][:, None], np.float64)
+
+
+def list_details(solid: Solid, side: int) -> Details | None:
+    """Return the windows or stripes of a side, by its number in `list_sides`; None for others."""
+    sides = list_sides(solid.shape)
+    axis = int(sides.axes[side])
+    material = sides.materials[side]
+    if axis == 2 or material not in _DETAILS:
+        return None
+    detail = _DETAILS[material]
+    quad = sides.quads[side]
+    across = 1 - axis
+    length, height = solid.size_lwh[across], solid.size_lwh[2]
+    left, right = quad[:, across].min() * length, quad[:, across].max() * length
+    bottom, top = quad[:, 2].min() * height, quad[:, 2].max() * height
+    columns = _repeat(left, right, detail.every_m[0], detail.size_m[0])
+    rows = _repeat(bottom, top, detail.every_m[1], detail.size_m[1])
+    if not len(columns) or not len(rows):
+        return None
+    column, row = (grid.reshape(-1, 2) for grid in _pairs(columns, rows))
+    quads = np.empty((len(column), 4, 3))
+    quads[:, :, axis] = quad[0, axis]
+    quads[:, :, across] = column[:, (0, 1, 1, 0)] / length
+    quads[:, :, 2] = row[:, (0, 0, 1, 1)] / height
+    rgb = np.array(detail.rgb) * _SHADE[axis]
+    return Details(quads, np.asarray(rgb, np.float64))
+
+
+def _repeat(start: float, end: float, every: float, size: float) -> NDArray[np.float64]:
+    """Return spans (N, 2) of a size at equal distances, centred between two ends."""
+    if size == 0.0:
+        return np.array([[start, end]])
+    count = int((end - start) / every)
+    first = start + (end - start - count * every + every - size) / 2.0
+    starts = first + every * np.arange(count)
+    return np.stack([starts, starts + size], -1)
+
+
+def _pairs(
+    columns: NDArray[np.float64], rows: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return each column's span beside each row's."""
+    shape = (len(columns), len(rows), 2)
+    return np.broadcast_to(columns[:, None], shape), np.broadcast_to(rows[None], shape)

@@ -120,8 +120,8 @@ def corners(
     x: NDArray[np.float64],
     y: NDArray[np.float64],
     yaw_rad: NDArray[np.float64],
-    length: float,
-    width: float,
+    length: float | NDArray[np.float64],
+    width: float | NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the
     given centres.

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, needs
 from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import in_processes, in_threads
 from fuelrail.pipeline.settings import make_options
@@ -35,8 +34,11 @@ from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import captures, make_clip
 from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, CHANNELS_FOLDER
 
+with needs("`fuelrail synth`"):
+    import cv2
+
 MARKER: Final = "synth.json"
-_RENDERING: Final = 4  # raised when the same options give other bytes
+_RENDERING: Final = 5  # raised when the same options give other bytes
 
 
 class _Marker(msgspec.Struct, frozen=True):

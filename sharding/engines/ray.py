@@ -299,6 +299,8 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
 
     Raises DatasetError or ConfigError naming the node that cannot read output or source.
     """
+    from fuelrail.sharding.output.url import UrlOutput
+
     if not is_url(job.source.location) and not all(
         Path(place).exists() for place in job.source.location.split("\n")
     ):
@@ -322,7 +324,13 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             for stale in folder.parent.iterdir():
                 if stale.is_dir():
                     shutil.rmtree(stale, ignore_errors=True)  # of a run that was killed
-            _fetch_inputs(job, folder)
+            out = UrlOutput(job.out)
+            half = folder.with_name(f"{folder.name}.half")
+            half.mkdir()
+            for name in _FIELDS:
+                file: Path = getattr(job, name)
+                out.fetch(f"{_INPUTS}/{file.name}", half / file.name)
+            half.rename(folder)
     return dataclasses.replace(job, **{name: folder / getattr(job, name).name for name in _FIELDS})
 
 
@@ -341,18 +349,6 @@ def _prepare_node_folder(location: str) -> Path:
         raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _fetch_inputs(job: WriteJob, folder: Path) -> None:
-    from fuelrail.sharding.output.url import UrlOutput
-
-    out = UrlOutput(job.out)
-    half = folder.with_name(f"{folder.name}.half")
-    half.mkdir()
-    for name in _FIELDS:
-        file: Path = getattr(job, name)
-        out.fetch(f"{_INPUTS}/{file.name}", half / file.name)
-    half.rename(folder)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from fuelrail.pipeline.format.manifest import (
     Manifest,
     decode_manifest,
 )
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.files import (
     check_plain_tree,
     open_descriptor,
@@ -43,7 +44,6 @@ from fuelrail.pipeline.storage.files import (
     sync_folder,
 )
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
-from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.output.url import UrlOutput
 
 T = TypeVar("T")
@@ -113,16 +113,18 @@ def read_json(out: Output, name: str, kind: type[T], remedy: str) -> T | None:
     of this kind.
     """
     data = out.read(name)
+    if data is None:
+        return None
     try:
-        return None if data is None else msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise DatasetExistsError(
             f"'{out.shown}/{name}' was left by another version of fuelrail, or by another program "
-            f"({shortened(str(error))}): {remedy}"
+            f"({explain(error, data, kind)}): {remedy}"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DatasetExistsError(
-            f"'{out.shown}/{name}' is cut or damaged ({shortened(str(error))}): {remedy}"
+            f"'{out.shown}/{name}' is cut or damaged ({explain(error, data, kind)}): {remedy}"
         ) from error
 
 
@@ -284,3 +286,10 @@ def link_file(old: Path, out: FolderOutput, new: str) -> bool:
         return False
     out.publish_file(new, temporary)
     return True
+
+
+def link_or_copy(folder: Path, out: FolderOutput, name: str) -> None:
+    """Bring a file of a folder into OUT under its name, without bytes where the file system can."""
+    if not link_file(folder / name, out, name):
+        with out.publish(name) as copy, open_file(folder / name) as file:
+            shutil.copyfileobj(file, copy, 8 << 20)

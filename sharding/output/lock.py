@@ -92,23 +92,19 @@ class ObjectLock:
             held = self._read()
             if held is None:
                 raise  # it was no lock that was in the way
-        if held.place != self._mine.place:
-            self._wait_until_stale(held)
+        end = time.monotonic() + (STALE_S if held.place != self._mine.place else 0)
+        while time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            current = self._read()
+            if current is None:
+                break
+            if current != held:
+                self._refuse(current)
         self._write(self._mine)
         time.sleep(_SETTLE_S)  # another run may have found it stale at the same moment
         now = self._read()
         if now is None or now.owner != self._mine.owner:
             self._refuse(now or held)
-
-    def _wait_until_stale(self, held: _Held) -> None:
-        end = time.monotonic() + STALE_S
-        while time.monotonic() < end:
-            time.sleep(_LOOK_S)
-            current = self._read()
-            if current is None:
-                return
-            if current != held:
-                self._refuse(current)
 
     def _refuse(self, held: _Held) -> None:
         raise DatasetError(

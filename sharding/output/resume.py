@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetExistsError
 from fuelrail.pipeline.settings import convert
+from fuelrail.sharding.output.folder import manifest_in
 from fuelrail.sharding.output.workspace import RunState
 from fuelrail.sharding.planning.plan import Plan, PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe, recipe_differences
@@ -34,6 +35,8 @@ from fuelrail.sharding.planning.recipe import Recipe, recipe_differences
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.sharding.output.folder import Output
+    from fuelrail.sharding.output.workspace import Workspace
     from fuelrail.sharding.sources.shared.scan_table import ClipInfo, ScanTable
 
 
@@ -47,12 +50,30 @@ def recipe_of(place: str, manifest: Manifest) -> Recipe:
     return convert(recipe, Recipe, f"recipe in the manifest of '{place}'")
 
 
-def check_same_recipe(place: str, stored: Recipe | None, current: Recipe) -> None:
+def load_finished(out: Output, recipe: Recipe) -> Manifest | None:
+    """Return the manifest of a finished dataset in OUT, None where there is none; refuse one of
+    another recipe.
+    """
+    manifest = manifest_in(out)
+    if manifest is not None:
+        check_same_recipe(out.shown, recipe_of(out.shown, manifest), recipe)
+    return manifest
+
+
+def load_started(work: Workspace, recipe: Recipe) -> RunState | None:
+    """Return the state of an interrupted run in OUT, None where there is none; refuse one of
+    another recipe.
+    """
+    state = work.state()
+    if state is not None:
+        check_same_recipe(work.out.shown, state.recipe, recipe)
+    return state
+
+
+def check_same_recipe(place: str, stored: Recipe, current: Recipe) -> None:
     """Refuse another recipe than the one in OUT, showing both; a digest that one side lacks is
     not compared.
     """
-    if stored is None:
-        return
     if stored.source != current.source:
         raise DatasetExistsError(
             f"output folder '{place}' holds another dataset, of a source of kind "

@@ -83,7 +83,16 @@ class Workspace:
                 where = error.filename or self.temporary
                 raise DatasetError(f"'{where}' cannot be used: {error.strerror}") from error
             if self._is_elsewhere:
-                self._remote_lock = self._acquire_remote()
+                from fuelrail.sharding.output.lock import ObjectLock
+                from fuelrail.sharding.output.url import UrlOutput
+
+                assert isinstance(self.out, UrlOutput), "what is at a URL"
+                place = self.folder / "place"
+                with contextlib.suppress(FileExistsError), place.open("x") as file:
+                    file.write(uuid.uuid4().hex)
+                lock = ObjectLock(self.out, read_file(place, _PLACE_BYTES).decode(errors="replace"))
+                self.out.abort_uploads()
+                self._remote_lock = lock
         except BaseException:
             os.close(self._lock)
             raise
@@ -162,18 +171,6 @@ class Workspace:
     def _is_elsewhere(self) -> bool:
         """Whether OUT is at a URL, and only the working folder on this machine."""
         return is_url(self.out.location)
-
-    def _acquire_remote(self) -> ObjectLock:
-        from fuelrail.sharding.output.lock import ObjectLock
-        from fuelrail.sharding.output.url import UrlOutput
-
-        assert isinstance(self.out, UrlOutput), "what is at a URL"
-        place = self.folder / "place"
-        with contextlib.suppress(FileExistsError), place.open("x") as file:
-            file.write(uuid.uuid4().hex)
-        lock = ObjectLock(self.out, read_file(place, _PLACE_BYTES).decode(errors="replace"))
-        self.out.abort_uploads()
-        return lock
 
     def _release_remote(self) -> None:
         if self._remote_lock is not None:

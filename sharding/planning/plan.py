@@ -197,15 +197,32 @@ def make_plan(
     position = 0
     for split, clips in clips_by_split.items():
         split_rows = np.flatnonzero(np.isin(clip, np.asarray(clips)))
-        starts = _find_unit_starts(clip[split_rows], frame[split_rows], frames)
-        lengths = np.diff(starts, append=len(split_rows))
-        sizes = np.add.reduceat(size_bytes[split_rows], starts)
+        split_clips = clip[split_rows]
+        split_frames = frame[split_rows]
+        if frames == 1:
+            starts = np.arange(len(split_clips), dtype=np.int64)
+        else:
+            begins = np.empty(len(split_clips), bool)
+            begins[0] = True
+            begins[1:] = split_clips[1:] != split_clips[:-1]
+            if frames:
+                begins[1:] |= split_frames[1:] // frames != split_frames[:-1] // frames
+            starts = np.flatnonzero(begins)
         key = derive_key(f"shard order {split}", recipe.seed)
         units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
-        parts.append(rows[split_rows[_join_runs(starts[units], lengths[units])]])
-        for number, count in enumerate(
-            _cut_shards(sizes[units], lengths[units], recipe.shard_size_bytes)
-        ):
+        lengths = np.diff(starts, append=len(split_rows))[units]
+        sizes = np.add.reduceat(size_bytes[split_rows], starts)[units]
+        # The rows of each unit: start, start + 1, ...
+        ends = np.cumsum(lengths)
+        order = np.repeat(starts[units] - (ends - lengths), lengths) + np.arange(ends[-1])
+        parts.append(rows[split_rows[order]])
+        # As few shards as the target allows, of equal size to within a unit.
+        before = np.cumsum(sizes) - sizes
+        total = int(sizes.sum())
+        num_shards = -(-total // recipe.shard_size_bytes)
+        shard = before // -(-total // num_shards)
+        counts = np.bincount(shard, weights=lengths, minlength=1).astype(np.int64)
+        for number, count in enumerate(counts[counts > 0].tolist()):
             shards.append(PlannedShard(split, number, position, count))
             position += count
     return Plan(np.concatenate(parts), shards)
@@ -216,37 +233,3 @@ def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
     mask = np.zeros(num_rows, np.bool_)
     mask[rows] = True
     return mask
-
-
-def _find_unit_starts(
-    clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int
-) -> NDArray[np.int64]:
-    """Return the first row of each unit, counted in one split."""
-    if frames == 1:
-        return np.arange(len(clip), dtype=np.int64)
-    begins = np.empty(len(clip), bool)
-    begins[0] = True
-    begins[1:] = clip[1:] != clip[:-1]
-    if frames:
-        begins[1:] |= frame[1:] // frames != frame[:-1] // frames
-    return np.flatnonzero(begins)
-
-
-def _join_runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``start, start + 1, ...`` for each start and length, joined."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
-
-
-def _cut_shards(
-    sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int
-) -> list[int]:
-    """Return the samples of each shard: as few shards as the target allows, of equal size to
-    within a unit.
-    """
-    before = np.cumsum(sizes) - sizes
-    total = int(sizes.sum())
-    num_shards = -(-total // target_bytes)
-    shard = before // -(-total // num_shards)
-    counts = np.bincount(shard, weights=lengths, minlength=1).astype(np.int64)
-    return [count for count in counts.tolist() if count]

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from fuelrail import __version__
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.codecs import (
     DEFAULT_ZSTD_LEVEL,
     MAX_DICTIONARY_BYTES,
@@ -103,7 +103,8 @@ FLAGS: Final = {
 
 
 def _list_versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    with needs("images that are scaled or encoded anew", "fuelrail[opencv]"):
+        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
 
 
 class ImageRecipe(Settings, frozen=True):
@@ -177,21 +178,22 @@ def parse_splits(text: str) -> Splits:
 
 
 def _read_splits(path: Path) -> Splits:
+    problem = f"'{path}' does not map split names to lists of clip names"
     try:
         _, value = parse_yaml(read_text(path), takes_merges=True)
-        lists = msgspec.convert(value, dict[str, list[str]])
     except OSError as error:
         raise ConfigError(
             f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
             f"read: {error.strerror}"
         ) from error
-    except (ValueError, msgspec.ValidationError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"'{path}' does not map split names to lists of clip names: {text}"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{problem}: {error}") from error
+    lists = convert(value, dict[str, list[str]], problem)
     splits: Splits = dict(lists)
-    _check_splits(splits)
+    try:
+        _check_splits(splits)
+    except ConfigError as error:
+        raise ConfigError(f"'{path}': {error}") from error
     return splits
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     stacked,
 )
 from fuelrail.sharding.sources.shared.foreign import read_json
+from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -141,8 +142,10 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
     match: Annotated[
         Literal["forward", "nearest"],
         Meta(
-            description="the image of a camera for a sweep: forward, the first one during it; nearest, "
-            "the closest to its start, at most 25 ms away"
+            description=(
+                "the image of a camera for a sweep: forward, the first one during it; nearest, "
+                "the closest to its start, at most 25 ms away"
+            )
         ),
     ] = "forward"
     stereo: Annotated[
@@ -225,17 +228,44 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Yield a frame for each sweep, and for each time that has boxes."""
         folder = _join_folder(clip)
         stamps = self._list_stamps(folder, "sensors", "lidar", suffix=".feather")
-        labels = self._read_labels(folder, clip.split)
-        labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
+        name = f"{folder}/annotations.feather"
+        boxes = None
+        labelled = np.empty(0, np.int64)
+        if self.given.boxes and "annotations.feather" in self.files.listed(folder):
+            labels = read_feather(self.files, name, _BOXES)
+            pairs = list(
+                zip(labels["timestamp_ns"].tolist(), labels["track_uuid"].tolist(), strict=True)
+            )
+            check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
+            rows = BoxRows(
+                centre=stacked(labels, TRANSLATION),
+                size_lwh=stacked(labels, _SIZE),
+                rotation_wxyz=stacked(labels, QUATERNION),
+                category=labels["category"].tolist(),
+                track=labels["track_uuid"].tolist(),
+                num_lidar_pts=labels["num_interior_pts"],
+            )
+            labelled = labels["timestamp_ns"]
+            boxes = boxes_by_key(rows, labelled)
+        elif self.given.boxes and clip.split in ("train", "val"):
+            raise SourceError(
+                f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
+            )
         times = np.unique(np.concatenate([stamps, labelled]))
         if not len(times):
             raise SourceError(
                 f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames"
             )
         images = self._find_images(folder, times)
-        boxes = None if labels is None else _make_box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
-        windows = self._cut_map_windows(clip, times)
+        names = self._list_maps(_join_folder(clip))
+        if self.maps is not None and not names:
+            self.noted["logs without a vector map"] += 1
+        windows: list[list[Reference]] = [[] for _ in times]
+        if self.maps is not None and names:
+            windows = self.maps.references(
+                f"{_join_folder(clip)}/{names[0]}", self.poses(clip).at(times)
+            )
         for number, time in enumerate(times.tolist()):
             name = f"{folder}/sensors/lidar/{time}.feather"
             yield Frame(
@@ -252,15 +282,6 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Return the log's vector map, if it is wanted and exists."""
         names = names_in(self.files, folder, "map") if self.given.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
-
-    def _cut_map_windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
-        """Return the member with the map about ego, for each time."""
-        names = self._list_maps(_join_folder(clip))
-        if self.maps is not None and not names:
-            self.noted["logs without a vector map"] += 1
-        if self.maps is None or not names:
-            return [[] for _ in times]
-        return self.maps.references(f"{_join_folder(clip)}/{names[0]}", self.poses(clip).at(times))
 
     def _read_map(self, name: str) -> VectorMap:
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
@@ -354,20 +375,6 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 )
         return calibrations
 
-    def _read_labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
-        """Read the table of boxes; None where there is none and none is needed."""
-        name = f"{folder}/annotations.feather"
-        if not self.given.boxes or "annotations.feather" not in self.files.listed(folder):
-            if self.given.boxes and split in ("train", "val"):
-                raise SourceError(
-                    f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
-                )
-            return None
-        rows = read_feather(self.files, name, _BOXES)
-        pairs = list(zip(rows["timestamp_ns"].tolist(), rows["track_uuid"].tolist(), strict=True))
-        check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
-        return rows
-
 
 def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> NDArray[np.intp]:
     """Return for each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps``
@@ -376,15 +383,10 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
     "forward": the first one in the sweep, which ends with the next one's start and after 102 ms at
     most. "nearest": the closest one, at most 25 ms away.
     """
-    after = np.searchsorted(stamps, times)
     if match == "nearest":
-        last = len(stamps) - 1
-        before = np.clip(after - 1, 0, last)
-        after = np.clip(after, 0, last)
-        nearest_rows = np.where(
-            np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
-        )
-        return np.where(np.abs(stamps[nearest_rows] - times) <= NEAREST_NS, nearest_rows, -1)
+        rows = nearest(stamps, times)
+        return np.where(np.abs(stamps[rows] - times) <= NEAREST_NS, rows, -1)
+    after = np.searchsorted(stamps, times)
     next_starts = np.append(times[1:], np.iinfo(np.int64).max)
     ends = np.minimum(next_starts, times + SWEEP_NS)
     first_stamps = stamps[np.minimum(after, len(stamps) - 1)]
@@ -394,19 +396,6 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
 
 def _join_folder(clip: Clip) -> str:
     return f"{clip.split}/{clip.name}" if clip.split else clip.name
-
-
-def _make_box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
-    """Return the boxes by time, in ego at it."""
-    rows = BoxRows(
-        centre=stacked(table, TRANSLATION),
-        size_lwh=stacked(table, _SIZE),
-        rotation_wxyz=stacked(table, QUATERNION),
-        category=table["category"].tolist(),
-        track=table["track_uuid"].tolist(),
-        num_lidar_pts=table["num_interior_pts"],
-    )
-    return boxes_by_key(rows, table["timestamp_ns"])
 
 
 class _Point(msgspec.Struct, frozen=True, gc=False):

@@ -98,22 +98,20 @@ class ImageFolder(FrameSource[FrameSettings]):
             for lacking in sorted({*names}.difference(classes)):
                 self.noted[f"{folder}: no folder of class {lacking}"] += 1
         if not num_images:
-            self._check_depth()
-
-    def _check_depth(self) -> None:
-        """Raise SourceError where the images are a folder deeper than those of classes."""
-        for folder, classes in self._list_folders().items():
-            for name in classes:
-                inside = f"{folder}/{name}" if folder else name
-                for deeper in self.files.folders(inside):
-                    listed = self.files.listed(f"{inside}/{deeper}")
-                    if any(image.rpartition(".")[2].lower() in EXTENSION_OF for image in listed):
-                        raise SourceError(
-                            f"'{self.files.shown}' has no images in its folders of classes, "
-                            f"but in folders below them, such as '{inside}/{deeper}': give "
-                            "the folder that the classes are in, "
-                            f"imagefolder:{self.files.shown}/{inside}"
-                        )
+            for folder, classes in self._list_folders().items():
+                for name in classes:
+                    inside = f"{folder}/{name}" if folder else name
+                    for deeper in self.files.folders(inside):
+                        listed = self.files.listed(f"{inside}/{deeper}")
+                        if any(
+                            image.rpartition(".")[2].lower() in EXTENSION_OF for image in listed
+                        ):
+                            raise SourceError(
+                                f"'{self.files.shown}' has no images in its folders of classes, "
+                                f"but in folders below them, such as '{inside}/{deeper}': give "
+                                "the folder that the classes are in, "
+                                f"imagefolder:{self.files.shown}/{inside}"
+                            )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the image. It has no time, calibration or pose."""

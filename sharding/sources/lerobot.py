@@ -32,7 +32,13 @@ from fuelrail.sharding.sources.adapter.rows import COMMON_COLUMNS, may_be_attrib
 from fuelrail.sharding.sources.adapter.videos import VideoSource
 from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
+from fuelrail.sharding.sources.shared.pictures import (
+    CONVERTED,
+    EXTENSION_OF,
+    ConvertiblePng,
+    convertible_png,
+    plain_or_damaged,
+)
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 
 if TYPE_CHECKING:
@@ -276,12 +282,17 @@ class LeRobot(VideoSource[VideoSettings]):
             elif feature_info.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
                 make = series_channel if self.given.rate else value_channel
+                names = feature_info.names
+                if isinstance(names, dict):
+                    names = next(iter(names.values()), None)
                 channels_found.append(
                     make(
                         name,
                         feature_info.dtype,
                         feature_info.shape,
-                        description=_describe_names(feature_info.names),
+                        description=(
+                            ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
+                        ),
                     )
                 )
         return tuple(channels_found)
@@ -411,6 +422,8 @@ class LeRobot(VideoSource[VideoSettings]):
                 Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None)
             )
         head = self._heads[feature]
+        if isinstance(head, ConvertiblePng):
+            self.noted[CONVERTED] += 1
         ref = f"{episode.data}#row={row}&{feature}"
         image = Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None, made=True)
         num_bytes = head.width * head.height
@@ -436,7 +449,8 @@ class LeRobot(VideoSource[VideoSettings]):
             for row in range(_FIRST_ROWS):
                 stored = dict(self._iter_stored_images([f"{first}#row={row}&{name}"]))
                 try:
-                    heads[name] = probe(next(iter(stored.values()), b""))
+                    data = next(iter(stored.values()), b"")
+                    heads[name] = convertible_png(data) or probe(data)
                     break
                 except ImageError as error:
                     fault = fault or error
@@ -470,7 +484,8 @@ class LeRobot(VideoSource[VideoSettings]):
         """Decode frames of video, and read images of the Parquet files, each once."""
         stored = [ref for ref in refs if _ROW.match(ref)]
         yield from super().make_images([ref for ref in refs if not _ROW.match(ref)])
-        yield from self._iter_stored_images(stored)
+        for ref, data in self._iter_stored_images(stored):
+            yield ref, bytes(plain_or_damaged(data))
 
     def _iter_stored_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield images of Parquet files: of each row group and feature its images at once."""
@@ -505,13 +520,6 @@ def _normalize_name(name: str) -> str:
     channels lack.
     """
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
-
-
-def _describe_names(names: Any) -> str:
-    """Return the names of a feature's values, which are a list, or a list in an object."""
-    if isinstance(names, dict):
-        names = next(iter(names.values()), None)
-    return ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
 
 
 def _fill_path(template: str, values: Mapping[str, Any]) -> str:

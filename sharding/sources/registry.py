@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-import yaml
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError, how_to_install
-from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.pipeline.settings import did_you_mean, parse_yaml
 from fuelrail.pipeline.text import Printed, fault_in_words, shortened
 
 if TYPE_CHECKING:
@@ -225,17 +224,7 @@ def _described(entry: EntryPoint) -> SourceKind:
         return SourceKind(
             kind=entry.name, summary=str(error), package=package, missing=[], options=[]
         )
-    return SourceKind(
-        kind=entry.name,
-        summary=(kind.__doc__ or "").strip().partition("\n")[0],
-        package=package,
-        missing=_list_missing(kind),
-        options=_options(kind.settings),
-    )
-
-
-def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
-    info = inspect.type_info(settings)
+    info = inspect.type_info(kind.settings)
     assert isinstance(info, inspect.StructType), "settings are a struct"
     options = []
     for field in info.fields:
@@ -250,7 +239,13 @@ def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
                 name=field.name, type=type_text, default=default.lower(), description=described
             )
         )
-    return [option for option in options if option.description]
+    return SourceKind(
+        kind=entry.name,
+        summary=(kind.__doc__ or "").strip().partition("\n")[0],
+        package=package,
+        missing=_list_missing(kind),
+        options=[option for option in options if option.description],
+    )
 
 
 def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
@@ -280,7 +275,8 @@ def _parse_value(text: str, kind: Any, where: str) -> Any:
     """Return the value of an option's text, as plain data."""
     try:
         if text[:1] in ("[", "{"):
-            return msgspec.to_builtins(msgspec.convert(yaml.safe_load(text), kind, strict=False))
+            _, value = parse_yaml(text, takes_merges=False)
+            return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
         return msgspec.to_builtins(msgspec.convert(text, kind, strict=False))
     except msgspec.ValidationError as error:
         fault = fault_in_words(error)
@@ -288,8 +284,8 @@ def _parse_value(text: str, kind: Any, where: str) -> Any:
             names = dict.fromkeys(_type_name(inspect.type_info(kind), {}))
             fault += f"; allowed are {', '.join(names)}"
         raise ConfigError(f"{where}: {fault}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ConfigError(f"{shortened(where)}: the value is not YAML: {error}") from error
 
 
 def _kinds() -> dict[str, EntryPoint]:

@@ -37,10 +37,11 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
 from fuelrail.sharding.sources.shared.pictures import (
+    CONVERTED,
     EXTENSION_OF,
     HEAD_BYTES,
     convertible_png,
-    plain_png,
+    plain_or_damaged,
 )
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import (
@@ -169,6 +170,17 @@ class _Values(NamedTuple):
     left_out: list[str]
 
 
+class _Forms(NamedTuple):
+    """What the first samples have beside images: channels, types of attributes, why other values
+    are none, and whether one has the JSON.
+    """
+
+    channels: dict[str, Channel]
+    types: dict[str, type]
+    refused: dict[str, str]
+    has_json: bool
+
+
 class _Reader(NamedTuple):
     """Reads what a sample has beside images."""
 
@@ -178,7 +190,8 @@ class _Reader(NamedTuple):
     def json(self, sample: _Sample, noted: Counter[str]) -> JsonFacts:
         """Read the JSON; raise SourceError where there is none and an option names a path in it.
 
-        ``noted`` counts NaN and infinities, which are read as null.
+        ``noted`` counts members without a byte, which are none, and NaN and infinities, which are
+        read as null.
         """
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
@@ -186,7 +199,14 @@ class _Reader(NamedTuple):
                 f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}"
             )
         member = sample.members.get(self.given.meta)
-        if member is None:
+        if member is not None and not member.length:
+            if self._used:
+                raise SourceError(
+                    f"{where}: .{self.given.meta} is empty (0 bytes), and the options name "
+                    f"{', '.join(sorted(self._used))} in it"
+                )
+            noted[f"members .{self.given.meta} left out, empty (0 bytes)"] += 1
+        if member is None or not member.length:
             return JsonFacts(None, where)
         data = self._data(sample, member)
         place = f"{where}: .{self.given.meta}"
@@ -255,13 +275,13 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         self._reader = _Reader(self.given, self.files)
 
     @cached_property
-    def _forms(self) -> tuple[dict[str, Channel], dict[str, type], dict[str, str]]:
-        """The channels of the first samples' values, the types of their attributes, and why
-        other values are none.
-        """
+    def _forms(self) -> _Forms:
+        """What the first samples have beside images."""
         values = ValueForms()
         attributes = ValueForms()
+        has_json = False
         for sample in islice(self._iter_samples(), self.given.first_samples or None):
+            has_json |= self.given.meta in sample.members
             sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in (
                 (values, sample_values.values),
@@ -274,26 +294,26 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             for attribute in attributes.channels()
             if may_be_attribute(attribute.name)
         }
-        channels = {channel.name: channel for channel in values.channels()}
-        return (
-            channels,
-            {
+        return _Forms(
+            channels={channel.name: channel for channel in values.channels()},
+            types={
                 name: fitting
                 for name, kind in types.items()
                 if (fitting := fitting_type(name, kind)) is not None
             },
-            values.refused,
+            refused=values.refused,
+            has_json=has_json,
         )
 
     @property
     def channels(self) -> Sequence[Channel]:  # type: ignore[override]
         """The channels of members and of lists in the JSON."""
-        return tuple(self._forms[0].values())
+        return tuple(self._forms.channels.values())
 
     @property
     def columns(self) -> Mapping[str, type]:  # type: ignore[override]
         """The columns of single values in the JSON."""
-        return self._forms[1]
+        return self._forms.types
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]
@@ -365,7 +385,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
-                    info = convertible_png(data) or probe(data)
+                    odd = convertible_png(data)
+                    info = odd or probe(data)
+                    if odd is not None:
+                        noted[CONVERTED] += 1
                     read[member.name] = _Read(info.width, info.height)
                 except ImageError as error:
                     read[member.name] = _Read(fault=error.message)
@@ -377,7 +400,18 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         name = ""
         pending: list[_Sample] = []
         for sample in self._iter_samples(self.noted):
-            clip_name = self._name_clip(sample)
+            if not self.given.clip:
+                clip_name = (
+                    sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
+                )
+            else:
+                match = re.search(self.given.clip, sample.key)
+                if match is None or not match[1]:
+                    raise SourceError(
+                        f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
+                        f"nothing in key '{sample.key}'"
+                    )
+                clip_name = match[1]
             if pending and clip_name != name:
                 yield self._begin(name, pending, names_seen)
                 pending = []
@@ -385,17 +419,6 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             pending.append(sample)
         if pending:
             yield self._begin(name, pending, names_seen)
-
-    def _name_clip(self, sample: _Sample) -> str:
-        if not self.given.clip:
-            return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-        match = re.search(self.given.clip, sample.key)
-        if match is None or not match[1]:
-            raise SourceError(
-                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
-                f"nothing in key '{sample.key}'"
-            )
-        return match[1]
 
     def _begin(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
         if name in names_seen:
@@ -493,10 +516,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         )
 
     def _fit_values(self, sample: _Sample, facts: JsonFacts) -> _Values:
-        """Return what the dataset has of a sample beside images; count what is left out."""
-        channels, types, refused = self._forms
+        """Return what the dataset has of a sample beside images; count what is left out, and what
+        the sample lacks.
+        """
+        channels, types, refused, has_json = self._forms
         sample_values = self._reader.values(sample, facts.values)
         self.noted.update(sample_values.left_out)
+        names = {extension.replace(".", "_") for extension in sample.members}
+        lacking = channels.keys() - sample_values.values.keys() - names
+        if has_json and self.given.meta not in sample.members:
+            lacking.add(self.given.meta)
+        self.noted.update(f"samples without {name}, which others have" for name in lacking)
         for name in sample_values.values.keys() - channels:
             self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
         for name in sample_values.attributes.keys() - types:
@@ -535,7 +565,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             ):
                 if data is not None:
                     names.discard(member.name)
-                    yield f"{tar}#{member.name}", bytes(plain_png(data))
+                    yield f"{tar}#{member.name}", bytes(plain_or_damaged(data))
             if names:
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 

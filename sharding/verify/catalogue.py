@@ -22,7 +22,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor
-from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.settings import Settings, explain, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import fault_of
@@ -192,10 +192,35 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
     """
     first = open_kind(a, EITHER)
     second = open_kind(b, EITHER)
-    only_a, only_b, rows_a, rows_b = _match_rows(first, second)
+    # The rows that one has alone, and those of the keys that both have.
+    keys_a = first.keys.entries()
+    keys_b = second.keys.entries()
+    in_b = np.isin(keys_a["xxh3"], keys_b["xxh3"])
+    in_a = np.isin(keys_b["xxh3"], keys_a["xxh3"])
+    only_a = np.sort(keys_a["row"][~in_b]).astype(np.int64)
+    only_b = np.sort(keys_b["row"][~in_a]).astype(np.int64)
+    rows_a = keys_a["row"][in_b].astype(np.int64)
+    rows_b = keys_b["row"][in_a].astype(np.int64)
+    if len(rows_a) != len(rows_b):
+        raise DatasetError(
+            f"the keys of '{first.location}' or '{second.location}' are not unique: run "
+            "`fuelrail verify`"
+        )
     equal = first.index.column("xxh3")[rows_a] == second.index.column("xxh3")[rows_b]
     clips_a = set(first.index.clip_ids())
     clips_b = set(second.index.clip_ids())
+    # The channels that one table alone has, and the differences of those in both.
+    tables = [
+        {entry.name: msgspec.to_builtins(entry) for entry in opened.manifest.channels}
+        for opened in (first, second)
+    ]
+    channels = _compare_values(*tables)
+    for name, (entry_a, entry_b) in channels.items():
+        if entry_a is not None and entry_b is not None:
+            fields = _compare_values(entry_a, entry_b)
+            channels[name] = tuple(
+                {field: sides[side] for field, sides in fields.items()} for side in (0, 1)
+            )  # type: ignore[assignment]
     return DatasetDiff(
         a=first.location,
         b=second.location,
@@ -206,33 +231,12 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
         num_samples_equal=int(equal.sum()),
         clips_only_in_a=_list_ids(clips_a - clips_b),
         clips_only_in_b=_list_ids(clips_b - clips_a),
-        channels=_compare_channels(first, second),
+        channels=channels,
         members=_compare_values(
             dict.fromkeys(first.index.names, True), dict.fromkeys(second.index.names, True)
         ),
         options=_compare_values(_list_options(first), _list_options(second)),
     )
-
-
-def _match_rows(first: Dataset, second: Dataset) -> tuple[NDArray[np.int64], ...]:
-    """Return the rows that only one has, those that only two has, and the rows of both for the
-    keys that both have.
-    """
-    a = first.keys.entries()
-    b = second.keys.entries()
-    in_b = np.isin(a["xxh3"], b["xxh3"])
-    in_a = np.isin(b["xxh3"], a["xxh3"])
-    only_first = np.sort(a["row"][~in_b])
-    only_second = np.sort(b["row"][~in_a])
-    common_first = a["row"][in_b]
-    common_second = b["row"][in_a]
-    if len(common_first) != len(common_second):
-        raise DatasetError(
-            f"the keys of '{first.location}' or '{second.location}' are not unique: run "
-            "`fuelrail verify`"
-        )
-    rows = (only_first, only_second, common_first, common_second)
-    return tuple(part.astype(np.int64) for part in rows)
 
 
 def _list_keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
@@ -244,22 +248,6 @@ def _list_keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
 
 def _list_ids(ids: set[str]) -> Keys:
     return Keys(count=len(ids), first=tuple(sorted(ids)[:_MAX_SHOWN]))
-
-
-def _compare_channels(first: Dataset, second: Dataset) -> dict[str, tuple[Any, Any]]:
-    """Return the entries that one table alone has, and the differences of those in both."""
-    tables = [
-        {entry.name: msgspec.to_builtins(entry) for entry in opened.manifest.channels}
-        for opened in (first, second)
-    ]
-    changes = _compare_values(*tables)
-    for name, (a, b) in changes.items():
-        if a is not None and b is not None:
-            fields = _compare_values(a, b)
-            changes[name] = tuple(
-                {field: sides[side] for field, sides in fields.items()} for side in (0, 1)
-            )  # type: ignore[assignment]
-    return changes
 
 
 def _list_options(dataset: Dataset) -> dict[str, Any]:
@@ -307,9 +295,10 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
         ) from error
     try:
         tags = msgspec.json.decode(data, type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = explain(error, data, list[str])
         raise DatasetError(
-            f"'{dataset}/{TAGS_FILE}' is not a list of tags: {error}; remove it"
+            f"'{dataset}/{TAGS_FILE}' is not a list of tags: {text}; remove it"
         ) from error
     return tuple(sorted({tag for tag in tags if _TAG.fullmatch(tag)}))
 

@@ -342,10 +342,8 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
         return [
             Fault(
                 ROWS_FILE,
-                (
-                    f"names rows {rows_used.min()} to {rows_used.max()}; the index has 0 to "
-                    f"{len(layer) - 1}"
-                ),
+                f"names rows {rows_used.min()} to {rows_used.max()}; the index has 0 to "
+                f"{len(layer) - 1}",
             )
         ]
     if len(np.unique(rows_used)) != len(rows_used):

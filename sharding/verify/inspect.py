@@ -264,7 +264,13 @@ def _shorten_value(value: object) -> str:
 
 def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
     meta = sample.meta
-    geometry = sample.geometry
+    boxes = "not annotated"
+    if sample.boxes is not None:
+        classes = dataset.manifest.classes
+        labels = sample.boxes.label.tolist()
+        counts = Counter(classes[label] if label >= 0 else "other" for label in labels)
+        listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        boxes = f"{len(labels)} ({listed})" if labels else "0"
     return [
         (
             "clip",
@@ -277,8 +283,8 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
         ("source token", meta.sample_token),
         ("tags", ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none"),
-        ("ego", _format_vector(geometry.ego2global[:3, 3], "m")),
-        ("boxes", _format_boxes(sample, dataset.manifest.classes)),
+        ("ego", _format_vector(sample.geometry.ego2global[:3, 3], "m")),
+        ("boxes", boxes),
     ]
 
 
@@ -411,16 +417,6 @@ def _values_said(counts: Counter[Any]) -> str:
     )
     count_text = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
     return examples if len(counts) <= _SHOWN_VALUES else f"{count_text} values, such as {examples}"
-
-
-def _format_boxes(sample: Sample, classes: Sequence[str]) -> str:
-    if sample.boxes is None:
-        return "not annotated"
-    counts = Counter(
-        classes[label] if label >= 0 else "other" for label in sample.boxes.label.tolist()
-    )
-    listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-    return f"{len(sample.boxes.label)}" + (f" ({listed})" if listed else "")
 
 
 def _format_vector(values: np.ndarray[Any, Any], unit: str) -> str:

@@ -352,10 +352,8 @@ class _FramedCheck(ShardCheck):
         last = table[-1] if table else Frame(0, 0, 0)
         if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
             self._fault(
-                (
-                    f"the index covers {position} bytes of frames, the archive's end is at "
-                    f"{last.offset}"
-                ),
+                f"the index covers {position} bytes of frames, the archive's end is at "
+                f"{last.offset}",
                 position,
             )
             return

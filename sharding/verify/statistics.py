@@ -20,7 +20,6 @@ from fuelrail.pipeline.storage.files import published
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
 
 STATISTICS_FILE: Final = "statistics.json"
@@ -61,8 +60,15 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     channels = [
         item for item in dataset.manifest.extra_channels if item.field in dataset.index.names
     ]
-    forms = {item.name: form for item in channels if (form := _find_number_form(item)) is not None}
-    series = {item.name for item in channels if one_of_series(item) is not None}
+    forms = {}  # of one value of each channel of few numbers
+    series = set()
+    for channel in channels:
+        form = one_of_series(channel) or channel
+        if form is not channel:
+            series.add(channel.name)
+        num_values = math.prod(side or 0 for side in form.shape)
+        if form.kind == "array" and form.dtype != "bool" and num_values <= _MOST_NUMBERS:
+            forms[channel.name] = form
     numbers = {name: _Numbers(form.shape) for name, form in forms.items()}
     clips = ClipTable.of_split(dataset, split, times=True) if series else None
     pending: dict[str, list[NDArray[Any]]] = {name: [] for name in forms}
@@ -92,13 +98,6 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
             values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
             numbers.setdefault(name, _Numbers(())).add(values)
     return {name: of_one.result() for name, of_one in numbers.items()}
-
-
-def _find_number_form(channel: Channel) -> Channel | None:
-    """Return the entry of one value of a channel of few numbers; None for others."""
-    form = one_of_series(channel) or channel
-    is_small = form.kind == "array" and math.prod(side or 0 for side in form.shape) <= _MOST_NUMBERS
-    return form if is_small and form.dtype != "bool" else None
 
 
 def _select_new_measurements(

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # that are measured
 _VIDEOS = 3
 _FRAMES = 24
-_HALF: Final = ImageRecipe(resize=0.5)
 
 
 class BreakEvenOption(msgspec.Struct, frozen=True):
@@ -92,19 +91,22 @@ def break_even(
         ("all frames", num_all, None),
         *(
             ("the kept frames", num_kept, image_recipe)
-            for image_recipe in (None, _HALF, images)[: 3 if images else 2]
+            for image_recipe in (None, ImageRecipe(resize=0.5), images)[: 3 if images else 2]
         ),
     ):
-        form = (
-            JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
-        )
+        form = JpegForm()
+        size_text = "full size"
+        if recipe is not None:
+            form = JpegForm(recipe.quality, partial(stored_size, recipe))
+            resize = f"resize={recipe.resize}"
+            if recipe.size is not None:
+                resize = f"size={recipe.size[0]}x{recipe.size[1]}"
+            size_text = f"{resize},quality={recipe.quality}"
         runs = [_measure_video(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
         made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
         options.append(
-            BreakEvenOption(
-                f"{title}, {_said(recipe)}", number, round(size / made_of * number), hours
-            )
+            BreakEvenOption(f"{title}, {size_text}", number, round(size / made_of * number), hours)
         )
     return BreakEven(len(videos), num_all, num_bytes, options)
 
@@ -129,17 +131,6 @@ def _find_videos(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
                 )
             )
     return starts
-
-
-def _said(images: ImageRecipe | None) -> str:
-    if images is None:
-        return "full size"
-    size = (
-        f"resize={images.resize}"
-        if images.size is None
-        else f"size={images.size[0]}x{images.size[1]}"
-    )
-    return f"{size},quality={images.quality}"
 
 
 def _measure_video(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:

@@ -7,6 +7,7 @@ one dictionary, and the same samples give the same one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Final
 
@@ -43,10 +44,26 @@ def train_or_load_dictionary(
     if recipe.dictionary_bytes is None:
         return None
     stated = finished.file(DICTIONARY_FILE) if finished else None
-    stored = _load_stored(out)
+    stored = None
+    data = out.read(DICTIONARY_FILE)
+    if data is not None:
+        with contextlib.suppress(CodecError):
+            stored = Dictionary(data)
     if stored is not None and (stated is None or _hash_dictionary(stored) == stated.sha256):
         return stored
-    samples = _collect_samples(table, rows, recipe.dictionary_bytes * _TIMES_ITS_SIZE)
+    # Small members of rows spread evenly.
+    first = table.row(int(rows[0]))
+    sample_bytes = sum(
+        len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
+    )
+    count = min(len(rows), max(1, (recipe.dictionary_bytes * _TIMES_ITS_SIZE) // sample_bytes))
+    chosen = rows[np.arange(count) * len(rows) // count]
+    samples: list[bytes] = []
+    for number in chosen.tolist():
+        row = table.row(number)
+        samples += [
+            bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None
+        ]
     trained = train_dictionary(samples, recipe.dictionary_bytes, recipe.compression_level)
     if stated is not None and _hash_dictionary(trained) != stated.sha256:
         raise DatasetExistsError(
@@ -56,31 +73,6 @@ def train_or_load_dictionary(
     with out.publish(DICTIONARY_FILE) as file:
         file.write(trained.data)
     return trained
-
-
-def _load_stored(out: Output) -> Dictionary | None:
-    data = out.read(DICTIONARY_FILE)
-    try:
-        return None if data is None else Dictionary(data)
-    except CodecError:
-        return None
-
-
-def _collect_samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
-    """Return small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
-    first = table.row(int(rows[0]))
-    sample_bytes = sum(
-        len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
-    )
-    count = min(len(rows), max(1, num_bytes // sample_bytes))
-    chosen = rows[np.arange(count) * len(rows) // count]
-    members: list[bytes] = []
-    for number in chosen.tolist():
-        row = table.row(number)
-        members += [
-            bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None
-        ]
-    return members
 
 
 def _hash_dictionary(dictionary: Dictionary) -> str:

@@ -32,7 +32,6 @@ from fuelrail.sharding.write.records import load_record, record_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.output.workspace import Workspace
@@ -79,6 +78,18 @@ def finish(
             )
         )
     num_clips = {split: len(clips) for split, clips in clips_by_split.items()}
+    cameras = [
+        CameraEntry(
+            channel=camera.channel,
+            source_name=camera.source_name,
+            sizes=tuple(sorted(sizes[camera.channel])),
+        )
+        for camera in info.cameras
+    ]
+    channels = [
+        stored_channel(channel, job.recipe.images, sizes.get(channel.law.camera or "", ()))
+        for channel in info.channels
+    ]
     make = partial(
         Manifest,
         format=FORMAT,
@@ -86,7 +97,7 @@ def finish(
         name=job.dataset,
         seed=job.recipe.seed,
         order_unit=job.recipe.order,
-        channels=_collect_channels(job, info, codecs, sizes),
+        channels=channel_table(cameras, info.lidars, channels, codecs),
         classes=tuple(info.classes),
         attributes=tuple(info.attributes),
         time_base=info.time_base,
@@ -148,27 +159,6 @@ def _iter_rows(
         for channel, image_sizes in record.image_sizes.items():
             sizes[channel].update(image_sizes)
         shards.append(record.shard._replace(first_sample=planned.first_sample))
-
-
-def _collect_channels(
-    job: WriteJob,
-    info: ScanInfo,
-    codecs: Mapping[str, str],
-    sizes: Mapping[str, set[tuple[int, int]]],
-) -> tuple[Channel, ...]:
-    cameras = [
-        CameraEntry(
-            channel=camera.channel,
-            source_name=camera.source_name,
-            sizes=tuple(sorted(sizes[camera.channel])),
-        )
-        for camera in info.cameras
-    ]
-    extra = [
-        stored_channel(channel, job.recipe.images, sizes.get(channel.law.camera or "", ()))
-        for channel in info.channels
-    ]
-    return channel_table(cameras, info.lidars, extra, codecs)
 
 
 def _iter_attributes(

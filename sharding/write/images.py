@@ -15,7 +15,7 @@ import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.laws import LAWS, Motion
-from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, needs
 from fuelrail.pipeline.sample.image_header import unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
 
@@ -71,8 +71,10 @@ def stored_share(recipe: ImageRecipe | None, members: tuple[Reference, ...]) -> 
 
 def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
     """Decode, scale, encode; raises ImageError for an image that cannot be decoded whole."""
-    import cv2
     import simplejpeg
+
+    with needs("images that are scaled or encoded anew"):
+        import cv2
 
     try:
         if extension == "png":

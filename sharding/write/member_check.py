@@ -95,8 +95,14 @@ class MemberCheck:
             if BOXES in members:
                 boxes = decode_arrays(members[BOXES], Boxes)
             for field, data in members.items():
-                if field not in rig.fields:
-                    self._check_points(key, field, data)
+                if field in rig.fields or field.startswith("x_"):
+                    continue
+                if field.endswith(SWEEPS_FIELD):
+                    for text in broken_sweeps(decode_sweeps(data), lidar_channel(field), rig):
+                        raise self._error(key, field, text)
+                elif field.endswith(f".{POINTS_EXTENSION}"):
+                    for text in broken_points(decode_points(data), lidar_channel(field), rig):
+                        raise self._error(key, field, text)
             if self._channels:
                 sizes = {
                     name: (camera_meta.width, camera_meta.height)
@@ -125,16 +131,6 @@ class MemberCheck:
                 raise self._error(key, GEOMETRY, text)
             for text in () if boxes is None else broken_boxes(boxes, self._rig):
                 raise self._error(key, BOXES, text)
-
-    def _check_points(self, key: str, name: str, data: Buffer) -> None:
-        if name.startswith("x_"):
-            return
-        if name.endswith(SWEEPS_FIELD):
-            for text in broken_sweeps(decode_sweeps(data), lidar_channel(name), self._rig):
-                raise self._error(key, name, text)
-        elif name.endswith(f".{POINTS_EXTENSION}"):
-            for text in broken_points(decode_points(data), lidar_channel(name), self._rig):
-                raise self._error(key, name, text)
 
     def _error(self, key: str, member: str, text: str) -> SourceError:
         return SourceError(f"sample {key} of {self._source} cannot be stored: {member}: {text}")

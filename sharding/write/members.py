@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
 from fuelrail.sharding.planning.recipe import Recipe, codec_of
+from fuelrail.sharding.sources.registry import sources
 from fuelrail.sharding.sources.shared.pictures import image_size
 from fuelrail.sharding.sources.source import MemberSource, PlacedSource
 from fuelrail.sharding.write.images import (
@@ -33,12 +34,13 @@ from fuelrail.sharding.write.images import (
     with_restart_rows,
 )
 from fuelrail.sharding.write.packer import RawMember
-from fuelrail.sharding.write.staging import STORED
+from fuelrail.sharding.write.staging import STORED, StagedSource
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.registry import SourceSpec
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.write.read_buffer import ReadBuffer
 
@@ -74,9 +76,9 @@ class Members:
         lidars: tuple[LidarEntry, ...],
         extra: tuple[Channel, ...],
         buffer: ReadBuffer,
-        place: str,
+        spec: SourceSpec,
     ) -> None:
-        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source
+        """Make them as fields come; ``buffer`` is where files are read, ``spec`` names the source
         in errors.
 
         ``extra`` are the channels other than cameras, lidars and boxes.
@@ -86,11 +88,9 @@ class Members:
         self._recipe = recipe
         self._lidars = lidars
         self._buffer = buffer
-        self._place = place
+        self._spec = spec
         self._extra = extra
         self._extra_fields = {channel.field: channel for channel in extra}
-        names = getattr(getattr(source, "settings", None), "__struct_fields__", ())
-        self._hint = _LEFT_OUT if "damaged_image" in names else ""
         self._chains: dict[str, Chain] = {}
         self._codecs: dict[str, str] = {}
 
@@ -116,7 +116,7 @@ class Members:
                 for step in chain.steps:
                     data = step(member, data, source_sizes)
             except MemberError as error:
-                hint = self._hint if isinstance(error, ImageError) else ""
+                hint = self._remedy() if isinstance(error, ImageError) else ""
                 raise SourceError(f"{self._where(key, member)}: {error}{hint}") from error
             if chain.field in raw:
                 raise SourceError(
@@ -181,7 +181,13 @@ class Members:
         return size if self._recipe.images is None else stored_size(self._recipe.images, size)
 
     def _where(self, key: str, member: Reference) -> str:
-        return f"image '{member.ref}' of {self._place} (sample {key})"
+        name = member.name if isinstance(self._source, StagedSource) else member.ref
+        return f"image '{name}' of {self._spec.kind}:{self._spec.location} (sample {key})"
+
+    def _remedy(self) -> str:
+        (kind,) = sources(self._spec.kind)
+        is_option = any(option.name == "damaged_image" for option in kind.options)
+        return _LEFT_OUT if is_option else ""
 
     def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
         """Check that an image is complete, and that its size is the one in the source's tables,

@@ -78,15 +78,22 @@ def publish_tables(
     files = write_tables(folder, shards)
     for entry in files:
         out.publish_file(entry.name, folder / entry.name)
+    splits = {}
+    for split, num_clips in clips_by_split.items():
+        numbers = [number for number, shard in enumerate(shards) if shard.split == split]
+        splits[split] = SplitEntry(
+            first_sample=shards[numbers[0]].first_sample,
+            num_samples=sum(shards[number].num_samples for number in numbers),
+            first_shard=numbers[0],
+            num_shards=len(numbers),
+            num_clips=num_clips,
+        )
     manifest = make(
         fingerprint="",
         num_samples=sum(shard.num_samples for shard in shards),
         num_clips=sum(clips_by_split.values()),
         num_bytes=sum(shard.bytes for shard in shards),
-        splits={
-            split: _make_split_entry(shards, split, num_clips)
-            for split, num_clips in clips_by_split.items()
-        },
+        splits=splits,
         files=(*files, *published),
     )
     return publish_manifest(out, manifest)
@@ -101,14 +108,3 @@ def publish_manifest(out: Output, manifest: M) -> M:
     decoded = decode_manifest(encoded, f"{out.shown}/{MANIFEST_FILE}", {manifest.format: kind})
     assert isinstance(decoded, kind)
     return decoded
-
-
-def _make_split_entry(shards: Sequence[ShardEntry], split: str, num_clips: int) -> SplitEntry:
-    numbers = [number for number, shard in enumerate(shards) if shard.split == split]
-    return SplitEntry(
-        first_sample=shards[numbers[0]].first_sample,
-        num_samples=sum(shards[number].num_samples for number in numbers),
-        first_shard=numbers[0],
-        num_shards=len(numbers),
-        num_clips=num_clips,
-    )

@@ -121,7 +121,7 @@ class ShardWriter:
             lidars=job.lidars,
             extra=job.channels,
             buffer=self._buffer,
-            place=self._place,
+            spec=job.source,
         )
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:

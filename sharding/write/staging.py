@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -38,7 +38,6 @@ from fuelrail.sharding.sources.shared.pictures import JpegForm, StoredJpeg
 from fuelrail.sharding.sources.shared.scan_table import (
     ROWS_PER_BATCH,
     ClipInfo,
-    Reference,
     ScanTable,
     decode_row,
 )
@@ -291,8 +290,16 @@ def stage_clips(
         arguments = *arguments[:5], 0
     bands.sweep()
     _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder, images)
-    for _ in _stage_all(arguments, tasks, min(num_workers, len(tasks))):
-        pass
+    num_workers = min(num_workers, len(tasks))
+    stage = partial(_stage_clip, arguments)
+    if num_workers > _MAX_THREADS:
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
+            try:
+                list(pool.map(stage, tasks))
+            finally:
+                pool.shutdown(cancel_futures=True)
+    else:
+        list(in_threads(stage, tasks, max(num_workers, 1)))
     table = folder / scan_table.name
     _rewrite_table(scan_table, table, folder, {task.number for task in tasks})
     return table
@@ -325,20 +332,6 @@ def _check_space(
             f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output "
             "on a larger disk, or select fewer samples"
         )
-
-
-def _stage_all(
-    arguments: _StagingArguments, tasks: Sequence[StageTask], num_workers: int
-) -> Iterator[None]:
-    stage = partial(_stage_clip, arguments)
-    if num_workers > _MAX_THREADS:
-        with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
-            try:
-                yield from pool.map(stage, tasks)
-            finally:
-                pool.shutdown(cancel_futures=True)
-    else:
-        yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
 def _stage_clip(arguments: _StagingArguments, task: StageTask) -> None:
@@ -394,18 +387,21 @@ def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int
                         current = row.clip
                         index = _load_index(folder, current) if current in staged else None
                         places = {} if index is None else index.places
-                    members = tuple(
-                        _move_reference(member, current, places) for member in row.members
-                    )
-                    rows.append(msgspec.msgpack.encode(row._replace(members=members)))
+                    members = []
+                    for member in row.members:
+                        place = places.get(member.ref)
+                        if place is None:  # of a clip from which nothing is to be written
+                            members.append(member)
+                            continue
+                        band, offset, length, is_stored = place
+                        file_name = f"{STORED if is_stored else ''}{current:06d}.{band}.bin"
+                        ref = f"{file_name}#{offset}+{length}"
+                        members.append(
+                            msgspec.structs.replace(
+                                member, ref=ref, bytes=length, is_estimate=False
+                            )
+                        )
+                    rows.append(msgspec.msgpack.encode(row._replace(members=tuple(members))))
                 arrays = batch.columns
                 arrays[column] = pa.array(rows, file.schema.field(column).type)
                 writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=file.schema))
-
-
-def _move_reference(member: Reference, clip: int, places: dict[str, Placed]) -> Reference:
-    if member.ref not in places:  # of a clip from which nothing is to be written
-        return member
-    band, offset, length, is_stored = places[member.ref]
-    ref = f"{STORED if is_stored else ''}{clip:06d}.{band}.bin#{offset}+{length}"
-    return msgspec.structs.replace(member, ref=ref, bytes=length, is_estimate=False)

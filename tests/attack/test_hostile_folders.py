@@ -46,6 +46,7 @@ def preload() -> None:
     import torch
 
     import fuelrail.__main__
+    import fuelrail.bench.annotation.run
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader
     import fuelrail.sharding.commands
@@ -109,7 +110,7 @@ FOR_ALL = (
 )
 
 
-@pytest.mark.parametrize("command", ["forget", "repair", "shard", "append", "layer"])
+@pytest.mark.parametrize("command", ["forget", "repair", "shard", "append", "layer", "annotate"])
 def test_links_and_fifos_are_refused_in_words(command, small, tmp_path, capfd) -> None:
     for name, shape in FOR_ALL:
         make_place(small, tmp_path / "place")

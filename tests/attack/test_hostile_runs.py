@@ -195,7 +195,7 @@ def make_sound(folder: Path) -> None:
     parallel = model()
     with (
         make_small_loader(folder / "DS", ledger=options) as loader,
-        fr.Checkpoints(folder / "CKPT") as checkpoints,
+        fr.bench.Checkpoints(folder / "CKPT") as checkpoints,
     ):
         for step, _ in enumerate(loader):
             state = loader.state_dict()
@@ -222,7 +222,7 @@ def make_sound(folder: Path) -> None:
     records.append({"record": "reached", "place": [1, 4], "why": "state"})
     (folder / "a.ledger").write_bytes(write_ledger(records))
     shutil.copy(folder / "a.ledger", folder / "GOOD")
-    fr.save_weights(parallel, folder / "weights.safetensors")
+    fr.bench.save_weights(parallel, folder / "weights.safetensors")
     assert torch.get_num_threads() == 1
 
 
@@ -241,7 +241,7 @@ def model() -> Any:
 
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    return fr.parallelise(layers)
+    return fr.bench.parallelise(layers)
 
 
 def run_as_trainer(work: Callable[[], object]) -> int:
@@ -265,13 +265,13 @@ def restore() -> object:
     import fuelrail as fr
 
     with make_small_loader("DS") as loader:
-        return fr.Checkpoints("CKPT").restore(model(), loader)
+        return fr.bench.Checkpoints("CKPT").restore(model(), loader)
 
 
 def load() -> object:
     import fuelrail as fr
 
-    return fr.load_weights(model(), "weights.safetensors")
+    return fr.bench.load_weights(model(), "weights.safetensors")
 
 
 def make_trainer_command(work: Callable[[], object]) -> Callable[[], int]:

@@ -9,7 +9,8 @@ import urllib.request
 import pytest
 import yaml
 
-from fuelrail import DataLoader, serve_metrics
+from fuelrail import DataLoader
+from fuelrail.bench import serve_metrics
 from support.datasets import build_dataset
 from support.pages import ROOT
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model

@@ -107,7 +107,7 @@ def test_a_state_of_a_loader_with_the_label_fits_one_that_names_it(labelled) -> 
     same = fr.DataLoader(dataset, 2, transforms={"select": [name]}, world=fr.World())
     same.load_state_dict(state)
     without = fr.DataLoader(dataset, 2, transforms={"select": []}, world=fr.World())
-    with pytest.raises(fr.StateMismatchError, match=f"channels: state has .*{name}"):
+    with pytest.raises(fr.errors.StateMismatchError, match=f"channels: state has .*{name}"):
         without.load_state_dict(state)
 
 

@@ -499,3 +499,12 @@ def test_a_torch_trainer_takes_it_as_it_takes_torchs_loader(tiny):
             losses.append(float(loss.detach()))
     assert len(losses) == 2 * len(loader)
     assert losses[-1] < losses[0]
+
+
+def test_two_seeds_that_differ_are_refused(tiny):
+    with pytest.raises(ConfigError, match="seed=7 and the order's seed 3 contradict each other"):
+        load(tiny, seed=7, order=OrderSpec(seed=3))
+    for seed, of_order in ((7, 7), (7, 0), (0, 7)):
+        with load(tiny, seed=seed, order=OrderSpec(seed=of_order)) as loader:
+            assert loader.order.seed == of_order
+            assert loader.seed == seed

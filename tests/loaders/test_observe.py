@@ -10,7 +10,8 @@ import urllib.request
 import pytest
 import torch
 
-from fuelrail import Budget, ImageAugment, TraceRecorder, serve_metrics
+from fuelrail import Budget, ImageAugment
+from fuelrail.bench import TraceRecorder, serve_metrics
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch.stages import with_ranges
 from fuelrail.pipeline.errors import ConfigError

@@ -64,7 +64,7 @@ class TestCommand:
             fuelrail.view(root, report.key, image={"height": 64, "width": 176}).sheet.shape
             == report.sheet.shape
         )
-        with pytest.raises(fuelrail.ConfigError, match=r"ViewOptions\.image"):
+        with pytest.raises(fuelrail.errors.ConfigError, match=r"ViewOptions\.image"):
             fuelrail.view(root, image={"tall": 64})
 
     @pytest.mark.parametrize("side", [40_000, 1_000_000_000])

@@ -212,10 +212,13 @@ def test_names_in_the_file_are_those_allowed(write) -> None:
     )
 
 
-def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
-    assert "allowed here" not in read_error(
-        write("name: a\nfront: {radius_m: 1}\npart: {type: fin, span_m: 1}")
+def test_keys_of_the_type_that_a_value_says_it_has_are_suggested(write) -> None:
+    text = "name: a\nfront: {radius_m: 1}\npart: "
+    assert read_error(write(f"{text}{{type: fin, span_m: 1}}")).endswith(
+        "the field 'span_m' is unknown; allowed here: area_m2"
     )
+    assert "allowed here" not in read_error(write(f"{text}{{span_m: 1}}"))
+    assert "must be one of " in read_error(write(f"{text}{{type: rudder, span_m: 1}}"))
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,15 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.sample.schema import META
+from fuelrail.sharding.forget import ForgetReport
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
+from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.batches import TINY, load
 from support.datasets import build_dataset
 from support.layers import values_of, write_layer
+from support.nuscenes_radar import add_radar_files
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, environment, flip, members_of, shard_nuscenes
@@ -205,7 +208,7 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
         receipt=receipt,
     )
     check(dataset, before=before, names=[clip, key], rows=rows, report=report)
-    assert msgspec.json.decode(receipt.read_bytes(), type=fr.ForgetReport) == report
+    assert msgspec.json.decode(receipt.read_bytes(), type=ForgetReport) == report
     receipt.unlink()
     search(tmp_path, needles)
     assert len(report.caches) == 2
@@ -300,7 +303,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         assert digests(tmp_path) == before
     with pytest.raises(ConfigError, match="is at a URL"):
         fr.forget("s3://bucket/dataset", [clip])
-    with pytest.raises(fr.DatasetNotReadyError):
+    with pytest.raises(fr.errors.DatasetNotReadyError):
         fr.forget(tmp_path / "none", [clip])
     assert not (tmp_path / "none").exists()
     shard = next(
@@ -308,7 +311,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
     )
     flip(plain / shard)
     names = [open_dataset(plain).index.row(0).key]
-    with pytest.raises((ChecksumError, fr.ShardError)):
+    with pytest.raises((ChecksumError, fr.errors.ShardError)):
         fr.forget(plain, names)
     assert (plain / "dataset.json").exists(), "damage is found before anything is removed"
     with pytest.raises(DatasetExistsError, match=r"source options.names: "):
@@ -442,9 +445,9 @@ def test_a_working_folder_of_another_run_is_not_continued(plain, tmp_path):
     shutil.copytree(tmp_path / "other", plain / ".fuelrail" / "next")
     (plain / "dataset.json").unlink()
     before = digests(plain)
-    with pytest.raises(fr.DatasetNotReadyError):  # nobody has begun to delete there
+    with pytest.raises(fr.errors.DatasetNotReadyError):  # nobody has begun to delete there
         fr.forget(tmp_path / "none", [clip])
-    with pytest.raises(fr.DatasetError):
+    with pytest.raises(fr.errors.DatasetError):
         fr.forget(plain, [clip])
     unchanged = digests(plain)
     assert {name: unchanged[name] for name in unchanged if "fuelrail" not in name} == {
@@ -500,3 +503,87 @@ def test_kills_change_nothing(plain, tmp_path, kill_points):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 80, done.stdout
+
+
+def test_neighbours_hold_no_radar_points_of_single_samples(tmp_path):
+    """Each point belongs to the first sample whose radar's keyframe is not before it."""
+    nuscenes = build_nuscenes(
+        tmp_path / "root", {"a": 6, "b": 4}, cameras=("CAM_FRONT",), num_points=4
+    )
+    add_radar_files(nuscenes)
+    options = {"channels": ["radar"], "radar_sweeps": 3}
+    radar = "radar_front"
+    fr.shard(f"nuscenes:{tmp_path / 'root'}", tmp_path / "dataset", options=options, layout="none")
+
+    def read(dataset):
+        opened = open_dataset(dataset)
+        rows = zip(
+            opened.index.strings("key"),
+            opened.index.strings("clip_id"),
+            opened.index.column("frame").tolist(),
+            opened.index.column("timestamp_ns").tolist(),
+            strict=True,
+        )
+        return {key: (*rest, opened.read(key, [radar])[radar]) for key, *rest in rows}
+
+    before = read(tmp_path / "dataset")
+    clips = [clip for clip, *_ in before.values()]
+    clip = max(clips, key=clips.count)
+    gone = (1, 4)
+    deleted = [key for key, (name, frame, *_) in before.items() if name == clip and frame in gone]
+    (channel,) = open_dataset(tmp_path / "dataset").manifest.extra_channels
+    column = channel.columns.index("dt_s")
+
+    def measured_ns(points, timestamp_ns):
+        return timestamp_ns - np.round(points[:, column].astype(np.float64) * 1e9)
+
+    newest_ns = {
+        (name, frame): measured_ns(points, time_ns).max()
+        for name, frame, time_ns, points in before.values()
+    }
+    fr.forget(tmp_path / "dataset", deleted)
+    after = read(tmp_path / "dataset")
+    assert after.keys() == before.keys() - {*deleted}
+    num_cut = 0
+    for key, (name, _, time_ns, points) in after.items():
+        all_points = before[key][3]
+        ends_ns = np.array([newest_ns[name, frame] for frame in range(clips.count(name))])
+        owners = np.searchsorted(ends_ns + 1e6, measured_ns(all_points, time_ns))
+        keep = np.full(len(owners), name != clip) | ~np.isin(owners, gone)
+        np.testing.assert_array_equal(points, all_points[keep])
+        num_cut += np.count_nonzero(~keep)
+    assert num_cut
+    assert verify(tmp_path / "dataset", deep=True, num_threads=1).faults == []
+
+
+def test_series_of_layers_hold_nothing_of_single_samples(tmp_path):
+    imu = series_channel("imu", "float64")
+    build_dataset(tmp_path / "d", {"train": (4,)})
+    opened = open_dataset(tmp_path / "d")
+    keys = opened.index.strings("key")
+    times_ns = opened.index.column("timestamp_ns")
+    order = np.argsort(times_ns)
+    measured_ns = np.arange(times_ns.min() - 300_000_000, times_ns.max() + 300_000_000, 70_000_000)
+    parts = parts_of_series(measured_ns, measured_ns * 1e-9, times_ns[order])
+    with LayerWriter(tmp_path / "d", tmp_path / "layer", channels=[imu]) as writer:
+        for row, part in zip(order.tolist(), parts, strict=True):
+            writer.write(row, {"imu": part})
+    writer.finish()
+
+    def read():
+        bound = open_layer("layer", tmp_path / "layer", open_dataset(tmp_path / "d"))
+        names = bound.data.index.strings("key")
+        return {key: bound.data.read(key, ["imu"])["imu"]["timestamp_ns"] for key in names}
+
+    before = read()
+    deleted = keys[int(order[1])]
+    fr.forget(tmp_path / "d", [deleted], layers=[tmp_path / "layer"])
+    after = read()
+    begin_ns, end_ns = times_ns[order[:2]].tolist()
+    assert after.keys() == before.keys() - {deleted}
+    for key, stored_ns in before.items():
+        if key != deleted:
+            keep = (stored_ns <= begin_ns) | (stored_ns > end_ns)
+            np.testing.assert_array_equal(after[key], stored_ns[keep])
+    assert any(len(after[key]) < len(before[key]) for key in after)
+    assert verify(tmp_path / "layer", deep=True, num_threads=1).faults == []

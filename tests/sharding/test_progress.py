@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -38,6 +40,18 @@ def stream(monkeypatch, request):
     make_progress = partial(Progress, console=Console(file=lines, width=200), every_s=0.01)
     monkeypatch.setattr(progress, "Progress", make_progress)
     return lines
+
+
+@pytest.mark.process
+def test_without_a_terminal_rich_is_not_imported():
+    """Its import would be a twentieth of a scan of some hundred samples."""
+    script = (
+        "import sys; from fuelrail.sharding.progress import make_progress\n"
+        "with make_progress(as_json=False) as lines: lines.show('scanned')\n"
+        "print('rich' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "False\n", run.stderr
 
 
 @pytest.mark.parametrize("stream", ["rendering captures: 2 of 3"], indirect=True)

@@ -153,6 +153,20 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
         append([str(new), str(old)], out)
 
 
+def test_a_file_of_the_right_size_is_not_taken_for_the_shard(old, new, tmp_path):
+    out = tmp_path / "v2"
+    append([str(old), str(new)], out)
+    expected = digests(out)
+    (out / "dataset.json").unlink()  # as if it had been killed before
+    (out / ".fuelrail").mkdir()
+    for name in ("train-000000.tar", "train-000000.tar.idx"):
+        if (out / name).exists():
+            (tmp_path / "x").write_bytes(bytes((out / name).stat().st_size))
+            (tmp_path / "x").replace(out / name)
+    append([str(old), str(new)], out)
+    assert digests(out) == expected
+
+
 def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
     shutil.copytree(old, tmp_path / "v1")
     sources = [str(tmp_path / "v1"), str(new)]

@@ -63,6 +63,18 @@ def desk(quickstart_folder, tmp_path):
     return tmp_path
 
 
+def test_the_first_install_is_small_and_its_order_serves_torchs_loader(tmp_path) -> None:
+    """The package alone, then torch by hand: neither OpenCV nor webdataset."""
+    environment = Environment(tmp_path / "venv", has_torch=False)
+    environment.install("pip install .")
+    assert environment.num_megabytes() <= 320
+    environment.install_torch()
+    folder = tmp_path / "made"
+    folder.mkdir()
+    printed = environment.run(folder, environment.python, "-m", "support.ordered_images")
+    assert "pip install -e '.[opencv]'" in printed
+
+
 def test_the_first_batch_of_the_files_of_a_reader(bare, tmp_path) -> None:
     picture = np.add.outer(np.arange(900), np.arange(1600))[..., None].repeat(3, 2) // 10
     for number in range(6):

@@ -24,7 +24,10 @@ COLUMNS = {
 }
 BY_LOSS = (fr.AttributeWeights("loss"),)
 BY_NIGHT = (fr.AttributeWeights("night", {"true": 3.0}),)
-STAGES = (fr.OrderStage(weights=BY_LOSS, until=900, ramp=True), fr.OrderStage(filter="loss > 0.2"))
+STAGES = (
+    fr.order.OrderStage(weights=BY_LOSS, until=900, ramp=True),
+    fr.order.OrderStage(filter="loss > 0.2"),
+)
 ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
     "shuffled": (fr.OrderSpec(seed=7), {}),
     "padded": (fr.OrderSpec(seed=8), {"drop_last": False}),

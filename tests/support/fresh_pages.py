@@ -28,14 +28,23 @@ LINE_SECONDS = 600
 
 
 class Environment:
-    """A virtual environment with torch's CPU build; `install` adds what a page names."""
+    """A virtual environment, with torch's CPU build or bare; `install` adds what a page names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_torch: bool = True) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        if has_torch:
+            self.install_torch()
+
+    def install_torch(self) -> None:
+        """Install torch's CPU build."""
         assert CPU_TORCH is not None
         self._pip(CPU_TORCH[1])
+
+    def num_megabytes(self) -> float:
+        """Return what the environment takes on the disk [MiB], as ``du -m`` counts it."""
+        return sum(path.lstat().st_blocks * 512 for path in self.folder.rglob("*")) / 2**20
 
     def install(self, line: str) -> None:
         """Do a page's ``pip install``: the package is this checkout, whether the page says so or not."""

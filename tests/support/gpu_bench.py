@@ -238,7 +238,7 @@ class Mark:
 
 
 def train(dataset: Path, out: Path, **options: Any):
-    """Return the report of `fuelrail.bench_train`, with figures; ``options`` are the fields of its options."""
+    """Return the report of `fuelrail.bench.bench_train`, with figures; ``options`` are the fields of its options."""
     try:
         report = train_run.bench_train(dataset, out=out, html=False, **options)
         why = report.cut_off

@@ -189,6 +189,14 @@ def repair_here() -> int:
     return main(["verify", "DS", "--repair", "fuelrail:SOURCE"])
 
 
+def scores(batch: dict[str, Any]) -> dict[str, Any]:
+    """A model for ``annotate``."""
+    import torch
+
+    return {"score": torch.arange(len(batch["sample_key"]), dtype=torch.float32)}
+
+
+ANNOTATE = ["annotate", "DS", "OUT", "--model", f"{__name__}:scores", "--workers", "1"]
 FORGET = ["forget", "DS", "--clips", "clips.txt", "--layer", "LAYER", "--cache", "cache"]
 COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] = {
     "shard": (["shard", "imagefolder:IMAGES", "OUT", "--workers", "1"], "OUT", _IN_WORK),
@@ -200,6 +208,7 @@ COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] 
     "repair": (repair_here, "DS", (*_IN_WORK, *_BESIDE)),
     "rebase": (["layer", "rebase", "LAYER", "DS", "OUT"], "OUT", _IN_WORK),
     "layer": (write_layer_here, "OUT", _IN_WORK),
+    "annotate": (ANNOTATE, "OUT", _IN_WORK),
     "tag": (["tag", "DS", "--add", "gold"], "DS", (*_IN_WORK, *_BESIDE)),
     "statistics": (["inspect", "DS", "--statistics"], "DS", (*_IN_WORK, *_BESIDE)),
     "loader": (load_here, "cache", _IN_CACHE),

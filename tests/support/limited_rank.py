@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fuelrail as fr
+from fuelrail import bench
 from support.own_model import load
 
 WIDTH = 2048
@@ -49,13 +49,15 @@ def status(name: str) -> int:
 
 def train(dataset: str, strategy: str, folder: str, steps: int) -> list[float]:
     """Train from the newest checkpoint to a number of steps, and save; returns the losses."""
-    parallel = fr.parallelise(Tall, strategy=strategy, wrap=[nn.Linear], learning_rate=1e-4, seed=5)
+    parallel = bench.parallelise(
+        Tall, strategy=strategy, wrap=[nn.Linear], learning_rate=1e-4, seed=5
+    )
     losses = []
     with (
         load(dataset, batch_size=4, world=parallel.mesh) as loader,
-        fr.Checkpoints(folder) as checkpoints,
+        bench.Checkpoints(folder) as checkpoints,
     ):
-        fr.train(
+        bench.train(
             parallel,
             loader,
             steps=steps,

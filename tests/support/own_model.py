@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fuelrail as fr
+from fuelrail import bench
 from fuelrail.bench.trainer.strategies.step import local
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "configs" / "trainers"))
@@ -97,7 +98,7 @@ def score(outputs, batch):
 
 
 def divided(**options):
-    return fr.parallelise(
+    return bench.parallelise(
         Detector,
         wrap=[Layer],
         loss=losses,
@@ -178,17 +179,17 @@ def main(
     expected = train_alone(divide, read, int(steps), world) if dist.get_rank() == 0 else []
     with read(split="val", batch_size=3, world=fr.World(0, 1)) as loader:
         expected_scores = (
-            fr.evaluate(divide(alone=True), loader, scored) if dist.get_rank() == 0 else {}
+            bench.evaluate(divide(alone=True), loader, scored) if dist.get_rank() == 0 else {}
         )
     for strategy in STRATEGIES:
         parallel = divide(strategy=strategy)
         actual_losses = []
         with read(split="val", batch_size=2, world=parallel.mesh) as loader:
-            scores = fr.evaluate(parallel, loader, scored)
+            scores = bench.evaluate(parallel, loader, scored)
         file = Path(f"{out}.safetensors")
-        fr.save_weights(parallel, file)
+        bench.save_weights(parallel, file)
         restored = divide(strategy=strategy, seed=9)
-        fr.load_weights(restored, file)
+        bench.load_weights(restored, file)
         equal = all(
             map(
                 torch.equal,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta, encode_arrays
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
@@ -26,7 +26,7 @@ from support.sharding import Interrupt, Scanned, digests, scanned
 from support.source_world import World, check_same, make_world, samples_of
 
 LATER = {"ignore_zeros", "gather"}
-FAULTS = {
+DAMAGES = {
     "empty": lambda data: b"",
     "cut": lambda data: data[: len(data) - 9],
     "half": lambda data: data[: len(data) // 2],
@@ -38,6 +38,12 @@ FAULTS = {
     "of another size": lambda data: smaller(data),
 }
 """What becomes of the bytes of a damaged image."""
+FAULTS = {"missing_camera": ("no record", "no file"), "damaged_image": tuple(DAMAGES)}
+"""The options that all sources of frames have for faulty images, and the faults that each is for."""
+QUICK = ("no record", "no file", "empty")
+ANSWERS = ("error", "mask", "drop")
+OWN_POLICIES = {"dangling_links": "cut", "damaged": "skip", "clock_jumps": "drop"}
+"""Such options of single kinds, with what leaves the fault out."""
 OF_DAMAGED = {"damaged_image", "max_damaged", "check_images"}
 MATRICES = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
 
@@ -64,14 +70,17 @@ class SourceSuite:
     """Inherit, and define :meth:`write`. ``compare`` are arguments of `check_same`; None: samples are not compared.
 
     ``reads_heads`` False: images are in one file with the tables, or the scan must read what holds them.
-    ``damaged`` is what the options on damaged images do: "left out", "refused" by name, or "no option".
+    ``refused`` are answers that an option on faulty images does not take for this source, ``impossible``
+    faults that the format cannot have. ``states_sizes``: the format says how large each image is.
     """
 
     kind: str
     options: ClassVar[dict] = {}
     compare: ClassVar[dict | None] = {}
     reads_heads = True
-    damaged = "left out"
+    refused: ClassVar[dict[str, tuple[str, ...]]] = {}
+    impossible: ClassVar[tuple[str, ...]] = ()
+    states_sizes = True
 
     def world(self, **changes) -> World:
         """The world, as far as the format has it."""
@@ -86,6 +95,16 @@ class SourceSuite:
         root = tmp_path / "source"
         root.mkdir(exist_ok=True)
         return SourceSpec(self.kind, self.write(world or self.world(), root), dict(self.options))
+
+    def remove_image(self, root: Path, camera: str, data: bytes) -> int:
+        """Remove the file of an image with these bytes; return how many frames lack one by that."""
+        (file,) = [path for path in root.rglob("*") if path.is_file() and path.read_bytes() == data]
+        file.unlink()
+        return 1
+
+    def faulty(self, option: str, tmp_path: Path) -> SourceSpec | None:
+        """A source with a fault that an option of `OWN_POLICIES` is for; None: the kind refuses it."""
+        return None
 
     def make(self, spec: SourceSpec, out: Path, workers: int = 1, progress: Quiet | None = None):
         """Shard into small shards."""
@@ -197,40 +216,104 @@ class SourceSuite:
         with pytest.raises(ConfigError, match=f"has no camera 'cam_x'.*; it has: .*{rig[0]}"):
             scan_source(made.spec._replace(options=made.spec.options | {"cameras": ["cam_x"]}))
 
-    @pytest.mark.parametrize("policy", ["drop", "mask"])
-    @pytest.mark.parametrize("fault", ["empty", pytest.param("all", marks=pytest.mark.costly)])
-    def test_damaged_images_are_left_out_or_the_option_is_refused(self, fault, policy, tmp_path):
-        if self.damaged == "no option":
-            pytest.skip("this kind has no option for damaged images")
-        for name in FAULTS if fault == "all" else [fault]:
-            folder = tmp_path / name.replace(" ", "-")
-            folder.mkdir()
-            world = self.world()
-            if self.damaged == "left out":
-                camera, image = next(iter(world.clips[0].frames[1].images.items()))
-                image.jpeg = FAULTS[name](image.jpeg)
-            spec = self.spec(folder, world)
-            spec = spec._replace(
-                options={**spec.options, "damaged_image": policy, "max_damaged": 0.5}
+    @pytest.mark.parametrize(
+        ("option", "fault"),
+        [
+            pytest.param(
+                option,
+                fault,
+                id=fault.replace(" ", "-"),
+                marks=() if fault in QUICK else pytest.mark.costly,
             )
-            if self.damaged == "refused":
-                with pytest.raises(SourceError, match=f"damaged_image={policy} is not for"):
-                    scan_source(spec)
-                return
-            self.make(spec, folder / "out")
-            assert not verify(folder / "out", deep=True, num_threads=1).faults
-            report = scan_source(spec).report
-            num_damaged = sum(report.damaged.values())
-            is_kept = name == "of another size" and not num_damaged  # no size was stated
-            assert num_damaged == (0 if is_kept else 1), name
-            if not is_kept:
-                assert sum(report.dropped_samples.values()) + sum(
-                    number for reasons in report.masked.values() for number in reasons.values()
-                )
-                images = [
-                    sample.images.get(camera) for sample in samples_of(folder / "out").values()
-                ]
-                assert image.jpeg not in [data and bytes(data) for data in images], name
+            for option, faults in FAULTS.items()
+            for fault in faults
+        ],
+    )
+    @pytest.mark.parametrize("answer", ANSWERS)
+    def test_each_policy_holds_or_is_refused(self, option, fault, answer, tmp_path):
+        """The matrix of policies, faults and sources: one image of one frame is faulty."""
+        is_refused = answer in self.refused.get(option, ())
+        if fault in self.impossible and not is_refused:
+            pytest.skip(f"this format cannot have the fault '{fault}'")
+        world = self.world()
+        names = list(world.cameras)
+        name = names[-1]
+        image = world.clips[0].frames[1].images[name]
+        sound = image.jpeg
+        if not is_refused and fault in DAMAGES:
+            image.jpeg = DAMAGES[fault](sound)
+        if not is_refused and fault == "no record":
+            del world.clips[0].frames[1].images[name]
+        spec = self.spec(tmp_path, world)
+        spec = spec._replace(options={**spec.options, option: answer})
+        if option == "damaged_image":
+            spec.options["max_damaged"] = 0.5
+        if is_refused:
+            with pytest.raises(ConfigError, match=option):
+                scan_source(spec)
+            return
+        num_faulty = 1
+        if fault == "no file":
+            num_faulty = self.remove_image(tmp_path / "source", name, sound)
+        if fault == "of another size" and not self.states_sizes:
+            num_faulty = 0
+        if answer == "error" and num_faulty:
+            with pytest.raises((SourceError, ImageError), match=option):
+                self.make(spec, tmp_path / "out")
+            assert not (tmp_path / "out" / "dataset.json").exists()
+            return
+        if answer == "drop" and num_faulty == len(list(world.frames())):
+            with pytest.raises(SourceError, match=r"no frame of the .* is kept"):
+                self.make(spec, tmp_path / "out")
+            return
+        self.make(spec, tmp_path / "out")
+        assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+        info = scan_source(spec)
+        report = info.report
+        channel = info.cameras[names.index(name)].channel
+        samples = samples_of(tmp_path / "out").values()
+        lacking = [sample for sample in samples if channel not in sample.images]
+        is_masked = answer == "mask" and len(names) > 1
+        assert len(lacking) == (num_faulty if is_masked else 0)
+        assert sum(report.masked.get(channel, {}).values()) == len(lacking)
+        assert all(
+            sample.geometry.cam_valid.sum() == len(names) - 1
+            and sample.meta.sync["dropped"] == [channel]
+            for sample in lacking
+        )
+        assert sum(report.dropped_samples.values()) == num_faulty - len(lacking)
+        assert (
+            len(samples)
+            == report.samples
+            == len(list(world.frames())) - sum(report.dropped_samples.values())
+        )
+        is_damaged = option == "damaged_image" and num_faulty
+        assert report.damaged == ({channel: 1} if is_damaged else {})
+        if fault in DAMAGES:
+            stored = [
+                bytes(sample.images[channel]) for sample in samples if channel in sample.images
+            ]
+            assert stored.count(image.jpeg) == (0 if num_faulty else 1)
+
+    @pytest.mark.parametrize("option", OWN_POLICIES)
+    def test_a_policy_of_single_kinds_holds_or_is_refused(self, option, tmp_path):
+        spec = self.faulty(option, tmp_path)
+        answered = spec or self.spec(tmp_path)
+        answered = answered._replace(options={**answered.options, option: OWN_POLICIES[option]})
+        if spec is None:
+            with pytest.raises(ConfigError, match=rf"\b{option}\b"):
+                scan_source(answered)
+            return
+        with pytest.raises(SourceError, match=f"{option}={OWN_POLICIES[option]}"):
+            scan_source(spec)
+        report = scan_source(answered).report
+        assert report.samples
+        assert report.noted or report.cut_links
+
+    def test_the_matrix_has_each_policy_of_the_kind(self):
+        (kind,) = sources(self.kind)
+        policies = {option.name for option in kind.options if "error" in option.type.split(" or ")}
+        assert policies <= {*FAULTS, *OWN_POLICIES}
 
     def test_every_matrix_is_a_rotation(self, made):
         for geometry in made.geometries():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 import fuelrail as fr
+from fuelrail import bench
 from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block, StagedModel, perceptron
 
 WIDTH = 24
@@ -68,12 +69,12 @@ class Tokens(StagedModel):
 def outcome(tokens: int, heads: int, inner: int, micro_batches: int | None = None) -> str:
     strategy = "tensor" if micro_batches is None else "pipeline"
     try:
-        parallel = fr.parallelise(
+        parallel = bench.parallelise(
             lambda: Tokens(heads, inner), strategy=strategy, micro_batches=micro_batches
         )
         batch = {"tokens": torch.ones(4, tokens, 4), "score": torch.ones(4, 1)}
         return str(float(parallel.step([batch])))
-    except fr.ConfigError as error:
+    except fr.errors.ConfigError as error:
         return str(error)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fuelrail as fr
+from fuelrail import bench
 from fuelrail.bench.trainer.distill.student import Distilled
 from fuelrail.bench.trainer.distill.teacher import Source
 from fuelrail.bench.trainer.models.staged import StagedModel
@@ -144,7 +145,7 @@ def gather_tensor(tensor):
 
 
 def differences(dataset: str, kind: str, accumulation: int, options: dict[str, object]):
-    parallel = fr.parallelise(MODELS[kind], optimiser="sgd", learning_rate=RATE, **options)
+    parallel = bench.parallelise(MODELS[kind], optimiser="sgd", learning_rate=RATE, **options)
     num_data = dist.get_world_size()
     if parallel.mesh is not None:
         sizes = dict(zip(parallel.mesh.mesh_dim_names, parallel.mesh.shape, strict=True))

@@ -46,7 +46,7 @@ _REPEAT = "as-it-is-again"
 
 
 class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
-    """Options of `fuelrail.diagnose`: those of each training run, and what to do with the
+    """Options of `fuelrail.bench.diagnose`: those of each training run, and what to do with the
     result.
     """
 
@@ -77,7 +77,7 @@ def diagnose(
 ) -> DiagnoseReport:
     """Find the bottleneck of a training run by leaving out one part at a time.
 
-    ``fuelrail.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as
+    ``fuelrail.bench.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as
     keywords. ``out`` is a folder for the report and for those of the runs; None: nothing is
     written. Runs that end early make the report partial (``cut_off``), also after Ctrl+C. Raises
     ConfigError, DatasetErrors, and FuelrailError where a run is too short to show anything.

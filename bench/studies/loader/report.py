@@ -42,7 +42,7 @@ _COMPUTING = 0.5
 
 
 class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.bench_loader`, and the flags of ``fuelrail bench loader``."""
+    """Options of `fuelrail.bench.bench_loader`, and the flags of ``fuelrail bench loader``."""
 
     split: Annotated[str, flag("split to load")] = "train"
     batch_size: Annotated[Positive, flag("samples in a batch")] = 8

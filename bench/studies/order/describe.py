@@ -22,7 +22,7 @@ from fuelrail.pipeline.cli import (
     given_flags,
     print_json,
 )
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order, split_lengths
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -42,7 +42,7 @@ _LEGEND = (
 
 
 class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.describe_order`, and flags of ``fuelrail order describe``."""
+    """Options of `fuelrail.bench.describe_order`, and flags of ``fuelrail order describe``."""
 
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
@@ -87,7 +87,7 @@ def describe_order(
     """Measure which samples an order selects and how random it is; without ``order`` and ``config``
     a seeded shuffle.
 
-    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
+    ``fuelrail.bench.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
     keywords. Raises ConfigError, DatasetErrors and OrderError.
     """
     options = make_options(DescribeOptions, options, changes)
@@ -155,7 +155,8 @@ def webdataset_order(
     One reader, seeded, with both through a buffer; several workers and ranks read their parts of
     the shards alike.
     """
-    from webdataset.filters import detshuffle
+    with needs("the order of webdataset"):
+        from webdataset.filters import detshuffle
 
     starts = np.searchsorted(selected, np.cumsum([0, *shard_lengths])).tolist()
     shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
+from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
 from fuelrail.loaders.schedule.state import decode_state, state_at
 from fuelrail.pipeline.errors import BadSamplesError, ConfigError, LedgerError, ShardError
@@ -30,14 +31,16 @@ from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
+from fuelrail.pipeline.settings import convert, explain
 from fuelrail.pipeline.storage.files import read_regular
-from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shortened, text_of
-from fuelrail.sharding.forgotten import EarlierDataset, as_it_was
+from fuelrail.sharding.forgotten import EarlierDataset, as_it_was, layer_as_it_was
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.format.ledger import SampleReplaced
     from fuelrail.pipeline.order.batching import Batching
 
@@ -111,6 +114,7 @@ def replay(
         folder = Path(ledger).parent if files is None else files
         with make_loader(
             part,
+            ledger=ledger,
             rank=rank,
             dataset=dataset,
             functions=functions or {},
@@ -219,6 +223,7 @@ def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor
 
 def make_loader(
     part: Part,
+    ledger: str | os.PathLike[str],
     rank: int | None,
     dataset: str | os.PathLike[str] | None,
     functions: dict[str, Callable[..., Any]],
@@ -241,30 +246,31 @@ def make_loader(
         )
     try:
         places, named = (
-            msgspec.convert(setup.loader[name], dict[str, str])
-            for name in ("datasets", "functions")
+            convert(setup.loader[name], dict[str, str], name) for name in ("datasets", "functions")
         )
         options: dict[str, Any] = {name: setup.loader[name] for name in RECORDED}
         # Settings and not dicts of them: in a dict, a text in the place of settings would be the
         # path of a file of them.
-        options["transforms"] = msgspec.convert(
-            {**options["transforms"], "decoder": setup.decoder}, Transforms
+        options["transforms"] = convert(
+            {**options["transforms"], "decoder": setup.decoder}, Transforms, "transforms"
         )
-        options["bad_samples"] = msgspec.convert(
-            {**options["bad_samples"], "file": None}, BadSamplePolicy
+        options["bad_samples"] = convert(
+            {**options["bad_samples"], "file": None}, BadSamplePolicy, "bad_samples"
         )
         if (window := options["window"]) is not None:
             is_timed = "channels" in window
-            options["window"] = msgspec.convert(window, TimeWindow if is_timed else FrameWindow)
-        order = msgspec.convert(setup.loader["order"], OrderSpec)
+            kind = TimeWindow if is_timed else FrameWindow
+            options["window"] = convert(window, kind, "window")
+        order = convert(setup.loader["order"], OrderSpec, "order")
         if not places:
-            raise KeyError("datasets")
+            raise ConfigError("'datasets' names no dataset")
         if isinstance(options["mix"], list):
-            options["mix"] = msgspec.convert(options["mix"], list[MixStage])
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
+            options["mix"] = convert(options["mix"], list[MixStage], "mix")
+    except (KeyError, TypeError, ConfigError) as error:
+        fault = f"{error} is missing" if isinstance(error, KeyError) else error
         problem = (
-            f"the settings of the loader in the setup of record {part.stretch.record} are of no "
-            f"known form: {error}"
+            f"ledger '{ledger}': the settings of the loader in the setup of record "
+            f"{part.stretch.record} are of no known form: {fault}"
         )
         raise LedgerError(problem, part.stretch.record) from error
     _check_files(order, Path(files))
@@ -288,7 +294,7 @@ def make_loader(
         fingerprints = dict.fromkeys(places, fingerprints)
     locations: dict[str, Any] = places if dataset is None else {next(iter(places)): dataset}
     opened: dict[str, Any] = {
-        name: place if is_url(place) else as_it_was(place, fingerprints.get(name, ""), receipts)
+        name: as_it_was(place, fingerprints.get(name, ""), receipts)
         for name, place in locations.items()
     }
     earlier = [
@@ -296,6 +302,8 @@ def make_loader(
         for opened_dataset in opened.values()
         if isinstance(opened_dataset, EarlierDataset)
     ]
+    if earlier and options["layers"]:
+        options["layers"] = _open_layers_of(part, options["layers"], opened, receipts)
     if earlier:  # the policy of the run does not know such samples
         has_packs = order.pack is not None or order.bucket is not None
         options["bad_samples"] = {
@@ -306,7 +314,39 @@ def make_loader(
     data = next(iter(opened.values())) if options["mix"] is None else opened
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
-    return DataLoader(data, start.global_batch // world.size, **options)
+    try:
+        return DataLoader(data, start.global_batch // world.size, **options)
+    except ConfigError as error:
+        raise ConfigError(f"ledger '{ledger}': {error}") from error
+
+
+def _open_layers_of(
+    part: Part,
+    layers: Mapping[str, Any],
+    datasets: Mapping[str, Dataset],
+    receipts: Sequence[str | os.PathLike[str]],
+) -> dict[str, Any]:
+    """Return the layers of a run as they were, by name; of a mix by dataset and name."""
+    fingerprints: Any = part.identity.layers or {}
+    is_mix = part.stretch.setup.loader is not None and part.stretch.setup.loader["mix"] is not None
+    if not is_mix:
+        name = next(iter(datasets))
+        layers = {name: layers}
+        fingerprints = {name: fingerprints}
+    opened: dict[str, dict[str, Layer]] = {}
+    for dataset, layers_of_dataset in layers.items():
+        opened[dataset] = {}
+        for name, place in layers_of_dataset.items():
+            options = LayerOptions(place) if isinstance(place, str) else LayerOptions(**place)
+            opened[dataset][name] = layer_as_it_was(
+                name,
+                options.path,
+                base=datasets[dataset],
+                fingerprint=fingerprints.get(dataset, {}).get(name, ""),
+                receipts=receipts,
+                missing=options.missing,
+            )
+    return dict(opened) if is_mix else dict(next(iter(opened.values())))
 
 
 def _check_files(order: OrderSpec, folder: Path) -> None:
@@ -425,6 +465,7 @@ def seen(
                 stack.close()
                 loader = make_loader(
                     part,
+                    ledger=ledger,
                     rank=None,
                     dataset=dataset,
                     functions=functions or {},
@@ -609,9 +650,10 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
             name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())
         }
     try:
-        return msgspec.json.decode(read_regular(place, UNTYPED), type=dict[str, Any])
+        data = read_regular(place, UNTYPED)
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else explain(error, data, dict[str, Any])
         raise ConfigError(
             f"checkpoints='{place}' must be a JSON file of loaders' states by name: {why}"
         ) from error

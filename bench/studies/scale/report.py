@@ -26,7 +26,7 @@ simulated.
 
 
 class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.scale`, and the flags of ``fuelrail bench scale``."""
+    """Options of `fuelrail.bench.scale`, and the flags of ``fuelrail bench scale``."""
 
     ranks: Annotated[tuple[Positive, ...], flag("numbers of ranks to measure (default: 1 2 4)")] = (
         1,

@@ -58,7 +58,7 @@ def scale(
     """Measure weak and strong scaling on this host with emulated accelerators, and simulate more
     ranks.
 
-    ``fuelrail.scale("DATASET", ranks=(1, 2))`` takes the fields of :class:`ScaleOptions` as
+    ``fuelrail.bench.scale("DATASET", ranks=(1, 2))`` takes the fields of :class:`ScaleOptions` as
     keywords. ``out`` is a folder for the report; None: nothing is written. Runs that end early make
     the report partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and
     FuelrailError where no step was made.

@@ -39,7 +39,7 @@ def bench_train(
 ) -> Report | None:
     """Train a model on a dataset and report how busy the accelerators were.
 
-    ``fuelrail.bench_train("DATASET", ranks=2, steps=100)`` takes the fields of
+    ``fuelrail.bench.bench_train("DATASET", ranks=2, steps=100)`` takes the fields of
     :class:`TrainOptions` as keywords. ``out`` is a folder for report.json, report.md and (with
     ``html``) report.html; None: nothing is written. A run that ends early is reported as partial
     (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where no

@@ -52,7 +52,7 @@ LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform",
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.bench_train`.
+    """Options of `fuelrail.bench.bench_train`.
 
     What has a description is a flag of ``fuelrail bench train`` too.
 
@@ -263,7 +263,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     elif any(getattr(options, name) is not None for name in _TEACHERS):
         raise ConfigError(
             f"model '{settings.model}' has a loss of its own: make it a "
-            "fuelrail.Distilling, without teacher"
+            "fuelrail.bench.Distilling, without teacher"
         )
     facts = dataset_facts(open_dataset(dataset), options.split)
     _check_world(settings, degrees, facts)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 class Checkpoints:
     """The checkpoints of a run at a folder or URL; made by all ranks together, after
-    :func:`fuelrail.parallelise`.
+    :func:`fuelrail.bench.parallelise`.
 
     One holds the model, the optimiser, averages, random generators, schedule, loss scale and the
     loader's position, and is visible once it is whole. It restores under any other strategy, mesh

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.limits import UNTYPED
-from fuelrail.pipeline.settings import NotNegative, Positive
+from fuelrail.pipeline.settings import NotNegative, Positive, explain
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.text import shortened
@@ -228,7 +228,8 @@ def _decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
+        fault = explain(error, data, kind)
+        raise DamagedError(f"{_MANIFEST} is not a manifest: {fault}") from error
 
 
 def _digest(version: int, body: bytes) -> str:

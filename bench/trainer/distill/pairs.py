@@ -16,7 +16,7 @@ class Pair(NamedTuple):
     is the whole.
 
     The mean of ``loss(student's output, teacher's output)`` times ``weight`` is trained:
-    `fuelrail.divergence` of logits, torch's ``mse_loss`` of features. ``projection`` is a module
+    `fuelrail.bench.divergence` of logits, torch's ``mse_loss`` of features. ``projection`` is a module
     that is trained with the student, such as a linear map of its features to the teacher's width.
     """
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """A student with a teacher beside it, as a model for `fuelrail.parallelise`; evaluated it is
+    """A student with a teacher beside it, as a model for `fuelrail.bench.parallelise`; evaluated it is
     the student.
 
     Both have ``forward(batch)``. The student returns its losses, or what ``loss(outputs, batch)``

@@ -117,7 +117,7 @@ def parallelise(
 ) -> Parallel:
     """Divide a model over the ranks and return what trains it; all ranks must call this.
 
-    ``fr.parallelise(build, strategy="fsdp2", wrap=[Block])`` takes the fields of
+    ``fr.bench.parallelise(build, strategy="fsdp2", wrap=[Block])`` takes the fields of
     :class:`ParallelSettings` as keywords. Under torchrun it joins that world, on several hosts too.
 
     ``model`` is a function that makes the model, which is made without memory and divided before it

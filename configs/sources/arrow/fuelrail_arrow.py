@@ -29,7 +29,12 @@ from fuelrail.sharding.sources.adapter.members import DAMAGED, LEFT_OUT
 from fuelrail.sharding.sources.adapter.rows import attribute_types, may_be_attribute
 from fuelrail.sharding.sources.shared.arrow import byte_ranges, open_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES, examined, plain_png
+from fuelrail.sharding.sources.shared.pictures import (
+    EXTENSION_OF,
+    HEAD_BYTES,
+    examined,
+    plain_or_damaged,
+)
 from fuelrail.sharding.sources.tables.columns import VALUE, attribute_type, is_known
 from fuelrail.sharding.sources.tables.manifest import Manifest, ManifestSettings
 from fuelrail.sharding.sources.tables.tables import CLIP, regrouped
@@ -506,7 +511,7 @@ class ArrowRows(Manifest):
                         _plain_column(self._lance(name).take(places, [column]), column)
                     )
             for (_, ref), data in zip(rows, images, strict=True):
-                yield ref, plain_png(data.as_py() or b"")
+                yield ref, plain_or_damaged(data.as_py() or b"")
 
     def _of_group(self, name: str, group: int, column: str) -> pa.Array:
         """Return the bytes of a row group; those of the last one are kept, for clips may be

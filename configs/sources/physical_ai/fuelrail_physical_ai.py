@@ -547,6 +547,7 @@ def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) ->
             "width": width,
             "height": height,
             "made": True,
+            "encoded_of": "video",
             "extension": "jpg",
             "num_bytes": width * height // 5,
         }

@@ -196,7 +196,7 @@ def _entries(
     for number, record in enumerate(records, 1):
         field = by or next((name for name in _NAMES if name in record), _NAMES[0])
         if not isinstance(name := _value(record.pop(field, None)), str) or not name:
-            raise fr.SourceError(
+            raise fr.errors.SourceError(
                 f"{where}, record {number}: the field '{field}' must name the sample; it "
                 f"has: {', '.join(record):.200}"
             )
@@ -206,7 +206,7 @@ def _entries(
         lists = {key: value for key, value in fields.items() if isinstance(value, list)}
         if len({len(value) for value in lists.values()}) > 1:
             sizes = ", ".join(f"{key} {len(value)}" for key, value in lists.items())
-            raise fr.SourceError(
+            raise fr.errors.SourceError(
                 f"{where}, record {number}: its lists of texts differ in length: {sizes:.200}"
             )
         size = len(next(iter(lists.values()), [""]))
@@ -267,7 +267,7 @@ def _joined(
     of_row = {position: own for name, own in found.items() for position in places.get(name, ())}
     if not of_row:
         first = next(iter(found), "")
-        raise fr.DatasetError(
+        raise fr.errors.DatasetError(
             f"no sample of '{dataset.location}' has a name of the texts as its key or "
             f"sample_token, such as '{shortened(first)}': are they of another dataset, or "
             "is the name in another field (--by)?"
@@ -284,7 +284,7 @@ def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
         try:
             count = pkgutil.resolve_name(count)
         except (ImportError, AttributeError, ValueError) as error:
-            raise fr.ConfigError(
+            raise fr.errors.ConfigError(
                 f"count {count!r} must be MODULE:FUNCTION that can be imported: {error}"
             ) from error
         finally:

@@ -42,6 +42,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.private import make_folder, open_file, open_folder
 
 _LOG = logging.getLogger(__name__)
@@ -283,14 +284,15 @@ class CacheFolder:
             stored = msgspec.json.decode(data, type=_Marker)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
+            fault = explain(error, data, _Marker)
             if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(
                 _names_in(self.files.fd)
             ):
-                _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, error)
+                _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, fault)
                 self.files.replace(file.name, encoded)
                 return
             raise ConfigError(
-                f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'"
+                f"cache_dir: '{file}' is damaged ({fault}); remove '{self.path}'"
             ) from error
         if stored != marker:
             raise ConfigError(

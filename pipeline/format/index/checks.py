@@ -35,12 +35,16 @@ _CONTINUED: Final = 0xFFFFFFFF
 _BLOCK_BYTES: Final = 24
 _NONE: Final = np.zeros(0, np.int64)
 _BUFFER_BYTES: Final = 16
+_LENGTH_BYTES: Final = 8
+"""What a compressed buffer begins with: its bytes when it is decompressed."""
 # Numbers of fields in Arrow's flatbuffers (File.fbs, Message.fbs).
+_FOOTER_DICTIONARIES: Final = 2
 _FOOTER_BATCHES: Final = 3
 _MESSAGE_HEADER = 2
 _MESSAGE_METADATA = 4
 _BATCH_BUFFERS = 2
 _BATCH_COMPRESSION = 3
+_DICTIONARY_BATCH = 1
 
 
 def check_plain(view: memoryview, number: int) -> None:
@@ -75,6 +79,46 @@ def check_plain(view: memoryview, number: int) -> None:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
 
 
+def decoded_bytes(view: memoryview) -> int:
+    """Return the bytes of all buffers of an Arrow file when they are decompressed, as the file
+    states them.
+
+    Raises IndexFileError for what is not an Arrow file.
+    """
+    total = 0
+    try:
+        for field in (_FOOTER_DICTIONARIES, _FOOTER_BATCHES):
+            _, count = _blocks(view, field)
+            for number in range(count):
+                total += _decoded_bytes_of_block(view, _block(view, number, field), field)
+    except (struct.error, ValueError, OverflowError) as error:
+        raise IndexFileError(f"it is not an Arrow file: {error}") from error
+    return total
+
+
+def _decoded_bytes_of_block(view: memoryview, block: tuple[int, int, int], field: int) -> int:
+    start, metadata_bytes, body_bytes = block
+    (first,) = struct.unpack_from("<I", view, start)
+    message = view[start + (8 if first == _CONTINUED else 4) : start + metadata_bytes]
+    header_at = _field(message, _root(message), _MESSAGE_HEADER)
+    batch = header_at + struct.unpack_from("<I", message, header_at)[0]
+    if field == _FOOTER_DICTIONARIES:
+        data_at = _field(message, batch, _DICTIONARY_BATCH)
+        batch = data_at + struct.unpack_from("<I", message, data_at)[0]
+    is_compressed = bool(_field(message, batch, _BATCH_COMPRESSION))
+    buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
+    body = view[start + metadata_bytes : start + metadata_bytes + body_bytes]
+    total = 0
+    for index in range(count):
+        offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * index)
+        num_bytes = max(length, 0)
+        if is_compressed and length >= _LENGTH_BYTES:
+            (stated,) = struct.unpack_from("<q", body, offset)
+            num_bytes = max(num_bytes, stated)  # -1: it is stored as it is
+        total += num_bytes
+    return total
+
+
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
     """Return first byte and end of what follows the record batches; raise IndexFileError for what
     is not an Arrow file.
@@ -104,19 +148,24 @@ def batch_range(view: memoryview, number: int) -> tuple[int, int]:
     return start, end
 
 
-def _block(view: memoryview, number: int) -> tuple[int, int, int]:
+def _block(view: memoryview, number: int, field: int = _FOOTER_BATCHES) -> tuple[int, int, int]:
     """Return where a record batch is: first byte, bytes of its metadata, bytes of its body."""
+    first, count = _blocks(view, field)
+    if not 0 <= number < count:
+        raise IndexFileError(f"it has no record batch {number}")
+    block: tuple[int, int, int] = struct.unpack_from("<qi4xq", view, first + _BLOCK_BYTES * number)
+    return block
+
+
+def _blocks(view: memoryview, field: int) -> tuple[int, int]:
+    """Return where the footer's list of batches begins, and how many these are."""
     footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
     if end != ARROW_MAGIC:
         raise IndexFileError("it does not end as an Arrow file does")
-    footer = view[len(view) - _TAIL_BYTES - footer_bytes : len(view) - _TAIL_BYTES]
-    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
-    if not 0 <= number < count:
-        raise IndexFileError(f"it has no record batch {number}")
-    block: tuple[int, int, int] = struct.unpack_from(
-        "<qi4xq", footer, blocks + _BLOCK_BYTES * number
-    )
-    return block
+    footer_at = len(view) - _TAIL_BYTES - footer_bytes
+    footer = view[footer_at : len(view) - _TAIL_BYTES]
+    first, count = _vector(footer, _field(footer, _root(footer), field))
+    return footer_at + first, count
 
 
 def _root(data: memoryview) -> int:

@@ -35,6 +35,7 @@ from fuelrail.pipeline.format.index.row import (
     Members,
     member_kinds,
 )
+from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shortened
 
@@ -458,24 +459,22 @@ class SampleIndex:
                 row_starts=memoryview(members.offsets.to_numpy(zero_copy_only=True)),
                 row_members=MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
-            self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
+            for codes, values in zip(parts, (self.names, self.codecs), strict=False):
+                if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
+                    raise IndexFileError("no such name or codec")
+            starts = members.offsets.to_numpy(zero_copy_only=True)
+            check_caps(starts, parts, self.names, self.codecs)
+            check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, scalars, strict=True)))
             return batch
-
-    def _check(
-        self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]
-    ) -> None:
-        for codes, values in zip(parts, (self.names, self.codecs), strict=False):
-            if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
-                raise IndexFileError("no such name or codec")
-        check_caps(starts, parts, self.names, self.codecs)
-        check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, batch.scalars, strict=True)))
 
 
 def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
+    data = metadata.get(entry, b"")
     try:
-        return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {error}") from error
+        return msgspec.json.decode(data, type=tuple[str, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = explain(error, data, tuple[str, ...])
+        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {fault}") from error
 
 
 @contextlib.contextmanager

@@ -119,18 +119,9 @@ def stacked_geometry(
                 )
             dist[index, : len(image.dist)] = image.dist
 
-    def matrices(
-        name: str, ones: Sequence[Any], size: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-        return _find_unique(
-            [None if item is None else getattr(item, name) for item in ones],
-            size,
-            f"{where}: {name}",
-        )
-
-    cam2ego, camera_at = matrices("cam2ego", images, 4)
-    lidar2ego, lidar_at = matrices("lidar2ego", sweeps, 4)
-    intrinsics, intrinsics_at = matrices("intrinsics", images, 3)
+    cam2ego, camera_at = _find_unique(images, "cam2ego", 4, where)
+    lidar2ego, lidar_at = _find_unique(sweeps, "lidar2ego", 4, where)
+    intrinsics, intrinsics_at = _find_unique(images, "intrinsics", 3, where)
     needs = np.array(
         [
             image is not None and (image.intrinsics is not None or image.cam2ego is not None)
@@ -205,21 +196,24 @@ def _fit_rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[n
 
 
 def _find_unique(
-    values: Sequence[Any], size: int, where: str
+    items: Sequence[Any], name: str, size: int, where: str
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value
-    its number (P,).
+    """Return the distinct matrices (U, size, size) of P items, NaN for None, and of each item its
+    number (P,).
     """
     places: dict[int, int] = {}
     unique: list[Any] = [np.full((size, size), np.nan)]
-    rows = np.zeros(len(values), np.intp)
-    for row, value in enumerate(values):
+    rows = np.zeros(len(items), np.intp)
+    for row, item in enumerate(items):
+        value = None if item is None else getattr(item, name)
         if value is not None:
             place = places.get(id(value))
             if place is None:
                 array = np.asarray(value, np.float64)
                 if array.shape != (size, size):
-                    raise SourceError(f"{where} is {list(array.shape)}, wanted [{size}, {size}]")
+                    raise SourceError(
+                        f"{where}: {name} is {list(array.shape)}, wanted [{size}, {size}]"
+                    )
                 place = places[id(value)] = len(unique)
                 unique.append(array)
             rows[row] = place

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.errors import ImageError, SourceError, needs
 from fuelrail.pipeline.sample.image_header import gray_of_palette
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import MASK, Part
@@ -90,8 +90,10 @@ def mask_png(data: Buffer, where: str) -> Buffer:
     if bits == 8:
         return gray
 
-    import cv2
     import numpy as np
+
+    with needs("a mask of fewer than 8 bits"):
+        import cv2
 
     pixels = cv2.imdecode(np.frombuffer(gray, np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels is None:

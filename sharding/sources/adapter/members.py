@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
 from fuelrail.sharding.sources.adapter.channels import COMPUTED
 from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.shared.files import looks
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, ConvertiblePng, examined
+from fuelrail.sharding.sources.shared.pictures import (
+    CONVERTED,
+    EXTENSION_OF,
+    ConvertiblePng,
+    examined,
+)
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -44,7 +49,6 @@ PLAIN: Final = "plain:"
 """Begins the reference of a PNG that is converted
 (`fuelrail.sharding.sources.shared.pictures.plain_png`).
 """
-CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
 NO_FILE: Final = (MADE_PREFIX, POINTS, MAP, COMPUTED, MASK, PLAIN)
 """What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"
@@ -333,11 +337,11 @@ class MemberFinder:
         return DAMAGED
 
     def _check_video(self, channel: str) -> None:
-        """Raise SourceError where the policy cannot hold: frames of video are decoded when
+        """Raise ConfigError where the policy cannot hold: frames of video are decoded when
         shards are written.
         """
         if self.policy.damaged != "error":
-            raise SourceError(
+            raise ConfigError(
                 f"damaged_image={self.policy.damaged} is not for the images of {channel}, "
                 "which are frames of video: they are decoded when shards are written, after "
                 "the scan, and a damaged one is an error then; leave the option out, or "

@@ -70,10 +70,8 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     classes: Annotated[
         ClassOption,
         Meta(
-            description=(
-                "classes of boxes: source (its own), nuscenes10, or a YAML file that maps "
-                "category to class"
-            )
+            description="classes of boxes: source (its own), nuscenes10, or a YAML file that maps "
+            "category to class"
         ),
     ] = SOURCE
     missing_camera: Annotated[
@@ -284,7 +282,11 @@ class FrameSource(Generic[S]):
                 frames = [
                     frame.without(left_out) if left_out else frame for frame in self.frames(clip)
                 ]
-                is_calibrated = is_calibrated or any(map(_is_calibrated, frames))
+                is_calibrated = is_calibrated or any(
+                    isinstance(image, Image) and image.intrinsics is not None
+                    for frame in frames
+                    for image in frame.images.values()
+                )
                 rows.add(clip, frames, self.poses(clip), self.given.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
@@ -379,13 +381,6 @@ class FrameSource(Generic[S]):
         for ref in refs:
             if not ref.startswith(MADE_PREFIX):
                 yield ref, self.open(ref)
-
-
-def _is_calibrated(frame: Frame) -> bool:
-    """Return whether a camera of the frame is."""
-    return any(
-        isinstance(image, Image) and image.intrinsics is not None for image in frame.images.values()
-    )
 
 
 def _select_sensors(

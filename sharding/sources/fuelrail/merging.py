@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import msgspec
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.text import differences
-
-if TYPE_CHECKING:
-    from fuelrail.pipeline.channels.table import Channel
 
 _ALIKE: Final = {
     "cameras": "cameras",
@@ -48,12 +45,17 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
                     f"{places} cannot become one dataset: the {noun} of the first are "
                     f"{ours}, of the second {theirs}"
                 )
-        first_table, two = (
-            _make_table(dataset.manifest.extra_channels) for dataset in (first, second)
-        )
-        if list(first_table.items()) != list(two.items()):
+        tables = []
+        for dataset in (first, second):
+            alike = [
+                msgspec.structs.replace(channel, codec="", description="", source_name="")
+                for channel in dataset.manifest.extra_channels
+            ]
+            tables.append({channel.name: msgspec.to_builtins(channel) for channel in alike})
+        first_table, second_table = tables
+        if list(first_table.items()) != list(second_table.items()):
             sides = (
-                differences(first_table, two, "in the first", "in the second")
+                differences(first_table, second_table, "in the first", "in the second")
                 or "they are in another order"
             )
             raise SourceError(f"{places} cannot become one dataset: their channels differ: {sides}")
@@ -107,12 +109,3 @@ def _describe_value(value: object) -> str:
             parts.append(f"{entry.channel} ({entry.source_name}{columns})")
         return ", ".join(parts)
     return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _make_table(channels: Sequence[Channel]) -> dict[str, Any]:
-    """Return the entries by name, without what may differ between two datasets that become one."""
-    alike = [
-        msgspec.structs.replace(channel, codec="", description="", source_name="")
-        for channel in channels
-    ]
-    return {channel.name: msgspec.to_builtins(channel) for channel in alike}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 INLINE: Final = (META, GEOMETRY, BOXES)
 
+_PYTHON_TYPES: Final = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float, pa.string(): str}
 _OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
 
 _ROWS_AT_ONCE: Final = 1 << 9
@@ -62,9 +63,16 @@ class DatasetPart:
         if not file.exists:
             return {}
         schema = file.schema(len(self.dataset.index))
-        return {
-            field.name: _find_python_type(field) for field in schema if field.name not in _OF_INDEX
-        }
+        types = {}
+        for field in schema:
+            if field.name in _OF_INDEX:
+                continue
+            if field.type not in _PYTHON_TYPES:
+                raise SourceError(
+                    f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}"
+                )
+            types[field.name] = _PYTHON_TYPES[field.type]
+        return types
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
         """Yield the samples of each clip by frame, in the order of the ids.
@@ -189,15 +197,3 @@ class DatasetPart:
             raise SourceError(
                 f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}"
             ) from error
-
-
-def _find_python_type(field: pa.Field) -> type:
-    for arrow, python in (
-        (pa.bool_(), bool),
-        (pa.int64(), int),
-        (pa.float64(), float),
-        (pa.string(), str),
-    ):
-        if field.type == arrow:
-            return python
-    raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")

@@ -346,37 +346,31 @@ class Kitti(FrameSource[KittiSettings]):
                 first = int(item.findtext("first_frame", ""))
                 kind = category(item.findtext("objectType", "unknown"))
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
-        return _make_boxes(tracks, invert_rigid(ego2lidar))
-
-
-def _make_boxes(
-    tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64
-) -> dict[int, BoxRows]:
-    """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size
-    in each.
-    """
-    if not tracks:
-        return {}
-    x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
-    half = yaw / 2
-    none = np.zeros(len(x))
-    turned = lidar2ego[:3, :3] @ rotation_matrices(
-        np.stack([np.cos(half), none, none, np.sin(half)], 1)
-    )
-    category: list[str] = []
-    track: list[str] = []
-    for number, (kind, frame_numbers, _) in enumerate(tracks):
-        category += [kind] * len(frame_numbers)
-        track += [str(number)] * len(frame_numbers)
-    centre = np.stack([x, y, z + height / 2], 1)
-    rows = BoxRows(
-        centre=centre @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
-        size_lwh=np.stack([length, width, height], 1),
-        rotation_wxyz=quaternions(turned),
-        category=category,
-        track=track,
-    )
-    return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
+        lidar2ego = invert_rigid(ego2lidar)
+        if not tracks:
+            return {}
+        x, y, z, yaw, length, width, height = np.concatenate(
+            [numbers for _, _, numbers in tracks], 1
+        )
+        half = yaw / 2
+        none = np.zeros(len(x))
+        turned = lidar2ego[:3, :3] @ rotation_matrices(
+            np.stack([np.cos(half), none, none, np.sin(half)], 1)
+        )
+        categories: list[str] = []
+        track: list[str] = []
+        for number, (kind, frame_numbers, _) in enumerate(tracks):
+            categories += [kind] * len(frame_numbers)
+            track += [str(number)] * len(frame_numbers)
+        centre = np.stack([x, y, z + height / 2], 1)
+        rows = BoxRows(
+            centre=centre @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
+            size_lwh=np.stack([length, width, height], 1),
+            rotation_wxyz=quaternions(turned),
+            category=categories,
+            track=track,
+        )
+        return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
 
 
 def oxts_poses(rows: F64) -> F64:

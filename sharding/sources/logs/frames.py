@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
@@ -21,12 +22,13 @@ from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, cam
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
+from fuelrail.sharding.sources.shared.pictures import CONVERTED
 from fuelrail.sharding.sources.shared.scan_table import Reference
+from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.poses import Trajectory
-    from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
@@ -85,7 +87,15 @@ class FrameMaker:
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
-        marks = {channel: self._select_marks(channel) for channel in self._given.boxes2d}
+        marks = {}
+        for channel, topic in self._given.boxes2d.items():
+            offset_ms = self._given.offsets_ms.get(f"boxes2d_{channel}", 0)
+            marks[channel] = index.marks_of(
+                self._cameras[channel],
+                topic,
+                round(offset_ms * 1e6),
+                round(self._given.tolerance_ms * 1e6),
+            )
         fixes = self._match_fixes(times)
         members = self._find_members(times.tolist(), rows)
         for number, time in enumerate(times.tolist()):
@@ -106,11 +116,15 @@ class FrameMaker:
                     sweeps[channel] = Sweep(
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
-            boxes2d = {
-                channel: _image_boxes(marks_of_channel[row])
-                for channel, marks_of_channel in marks.items()
-                if (row := rows[channel][number]) in marks_of_channel
-            }
+            boxes2d = {}
+            for channel, marks_by_row in marks.items():
+                mark = marks_by_row.get(rows[channel][number])
+                if mark is not None:
+                    # The centre of the first pixel is 0: in messages, its left edge is.
+                    box = np.array(mark.box).reshape(-1, 4) - 0.5
+                    boxes2d[channel] = ImageBoxRows(
+                        box=box, category=mark.category, track=mark.track
+                    )
             yield Frame(
                 timestamp_ns=time,
                 images=images,
@@ -136,20 +150,6 @@ class FrameMaker:
             for time_members, more in zip(members, parts, strict=True):
                 time_members += more
         return members
-
-    def _select_marks(self, channel: str) -> dict[int, Marks]:
-        """Return the boxes in a camera's pictures, by the picture's row."""
-        settings = self._given
-        offset_ns, tolerance_ns = (
-            round(delay_ms * 1e6)
-            for delay_ms in (
-                settings.offsets_ms.get(f"boxes2d_{channel}", 0),
-                settings.tolerance_ms,
-            )
-        )
-        return self._index.marks_of(
-            self._cameras[channel], settings.boxes2d[channel], offset_ns, tolerance_ns
-        )
 
     def _iter_radar_members(
         self, channel: Channel, rows: Sequence[int], times: Sequence[int]
@@ -197,7 +197,7 @@ class FrameMaker:
         stamps, values = self._index.signals[self._gps]
         column = self._index.columns[self._gps].index
         places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
-        rows = sync.nearest(stamps, times)
+        rows = nearest(stamps, times)
         is_known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(
             places[rows]
         ).any(1)
@@ -229,7 +229,7 @@ class FrameMaker:
             self._noted[f"{channel}: estimated delay in {index.name} [us]"] = offset_ns // 1000
         rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
         if len(stamps) and (rows < 0).all():
-            apart_ns = stamps[sync.nearest(stamps, times)] - times
+            apart_ns = stamps[nearest(stamps, times)] - times
             self._apart[topic] = float(apart_ns[np.abs(apart_ns).argmin()]) * 1e-9
         return rows
 
@@ -290,26 +290,19 @@ class FrameMaker:
         if shot.offset >= 0:
             ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
         pixels = shot.width * shot.height
-        num_bytes = {"video": pixels // 5, "raw": pixels // 2}.get(shot.kind, shot.length)
-        return Image(
+        if shot.kind == "palette":
+            self._noted[CONVERTED] = self._noted.get(CONVERTED, 0) + 1
+        estimates = {"video": pixels // 5, "raw": pixels // 2, "palette": pixels}
+        num_bytes = estimates.get(shot.kind, shot.length)
+        return replace(
+            model.image,
             ref=ref,
             timestamp_ns=stamp_ns,
-            intrinsics=model.intrinsics,
-            cam2ego=model.cam2ego,
             width=shot.width,
             height=shot.height,
             num_bytes=max(num_bytes, 1),
             made=shot.offset < 0,
-            encoded_of="" if shot.kind == "bytes" else shot.kind,
+            encoded_of=shot.kind if shot.kind in ("raw", "video") else "",
             fault=shot.fault or model.size_fault(shot.width, shot.height),
             extension=shot.extension,
-            dist=model.dist,
-            dist_model=model.dist_model,
         )
-
-
-def _image_boxes(marks: Marks) -> ImageBoxRows:
-    """Shift boxes so that the centre of the first pixel is 0: in messages, its left edge is."""
-    return ImageBoxRows(
-        box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track
-    )

@@ -52,8 +52,9 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not
     in it as they are.
 
-    ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the
-    keyframe to decode from: None if there is none. ``fault`` is why its bytes are no picture.
+    ``kind`` is that of the job which makes it: "bytes", "palette" (a PNG that is converted), "raw",
+    or "video", whose ``key`` is the keyframe to decode from: None if there is none. ``fault`` is
+    why its bytes are no picture.
     """
 
     place: Locator
@@ -62,7 +63,7 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     width: int
     height: int
     extension: str = "jpg"
-    kind: Literal["bytes", "raw", "video"] = "bytes"
+    kind: Literal["bytes", "palette", "raw", "video"] = "bytes"
     key: Locator | None = None
     fault: str = ""
 
@@ -134,7 +135,12 @@ class LogIndex:
                 self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sort_series(topic) for topic in sensors}
-        self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
+        self.signals = {}
+        for topic, parts in self._signals.items():
+            if parts:
+                stamps, values = map(np.concatenate, zip(*parts, strict=True))
+                order = np.argsort(stamps, kind="stable")
+                self.signals[topic] = (stamps[order], values[order])
 
     def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
@@ -331,11 +337,12 @@ class LogIndex:
             self._heads[topic.name] = head
         return stamp_ns, Shot(
             place=message.place,
-            offset=offset,
+            offset=-1 if head.is_converted else offset,
             length=length,
             width=head.width,
             height=head.height,
             extension=head.extension,
+            kind="palette" if head.is_converted else "bytes",
         )
 
     def _make_frame(
@@ -467,9 +474,3 @@ class LogIndex:
                 f"({message.place}); the option clock=log_time takes the times of the recording"
             )
         return stamp_ns
-
-
-def _in_order(parts: Sequence[_Signals]) -> _Signals:
-    stamps, values = map(np.concatenate, zip(*parts, strict=True))
-    order = np.argsort(stamps, kind="stable")
-    return stamps[order], values[order]

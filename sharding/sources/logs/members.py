@@ -19,6 +19,7 @@ from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
 from fuelrail.sharding.sources.logs.messages.reader import Reader
+from fuelrail.sharding.sources.shared.pictures import plain_or_damaged
 from fuelrail.sharding.sources.shared.video import StreamDecoder
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class Job(NamedTuple):
-    """What a member is made of: ``kind`` is "bytes", "raw", "video", "points" or "radar".
+    """What a member is made of: ``kind`` is "bytes", "palette", "raw", "video", "points" or
+    "radar".
 
     ``key`` and ``log`` are of video; ``log`` of a radar is a :class:`RadarSweep` in JSON.
     """
@@ -139,7 +141,8 @@ class LogMembers:
         if job.kind == "raw":
             where = f"topic '{job.topic}', message {job.place}"
             return raw_jpeg(message.data, picture, where, self._topics.levels.get(job.topic, FULL))
-        return memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        return plain_or_damaged(data) if job.kind == "palette" else data
 
     def _iter_decoded(
         self, group: _Group, number: int, decoders: dict[int, StreamDecoder]

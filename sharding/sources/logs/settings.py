@@ -120,8 +120,8 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     ] = 0.5
     damaged: Annotated[
         Literal["error", "skip"],
-        Meta(description="a chunk with a wrong checksum: error; skip (left out, counted)"),
+        Meta(description="a chunk of MCAP with a wrong checksum: error; skip (left out, counted)"),
     ] = "error"
     checksums: Annotated[
-        bool, Meta(description="check uncompressed chunks also, which reads whole files")
+        bool, Meta(description="check uncompressed chunks of MCAP also, which reads whole files")
     ] = False

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.sharding.sources.shared.times import nearest
+
 if TYPE_CHECKING:
     I64 = NDArray[np.int64]
 
@@ -39,16 +41,6 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
     offset = float(np.angle(mean)) / (2 * np.pi) * period
     rest = differences - offset
     return round(offset + float(np.median(rest - np.round(rest / period) * period)))
-
-
-def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
-    """Return rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of
-    ``wanted_ns``.
-    """
-    after = np.clip(np.searchsorted(stamps_ns, wanted_ns), 1, max(len(stamps_ns) - 1, 1))
-    after = np.minimum(after, len(stamps_ns) - 1)
-    before = np.maximum(after - 1, 0)
-    return np.where(wanted_ns - stamps_ns[before] <= stamps_ns[after] - wanted_ns, before, after)
 
 
 def matched(

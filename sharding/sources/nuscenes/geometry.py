@@ -209,16 +209,24 @@ class Keyframes:
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
         self.radars = sorted(by_kind["radar"])
         self.channels = [*self.cameras, *self.lidars, *self.radars]
-        _check_channels(self.channels)
+        names_seen: dict[str, str] = {}
+        for name in self.channels:
+            if not _CHANNEL.match(name.lower()):
+                raise SourceError(
+                    f"table 'sensor': channel '{name}' has other characters than letters, "
+                    "digits and _"
+                )
+            if names_seen.setdefault(name.lower(), name) != name:
+                raise SourceError(
+                    f"table 'sensor': channels '{names_seen[name.lower()]}' and '{name}' differ "
+                    "in case alone"
+                )
         self.sensor_poses.check_cameras(by_kind["camera"].values())
         self._is_leading = np.isin(self.channels, self.lidars if leading is None else leading)
         self._may_place = np.isin(
             self.channels, self.channels if leading is None else [*self.cameras, *self.lidars]
         )
-        self._place()
-
-    def _place(self) -> None:
-        """Set ``sensor_rows``; raise SourceError for two rows in one place."""
+        # The rows of sample_data by sample and channel, of which each has one place.
         samples = self.joined["sample"].tokens
         sample_of = self.joined["sample_data"].links["sample_token"]
         number_of = {channel: number for number, channel in enumerate(self.channels)}
@@ -245,28 +253,23 @@ class Keyframes:
                 )
             self.disk.used(len(sample))
 
-    def _find_pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at
-        all.
-        """
-        rows = self.sensor_rows[samples]
-        if not rows.size or not len(self.joined["sample_data"]):
-            return np.full(len(samples), -1)
-        times_us = self.joined["sample_data"].columns["timestamp"]
-        away_us = np.where(
-            (rows < 0) | ~self._may_place,
-            _FAR_US,
-            np.abs(times_us[rows] - self.timestamp_us[samples][:, None]),
-        )
-        leading_us = np.where(self._is_leading, away_us, _FAR_US)
-        column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
-        row_index = np.arange(len(rows))
-        is_known = away_us[row_index, column] < _FAR_US
-        return np.where(is_known, self.sensor_poses.pose_of[rows[row_index, column]], -1)
-
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""
-        poses = self._find_pose_rows(samples)
+        rows = self.sensor_rows[samples]
+        if not rows.size or not len(self.joined["sample_data"]):
+            poses = np.full(len(samples), -1)
+        else:
+            times_us = self.joined["sample_data"].columns["timestamp"]
+            away_us = np.where(
+                (rows < 0) | ~self._may_place,
+                _FAR_US,
+                np.abs(times_us[rows] - self.timestamp_us[samples][:, None]),
+            )
+            leading_us = np.where(self._is_leading, away_us, _FAR_US)
+            column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
+            row_index = np.arange(len(rows))
+            is_known = away_us[row_index, column] < _FAR_US
+            poses = np.where(is_known, self.sensor_poses.pose_of[rows[row_index, column]], -1)
         matrices = np.full((len(samples), 4, 4), np.nan)
         matrices[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
         return matrices
@@ -355,20 +358,3 @@ class Keyframes:
 def in_rig_order(cameras: Iterable[str]) -> list[str]:
     """Return the names of cameras in the order of `RIG`."""
     return sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
-
-
-def _check_channels(names: Sequence[str]) -> None:
-    """Check that channels can be parts of members' names: these characters, and differing in
-    lower case.
-    """
-    names_seen: dict[str, str] = {}
-    for name in names:
-        if not _CHANNEL.match(name.lower()):
-            raise SourceError(
-                f"table 'sensor': channel '{name}' has other characters than letters, digits and _"
-            )
-        if names_seen.setdefault(name.lower(), name) != name:
-            raise SourceError(
-                f"table 'sensor': channels '{names_seen[name.lower()]}' and '{name}' differ "
-                "in case alone"
-            )

@@ -369,6 +369,7 @@ class Joined:
                     column=field,
                     owners=tokens_added,
                     may_be_empty=link.may_be_empty,
+                    remedy="" if link.if_cut == "error" else self._cut.remedy,
                 )
         if table.name == "sample_data":
             calibrated = rows["calibrated_sensor_token"]
@@ -411,6 +412,7 @@ class Joined:
                     owners=table.tokens,
                     may_be_empty=link.may_be_empty,
                     cut=self._cut if link.if_cut == "clear" else None,
+                    remedy="" if link.if_cut == "error" else self._cut.remedy,
                 )
 
 

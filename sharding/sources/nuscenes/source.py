@@ -134,6 +134,7 @@ def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]]
 
 _POINT_FILES: Final = (".bin", ".npy", ".pcd")
 _NO_ROW: Final = Absent("no row")
+_CUT: Final = "; the option dangling_links=cut is for sets that are cut out of larger ones"
 _NOT_STATED: Final = (np.nan, np.nan, np.nan)
 _COLUMNS: Final = {"location": str, "description": str, "night": bool, "rain": bool}
 _ATTRIBUTES: Final = ("clip_name", "log_id", "vehicle", *_COLUMNS, "num_cameras", "num_boxes")
@@ -269,7 +270,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
         settings = self.given
-        cut = Cut(is_on=self.given.dangling_links == "cut")
+        cut = Cut(is_on=self.given.dangling_links == "cut", remedy=_CUT)
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()

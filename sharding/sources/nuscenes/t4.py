@@ -24,7 +24,6 @@ from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES, signal_series, signals
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
-    BoxRows,
     Clip,
     FileMember,
     Frame,
@@ -99,10 +98,8 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     vehicle_state: Annotated[
         bool,
         Meta(
-            description=(
-                "true stores pedals, steering, indicators and speed as the channel "
-                "can_vehicle_state"
-            )
+            description="true stores pedals, steering, indicators and speed as the channel "
+            "can_vehicle_state"
         ),
     ] = False
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
@@ -264,7 +261,14 @@ class T4(TableSource[T4Settings]):
             for channel, image in rows.images[number].items():
                 images[channel] = Absent(NOT_VALID) if image.absent else image
                 if in_images is not None and not image.absent:
-                    boxes2d[channel] = _image_boxes(in_images.get(image.token, []), own_boxes)
+                    stated = in_images.get(image.token, [])
+                    row_of = {track: row for row, track in enumerate(own_boxes.track or ())}
+                    boxes2d[channel] = ImageBoxRows(
+                        box=[annotation.bbox for annotation, _ in stated],
+                        category=[name for _, name in stated],
+                        track=[annotation.instance_token for annotation, _ in stated],
+                        row=[row_of.get(annotation.instance_token, -1) for annotation, _ in stated],
+                    )
             sweeps = {
                 name.lower(): sweep
                 for name, sweep in rows.lidars[number].items()
@@ -359,13 +363,3 @@ def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMa
     if num_others:
         noted["lines of maps whose type is not stored"] += num_others
     return vector_map
-
-
-def _image_boxes(rows: list[tuple[_ImageAnnotation, str]], in_space: BoxRows) -> ImageBoxRows:
-    row_of = {track: row for row, track in enumerate(in_space.track or ())}
-    return ImageBoxRows(
-        box=[annotation.bbox for annotation, _ in rows],
-        category=[name for _, name in rows],
-        track=[annotation.instance_token for annotation, _ in rows],
-        row=[row_of.get(annotation.instance_token, -1) for annotation, _ in rows],
-    )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.text import fault_in_words
+from fuelrail.pipeline.settings import explain
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json, without_nan
@@ -167,20 +167,23 @@ class Tables:
         path = self.path(table)
         strict = msgspec.json.Decoder(list[kind]).decode  # type: ignore[valid-type]
         count = 0
+        piece = b""
 
         def decode(data: bytes) -> list[R]:
+            nonlocal piece
+            piece = data
             try:
                 return strict(data)
             except msgspec.ValidationError:
-                corrected = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
-                if corrected == data:
+                piece = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+                if piece == data:
                     raise
-                return strict(corrected)
+                return strict(piece)
             except msgspec.DecodeError:
-                without, count = without_nan(data)  # null is unknown here, as NaN is
-                if not count:
+                piece, num_nan = without_nan(data)  # null is unknown here, as NaN is
+                if not num_nan:
                     raise
-                return strict(without)
+                return strict(piece)
 
         with (
             parsing(f"table '{path}'", "is not JSON"),
@@ -191,8 +194,9 @@ class Tables:
                     yield records
                     count += len(records)
             except msgspec.ValidationError as error:
+                fault = explain(error, piece, list[kind])  # type: ignore[valid-type]
                 raise SourceError(
-                    f"table '{path}', counted from record {count}: {fault_in_words(error)}"
+                    f"table '{path}', counted from record {count}: {fault}"
                 ) from error
 
     def all(self, table: str, kind: type[R]) -> list[R]:

@@ -27,6 +27,7 @@ from fuelrail.sharding.sources.adapter.trajectories import EGO, PAST, STEPS, ego
 from fuelrail.sharding.sources.openscene.pickles import read_pickle
 from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -133,7 +134,10 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             times_us = np.array([row["timestamp"] for row in rows], np.int64)
             poses = pose(rotations, translations, where)
             times_ns = times_us * 1000
-            steps = _steps(times_ns)
+            # The frame of each step of the trajectory, -1 for none.
+            step_times = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
+            rows_near = nearest(times_ns, step_times)
+            steps = np.where(abs(times_ns[rows_near] - step_times) <= _NEAR_NS, rows_near, -1)
             for number, row in enumerate(rows):
                 exists = steps[number] >= 0
                 later_s = (times_ns[steps[number][exists]] - times_ns[number]) * 1e-9
@@ -175,6 +179,19 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 dist=tuple(_numbers(camera["distortion"], 5).tolist()),
                 dist_model="opencv_radtan",
             )
+        boxes = None
+        if "anns" in row:
+            labels = row["anns"]
+            numbers = np.asarray(labels["gt_boxes"], np.float64).reshape(-1, 7)
+            velocity = np.asarray(labels["gt_velocity_3d"], np.float64).reshape(-1, 3)
+            boxes = BoxRows(
+                centre=numbers[:, :3],
+                size_lwh=numbers[:, 3:6],
+                yaw=numbers[:, 6],
+                category=[str(name) for name in np.asarray(labels["gt_names"]).tolist()],
+                track=[str(token) for token in np.asarray(labels["track_tokens"]).tolist()],
+                velocity=velocity @ lidar2ego[:3, :3].T,
+            )
         state = _numbers(row["ego_dynamic_state"], 4)
         command = _numbers(row["driving_command"], len(_COMMANDS))
         lights = [(int(lane), int(is_red)) for lane, is_red in row["traffic_lights"]]
@@ -192,7 +209,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                     ego2global=ego2global,
                 )
             },
-            boxes=_boxes(row["anns"], lidar2ego) if "anns" in row else None,
+            boxes=boxes,
             members=(trajectory,),
             values={
                 "driving_command": command.astype(np.uint8),
@@ -212,31 +229,6 @@ class OpenScene(FrameSource[OpenSceneSettings]):
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read points (P, 6) in the merged lidar's frame."""
         return parse_points(self.files.read(ref), _POINTS, f"file '{self.files.shown}/{ref}'")
-
-
-def _steps(times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for frames at ascending times (N,) the frame of each step (N, 17) of the
-    trajectory, -1 for none.
-    """
-    step_times = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
-    after = np.searchsorted(times_ns, step_times).clip(1, max(len(times_ns) - 1, 1))
-    near = np.stack([after - 1, after.clip(max=len(times_ns) - 1)])
-    distance = abs(times_ns[near] - step_times)
-    nearest = np.where(distance[0] <= distance[1], *near)
-    return np.where(distance.min(0) <= _NEAR_NS, nearest, -1)
-
-
-def _boxes(anns: Mapping[str, Any], lidar2ego: F64) -> BoxRows:
-    boxes = np.asarray(anns["gt_boxes"], np.float64).reshape(-1, 7)
-    return BoxRows(
-        centre=boxes[:, :3],
-        size_lwh=boxes[:, 3:6],
-        yaw=boxes[:, 6],
-        category=[str(name) for name in np.asarray(anns["gt_names"]).tolist()],
-        track=[str(token) for token in np.asarray(anns["track_tokens"]).tolist()],
-        velocity=np.asarray(anns["gt_velocity_3d"], np.float64).reshape(-1, 3)
-        @ lidar2ego[:3, :3].T,
-    )
 
 
 def _numbers(value: Any, *shape: int) -> F64:

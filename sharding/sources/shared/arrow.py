@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import feather
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import IndexFileError, SourceError
+from fuelrail.pipeline.format.index.checks import ARROW_MAGIC, decoded_bytes
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.windows import open_file
@@ -24,8 +25,12 @@ QUATERNION: Final = ("qw", "qx", "qy", "qz")
 TRANSLATION: Final = ("tx_m", "ty_m", "tz_m")
 _MOST_COLUMN: Final = 512 << 20
 """Bytes of one column in one row group of Parquet, before compression and when it is decoded."""
+_MOST_ROWS: Final = 65_536
+"""Rows of a batch where nothing else bounds them."""
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _OFFSET_BYTES: Final = 4
+_WIDEST: Final = 8
+"""Bytes of the widest number."""
 
 
 def read_file(files: SourceFiles, name: str) -> bytes:
@@ -54,9 +59,21 @@ def read_feather(
     """Read these columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
     where = f"table '{files.shown}/{name}'"
-    with parsing(where, "cannot be read as feather"):
+    problem = "cannot be read as feather"
+    if data.startswith(ARROW_MAGIC):  # the older form, which has no compression, begins otherwise
+        try:
+            num_bytes = decoded_bytes(memoryview(data))
+        except IndexFileError as error:
+            raise SourceError(f"{where} {problem}: {error}") from error
+        check_most(num_bytes, f"{where}, decoded,", _MOST_COLUMN)
+    with parsing(where, problem):
         table = feather.read_table(pa.BufferReader(data))
         table.validate()
+    # Of encodings by which a few bytes are many rows, and of texts that many rows share.
+    num_bytes = len(table) * _WIDEST * len(types)
+    for name in set(types).intersection(table.column_names):
+        num_bytes += sum(map(_count_decoded_bytes, table.column(name).chunks))
+    check_most(num_bytes, f"{where}: the rows, decoded,", _MOST_COLUMN)
     return columns(table, where, types)
 
 
@@ -174,7 +191,7 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         self._where = where
         self._source = source
         self._bytes_columns: list[str] = []
-        self._rows_at_once = _MOST_COLUMN
+        self._rows_at_once = _MOST_ROWS
         for group in range(self.metadata.num_row_groups):
             self._check_group(group)
         self._packed = (
@@ -187,6 +204,7 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
 
     def _check_group(self, group: int) -> None:
         row_group = self.metadata.row_group(group)
+        num_bytes_of_group = 0
         for number in range(self.metadata.num_columns):
             chunk = row_group.column(number)
             column = chunk.path_in_schema
@@ -194,8 +212,9 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             num_bytes = chunk.total_uncompressed_size
             check_most(num_bytes, label, _MOST_COLUMN)
             if chunk.physical_type != "BYTE_ARRAY":
-                width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
-                check_most(chunk.num_values * width, f"{label}, decoded,", _MOST_COLUMN)
+                num_bytes = self._count_bytes(group, number)
+                check_most(num_bytes, f"{label}, decoded,", _MOST_COLUMN)
+                num_bytes_of_group += num_bytes
                 continue
             check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
             if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
@@ -206,10 +225,31 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
                 self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
             else:
                 self._bytes_columns.append(column)
+        if num_bytes_of_group > _MOST_COLUMN:
+            rows = _MOST_COLUMN * row_group.num_rows // num_bytes_of_group
+            self._rows_at_once = max(min(self._rows_at_once, rows), 1)
+
+    def _count_bytes(self, group: int, number: int) -> int:
+        """Return the bytes that a column of a row group takes at most when it is decoded."""
+        chunk = self.metadata.row_group(group).column(number)
+        if chunk.physical_type == "BYTE_ARRAY":
+            return int(chunk.num_values * (chunk.total_uncompressed_size + _OFFSET_BYTES))
+        width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
+        return int(chunk.num_values * width)
+
+    def _is_small(self, row_groups: Sequence[int], columns: Sequence[str] | None) -> bool:
+        """Return whether these columns of row groups are surely within the limit together."""
+        paths = [self.schema.column(number).path for number in range(self.metadata.num_columns)]
+        wanted = None if columns is None else set(columns)
+        num_bytes = 0
+        for number, path in enumerate(paths):
+            if wanted is None or path in wanted or path.partition(".")[0] in wanted:
+                num_bytes += sum(self._count_bytes(group, number) for group in row_groups)
+        return num_bytes <= _MOST_COLUMN
 
     def iter_batches(
         self,
-        batch_size: int = 65536,
+        batch_size: int = _MOST_ROWS,
         row_groups: Sequence[int] | None = None,
         columns: Sequence[str] | None = None,
         **options: Any,
@@ -249,7 +289,7 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         self, row_groups: Sequence[int], columns: Sequence[str] | None = None, **options: Any
     ) -> pa.Table:
         """Read row groups; raise SourceError where they take more than the limit."""
-        if self._packed is None and self._rows_at_once == _MOST_COLUMN:
+        if self._packed is None and self._is_small(row_groups, columns):
             return super().read_row_groups(list(row_groups), columns, **options)
         batches = []
         num_bytes = 0

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
-from fuelrail.pipeline.settings import parse_yaml
+from fuelrail.pipeline.settings import explain, parse_yaml
 from fuelrail.pipeline.text import fault_in_words
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 _MOST_UNTYPED: Final = 16 << 20
 """Bytes of JSON and YAML of no known type: a value may take 30 times its text."""
-_TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b', re.DOTALL)
+# A text without an end goes to the end of all: were it tried again from each quote in it, the time
+# would grow with the square.
+_TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"?|-?\b(?:NaN|Infinity)\b', re.DOTALL)
 NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 
 
@@ -91,8 +93,8 @@ def read_json(
     with parsing(where, problem):
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.ValidationError:
-            raise
+        except msgspec.ValidationError as error:
+            raise SourceError(f"{where} {problem}: {explain(error, text, kind)}") from error
         except msgspec.DecodeError as error:
             strict, count = without_nan(text)
             if not count:

@@ -99,11 +99,13 @@ class Tokens(Texts):
         owners: Sequence[str] | Texts,
         may_be_empty: bool,
         cut: Cut | None = None,
+        remedy: str = "",
     ) -> None:
         """Raise SourceError for links without a row, with ``may_be_empty`` but for empty ones.
 
         ``rows`` were found for ``links``, which are of this table and column; ``owners`` are the
-        tokens of its rows. With ``cut``, links that dangle are counted instead.
+        tokens of its rows. With ``cut``, links that dangle are counted instead. ``remedy`` ends the
+        error for a link that dangles.
         """
         findings = Findings()
         for first in range(0, len(rows), ROWS_AT_ONCE):
@@ -116,7 +118,7 @@ class Tokens(Texts):
                     cut.count(table, column)
                 elif token:
                     problem = f"has {column} '{token}', not found in table '{self.table}'"
-                    findings.add(table, f"table '{table}': row '{owners[row]}' {problem}")
+                    findings.add(table, f"table '{table}': row '{owners[row]}' {problem}{remedy}")
                 elif not may_be_empty:
                     findings.add(
                         table, f"table '{table}': row '{owners[row]}' has an empty {column}"
@@ -150,11 +152,13 @@ class Cut:
     """What is done about links to rows that a cut-out source does not have: an error, or with
     ``is_on`` they are cut.
 
-    ``counts``: table and column to number of links that were cut.
+    ``counts``: table and column to number of links that were cut. ``remedy`` says which option of
+    the source turns it on; empty: none.
     """
 
-    def __init__(self, *, is_on: bool) -> None:
+    def __init__(self, *, is_on: bool, remedy: str = "") -> None:
         self.is_on = is_on
+        self.remedy = remedy
         self.counts = dict[str, int]()
 
     def count(self, table: str, column: str, number: int = 1) -> None:

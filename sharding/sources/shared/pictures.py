@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
-from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.errors import ImageError, needs
 from fuelrail.pipeline.sample.image_header import (
     MAX_PIXELS,
     ImageInfo,
@@ -40,6 +40,8 @@ CHECK_IMAGES: Final = (
     "what the scan reads of images: head (where the size is not stated), ends (head and end "
     "of each, as `--check` and damaged_image do at least), pixels (each whole, and decodes it)"
 )
+CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
+"""Names such images in the report of a scan."""
 _OF_DAMAGED: Final = ("damaged_image", "max_damaged", "check_images")
 _LATER: Final = {"ignore_zeros": False, "gather": False}
 MAX_DAMAGED: Final = "largest share of damaged images that are left out; more are an error"
@@ -159,14 +161,26 @@ def plain_png(data: Buffer) -> Buffer:
     if convertible_png(data) is None:
         return data
 
-    import cv2
     import numpy as np
+
+    with needs("a PNG with a palette, or of fewer than 8 bits,"):
+        import cv2
 
     unpack_png(gray_of_palette(data), bits=(1, 2, 4, 8))
     pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise ImageError("a damaged PNG: it cannot be decoded")
     return bytes(cv2.imencode(".png", pixels)[1])
+
+
+def plain_or_damaged(data: Buffer) -> Buffer:
+    """Return what :func:`plain_png` makes of an image that a source makes; a damaged one as it is,
+    which the scan's look at images, or the writer, finds.
+    """
+    try:
+        return plain_png(data)
+    except ImageError:
+        return data
 
 
 def _is_end(tail: Buffer, extension: str) -> bool:
@@ -263,15 +277,19 @@ def _decode_jpeg(data: Buffer) -> None:
 
 
 def _decodes_by_opencv(data: Buffer) -> bool:
-    import cv2
     import numpy as np
+
+    with needs("a JPEG with unusual sampling factors"):
+        import cv2
 
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:
-    import cv2
     import numpy as np
+
+    with needs("the check of a PNG's pixels"):
+        import cv2
 
     try:
         image = cv2.imdecode(np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_UNCHANGED)

@@ -173,16 +173,17 @@ class ScanReport(msgspec.Struct, kw_only=True):
 
 
 def _format_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [f"  {title}: {_list_counts(group)}" for title, group in counts.items() if group]
-
-
-def _list_counts(counts: Mapping[str, float]) -> str:
-    """Return names with their counts, most frequent first."""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    texts = [f"{_escape_name(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
-    more = len(ranked) - len(texts)
-    separator = "; " if any("," in name for name in counts) else ", "
-    return separator.join([*texts, *([f"and {more:,} more names"] if more else [])])
+    """Return a line for each title, of names with their counts, most frequent first."""
+    lines = []
+    for title, group in counts.items():
+        ranked = sorted(group.items(), key=lambda item: (-item[1], item[0]))
+        texts = [f"{_escape_name(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
+        if len(ranked) > len(texts):
+            texts.append(f"and {len(ranked) - len(texts):,} more names")
+        separator = "; " if any("," in name for name in group) else ", "
+        if group:
+            lines.append(f"  {title}: {separator.join(texts)}")
+    return lines
 
 
 def _escape_name(name: str, limit: int = _MOST_CHARACTERS) -> str:

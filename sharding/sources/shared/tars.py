@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import re
 import tarfile
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, cast
@@ -36,6 +37,19 @@ _MOST_ZEROS: Final = 256 << 20
 """How far a tar that does not end as it should is searched for another one."""
 _AHEAD_BYTES: Final = 64 << 10
 _BAD: Final = "is damaged, cut off or none"
+_MOST_OF_HEADER: Final = 64 << 10
+"""Bytes of a long name or of a pax header: tarfile reads these as a whole, and compressed ones may be
+of any size.
+"""
+_NUMBER_WITHOUT_END: Final = re.compile(rb"[0-9]{1000}")
+"""What tarfile, before Python 3.11.10, tries again from each digit."""
+_READ_AS_WHOLE: Final = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
 OF_IGNORE_ZEROS: Final = (
     "true reads on behind the end of a tar, as GNU tar's --ignore-zeros does (tars joined "
@@ -50,6 +64,36 @@ class Member(NamedTuple):
     name: str
     offset: int
     length: int
+
+
+class _BoundedInfo(tarfile.TarInfo):
+    """A header of a tar that takes little memory and time, however it is made.
+
+    Raises ValueError for one that is larger than writers make it. The maps of sparse files, which
+    are refused, are not read.
+    """
+
+    def _proc_member(self, tar: Any) -> Any:
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            self.sparse = b""
+            return self._proc_builtin(tar)  # type: ignore[attr-defined]
+        if self.type in _READ_AS_WHOLE:
+            if self.size > _MOST_OF_HEADER:
+                raise ValueError(
+                    f"a header of {self.size} bytes, of which at most {_MOST_OF_HEADER} are read"
+                )
+            begin = tar.fileobj.tell()
+            if _NUMBER_WITHOUT_END.search(tar.fileobj.read(self.size)):
+                raise ValueError("a header has a number of more than 1,000 digits")
+            tar.fileobj.seek(begin)
+        return super()._proc_member(tar)  # type: ignore[misc]
+
+    def _leave_out_map(self, member: Any, *_: object) -> None:
+        member.sparse = b""
+
+    _proc_gnusparse_00 = _leave_out_map
+    _proc_gnusparse_01 = _leave_out_map
+    _proc_gnusparse_10 = _leave_out_map
 
 
 class _Unpacked:
@@ -124,8 +168,8 @@ def compressed_members(
     """Yield the regular files of a compressed tar in order, with their first ``head_bytes`` (None:
     all of them).
 
-    Those whose names end with one of ``whole`` are read whole. ``wanted``: of others nothing is
-    read, and None is given. Raises SourceError as :func:`tar_members` does, and where the
+    Those whose names end with one of ``whole_endings`` are read whole. ``names``: of others nothing
+    is read, and None is given. Raises SourceError as :func:`tar_members` does, and where the
     compressed data is cut off or goes on.
     """
     where = f"tar '{files.shown}/{tar}'"
@@ -162,7 +206,9 @@ def _iter_regular_files(
     while start is not None:
         with parsing(where, _BAD):
             file.seek(start)
-            opened = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - it holds nothing
+            opened = tarfile.open(  # noqa: SIM115 - it holds nothing
+                fileobj=file, mode="r:", tarinfo=_BoundedInfo
+            )
         num_tars += 1
         while True:
             with parsing(where, _BAD):

@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-import cv2
 import numpy as np
 import simplejpeg
 from msgspec import Meta
@@ -289,7 +288,15 @@ class VideoFile:
         import av
 
         try:
-            _check_end(self._path, self._where)
+            with Path(self._path).open("rb") as file:
+                # FFmpeg would read zeros at the end of a large file eight bytes at a time.
+                if file.seek(0, io.SEEK_END) > _LARGE_BYTES:
+                    file.seek(-_END_BYTES, io.SEEK_END)
+                    if not file.read().strip(b"\0"):
+                        raise SourceError(
+                            f"{self._where} ends with zeros: it was not written to its end; "
+                            "cut it with ffmpeg"
+                        )
             container = av.open(self._path)
         except (av.error.FFmpegError, OSError) as error:
             text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
@@ -320,19 +327,6 @@ def _select_stream(container: Any) -> Any:
         return not marks & Disposition.attached_pic, size
 
     return max(_list_video_streams(container), key=rank)
-
-
-def _check_end(path: str, where: str) -> None:
-    """Raise SourceError for a large file that ends with zeros, which FFmpeg would read eight
-    bytes at a time.
-    """
-    with Path(path).open("rb") as file:
-        if file.seek(0, io.SEEK_END) > _LARGE_BYTES:
-            file.seek(-_END_BYTES, io.SEEK_END)
-            if not file.read().strip(b"\0"):
-                raise SourceError(
-                    f"{where} ends with zeros: it was not written to its end; cut it with ffmpeg"
-                )
 
 
 class StreamDecoder:
@@ -534,6 +528,9 @@ def _convert_planes(
     Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the
     chromas alone, at their own size. So no plane goes through RGB.
     """
+    with needs("video of other colours than a JPEG's", "fuelrail[video]"):
+        import cv2
+
     luma, blue, red = planes
     change = np.linalg.inv(_make_ycc2rgb(_BT601)) @ _make_ycc2rgb(matrix)
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)

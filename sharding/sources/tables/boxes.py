@@ -17,36 +17,20 @@ from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows, is_list
 
 _ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
-_FLOATS: Final = (
-    "x",
-    "y",
-    "z",
-    "length",
-    "width",
-    "height",
-    "yaw",
-    "qw",
-    "qx",
-    "qy",
-    "qz",
-    "vx",
-    "vy",
-    "vz",
-)
-_INTEGERS: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
-_LISTS: Final = ("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity")
-BOX_COLUMNS: Final = ("category", "track", *_FLOATS, *_INTEGERS, *_LISTS)
+_COUNTS: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
+_TYPES: Final = {
+    **dict.fromkeys(("category", "track"), pa.string()),
+    **dict.fromkeys(("x", "y", "z", "length", "width", "height", "yaw"), pa.float64()),
+    **dict.fromkeys(("qw", "qx", "qy", "qz", "vx", "vy", "vz"), pa.float64()),
+    **dict.fromkeys(_COUNTS, pa.int64()),
+    **dict.fromkeys(("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity"), pa.list_(pa.float64())),
+}
+BOX_COLUMNS: Final = tuple(_TYPES)
 
 
 def box_type(name: str) -> pa.DataType | None:
     """Return the type of a column of boxes."""
-    if name in _FLOATS:
-        return pa.float64()
-    if name in _LISTS:
-        return pa.list_(pa.float64())
-    if name in ("category", "track"):
-        return pa.string()
-    return pa.int64() if name in _INTEGERS else None
+    return _TYPES.get(name)
 
 
 def check_box_columns(table: str, names: Sequence[str]) -> None:
@@ -159,7 +143,7 @@ def _collect_columns(rows: Rows) -> dict[str, Any]:
         "velocity": vector("velocity", ("vx", "vy", "vz")),
         "category": [name or "" for name in rows.texts("category")],
         "track": [name or "" for name in rows.texts("track")] if "track" in rows else None,
-        **{name: rows.integers(name, unknown=-1) if name in rows else None for name in _INTEGERS},
+        **{name: rows.integers(name, unknown=-1) if name in rows else None for name in _COUNTS},
     }
 
 

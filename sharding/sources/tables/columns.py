@@ -26,28 +26,15 @@ OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
 _OF_LIDAR: Final = (*_FILE, "lidar2ego")
 OF_CLIP: Final = ("split", "log_id", "vehicle")
 _OF_FRAME: Final = (CLIP, *TIME_COLUMNS, "ego2global", "boxes", *OF_CLIP)
-_TEXTS: Final = (CLIP, "sensor", "path", "dist_model", *OF_CLIP)
-_INTEGERS: Final = (
-    "timestamp_ns",
-    "timestamp_us",
-    "width",
-    "height",
-    "num_bytes",
-    "byte_offset",
-    "byte_length",
-)
-_LISTS: Final = (
-    "intrinsics",
-    "dist",
-    "ego2global",
-    "cam2ego",
-    "lidar2ego",
-    "sensor2ego",
-    "t",
-    "q_wxyz",
-    "q_xyzw",
-)
-_SCALARS: Final = ("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:])
+_TYPES: Final = {
+    **dict.fromkeys((CLIP, "sensor", "path", "dist_model", *OF_CLIP), pa.string()),
+    **dict.fromkeys(("timestamp_ns", "timestamp_us", "width", "height"), pa.int64()),
+    **dict.fromkeys(("num_bytes", "byte_offset", "byte_length"), pa.int64()),
+    **dict.fromkeys(("intrinsics", "dist", "t", "q_wxyz", "q_xyzw"), pa.list_(pa.float64())),
+    **dict.fromkeys(("ego2global", "cam2ego", "lidar2ego", "sensor2ego"), pa.list_(pa.float64())),
+    **dict.fromkeys(("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:]), pa.float64()),
+}
+"""The last part of a column's name to its type."""
 VALUE: Final = "value."
 """Begins the columns of values, which become channels."""
 
@@ -72,14 +59,7 @@ def check_column(table: str, match: re.Match[str]) -> None:
 
 def type_of(name: str) -> pa.DataType | None:
     """Return the type of a column that is known by name."""
-    last = name.rpartition(".")[2] if not name.startswith(VALUE) else ""
-    if last in _TEXTS:
-        return pa.string()
-    if last in _INTEGERS:
-        return pa.int64()
-    if last in _LISTS:
-        return pa.list_(pa.float64())
-    return pa.float64() if last in _SCALARS else None
+    return None if name.startswith(VALUE) else _TYPES.get(name.rpartition(".")[2])
 
 
 def is_known(name: str) -> bool:

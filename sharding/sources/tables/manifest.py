@@ -99,8 +99,10 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     camera_axes: Annotated[
         _AXES | dict[str, _AXES],
         Meta(
-            description="axes of cameras: optical (right, down, forward) or flu (forward, left, up); or "
-            "a mapping of camera to axes, the others are optical"
+            description=(
+                "axes of cameras: optical (right, down, forward) or flu (forward, left, up); or "
+                "a mapping of camera to axes, the others are optical"
+            )
         ),
     ] = "optical"
     boxes_in: Annotated[
@@ -140,7 +142,9 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
     ] = 50.0
-    ignore_zeros: Annotated[bool, Meta(description=f"of tars: {OF_IGNORE_ZEROS}")] = False
+    ignore_zeros: Annotated[bool, Meta(description=f"{OF_IGNORE_ZEROS}; for paths into tars")] = (
+        False
+    )
     max_gap_s: Annotated[
         float,
         Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),
@@ -294,7 +298,13 @@ class Manifest(FrameSource[ManifestSettings]):
                     "none of frames: give the table ego_pose"
                 )
             try:
-                forms = _learn_value_forms(self._tables.get("frames"))
+                table = self._tables.get("frames")
+                forms = ValueForms()
+                names = [column for column in _list_columns(table) if column.startswith(VALUE)]
+                for rows in table.parts() if table is not None and names else ():
+                    for column in names:
+                        for value in rows.column(column).to_pylist():
+                            forms.learn(column.removeprefix(VALUE), value)
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -347,17 +357,6 @@ class Manifest(FrameSource[ManifestSettings]):
                     where = f"table '{table.name}', column {column}: '{ref}'"
                     return mask_dtype(self.files.read(part.name, part.offset, 32), where)
         return None
-
-    def _make_mask_members(self, rows: Rows) -> list[list[FileMember]]:
-        """Return the masks of each row."""
-        members: list[list[FileMember]] = [[] for _ in range(len(rows))]
-        for column, channel in self._masks.items():
-            for row, path in enumerate(rows.texts(column)):
-                if path:
-                    ref = self._paths.reference(rows, row, path)
-                    hint = f"leave the column {column} empty where there is no mask"
-                    members[row].append(mask_member(channel, ref, hint))
-        return members
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a table by 1024; a source of other tables has its own."""
@@ -414,11 +413,16 @@ class Manifest(FrameSource[ManifestSettings]):
         for clip in main.clips:
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
-            facts: dict[str, Any] = {
-                name: _read_single_text(rows, name) or ""
-                for name in OF_CLIP
-                if "frames" in self._tables and name in rows
-            }
+            facts: dict[str, Any] = {}
+            for name in OF_CLIP if "frames" in self._tables else ():
+                if name not in rows:
+                    continue
+                texts = rows.texts(name)
+                facts[name] = texts[0] or ""
+                for row, text in enumerate(texts):
+                    if text != texts[0]:
+                        problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
+                        rows.fail(row, name, f"{problem}: a clip has one {name}")
             named = [
                 self._tables[stem].rows(clip)
                 for stem in ("frames", "sensor_data")
@@ -500,7 +504,15 @@ class Manifest(FrameSource[ManifestSettings]):
             if rows is None
             else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
-        masks = [[] for _ in times] if rows is None else self._make_mask_members(rows)
+        masks: list[list[FileMember]] = [[] for _ in times]
+        for column, channel in self._masks.items():
+            if rows is None:
+                break
+            for row, path in enumerate(rows.texts(column)):
+                if path:
+                    ref = self._paths.reference(rows, row, path)
+                    hint = f"leave the column {column} empty where there is no mask"
+                    masks[row].append(mask_member(channel, ref, hint))
         for number, row in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[row]),
@@ -561,27 +573,3 @@ def _read_times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     if (times < 0).any():
         rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
     return times
-
-
-def _read_single_text(rows: Rows, name: str) -> str | None:
-    """Return the one text that all rows have."""
-    texts = rows.texts(name)
-    if len(set(texts)) > 1:
-        other_row = next(row for row, text in enumerate(texts) if text != texts[0])
-        rows.fail(
-            other_row,
-            name,
-            f"'{texts[other_row]}', but '{texts[0]}' in row {rows.first}: a clip has one {name}",
-        )
-    return texts[0]
-
-
-def _learn_value_forms(table: Table | None) -> ValueForms:
-    """Return what the values of the columns of values are."""
-    forms = ValueForms()
-    names = [name for name in _list_columns(table) if name.startswith(VALUE)]
-    for rows in table.parts() if table is not None and names else ():
-        for name in names:
-            for value in rows.column(name).to_pylist():
-                forms.learn(name.removeprefix(VALUE), value)
-    return forms

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.frame import Absent
+from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import Image, Sweep
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.tables.values import Rows
 
 
-def nearest(
+def match_times(
     frame_ns: NDArray[np.int64], sensor_ns: NDArray[np.int64], tolerance_ns: int
 ) -> NDArray[np.intp]:
     """Match measurements to frames: (F,) their numbers, -1 for none.
@@ -30,16 +31,10 @@ def nearest(
     """
     if not len(sensor_ns) or not len(frame_ns):
         return np.full(len(frame_ns), -1)
-    nearest_numbers = _find_nearest(frame_ns, sensor_ns)
-    is_mutual = _find_nearest(sensor_ns, frame_ns)[nearest_numbers] == np.arange(len(frame_ns))
+    nearest_numbers = nearest(sensor_ns, frame_ns)
+    is_mutual = nearest(frame_ns, sensor_ns)[nearest_numbers] == np.arange(len(frame_ns))
     is_near = np.abs(sensor_ns[nearest_numbers] - frame_ns) <= tolerance_ns
     return np.where(is_mutual & is_near, nearest_numbers, -1)
-
-
-def _find_nearest(targets: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
-    after = np.minimum(np.searchsorted(times, targets), len(times) - 1)
-    before = np.maximum(after - 1, 0)
-    return np.where(targets - times[before] <= times[after] - targets, before, after)
 
 
 def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -110,7 +105,7 @@ class SensorRows:
                     f"clip '{self._clip}': sensor '{name}' has no row in "
                     f"'{self._calibrations.table.name}'"
                 )
-            chosen = nearest(frame_ns, self._files.times[rows], round(tolerance_ms * 1e6))
+            chosen = match_times(frame_ns, self._files.times[rows], round(tolerance_ms * 1e6))
             is_camera = self._calibrations.sensors[name]
             for (images, sweeps), number in zip(into, chosen.tolist(), strict=True):
                 if is_camera:

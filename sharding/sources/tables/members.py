@@ -189,9 +189,8 @@ class RowFiles:
             dist_model=calibration.dist_model,
             extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
         )
-        return self._read_video_facts(row, image) if is_frame else image
-
-    def _read_video_facts(self, row: int, image: Image) -> Image | Absent:
+        if not is_frame:
+            return image
         if self._ranges is not None and self._ranges[row][0] >= 0:
             text = f"'{image.ref}' is a frame of a video, not bytes of a file"
             self.rows.fail(row, f"{self._prefix}byte_offset", text)

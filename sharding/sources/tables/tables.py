@@ -233,7 +233,12 @@ def _iter_batches(
     file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
 ) -> Iterator[pa.RecordBatch]:
     if name.endswith(".parquet"):
-        tables = _read_parquet_tables(file, name)
+        opened = _open_parquet(file, name)
+        schema = _simplify_schema(opened.schema_arrow)
+        tables: Iterator[pa.Table] = (
+            pa.Table.from_batches([batch]).cast(schema)
+            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False)
+        )
     elif name.endswith(".jsonl"):
         tables = _read_json_tables(file, name, type_of, noted)
     else:
@@ -260,13 +265,6 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         raise SourceError(f"table '{name}' has no rows")
     if len(pending):
         yield pending.combine_chunks().to_batches()[0]
-
-
-def _read_parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
-    opened = _open_parquet(file, name)
-    schema = _simplify_schema(opened.schema_arrow)
-    for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
-        yield pa.Table.from_batches([batch]).cast(schema)
 
 
 def _open_parquet(file: pa.NativeFile, name: str) -> BoundedParquet:

@@ -73,10 +73,8 @@ class Rows:
             self.fail(
                 bad_row,
                 name,
-                (
-                    f"{texts[bad_row]!r} has a NUL character, which no file or clip has in its "
-                    "name; remove it"
-                ),
+                f"{texts[bad_row]!r} has a NUL character, which no file or clip has in its "
+                "name; remove it",
             )
         return texts
 
@@ -206,10 +204,8 @@ class Rows:
             self.fail(
                 bad_row,
                 name,
-                (
-                    f"{values[bad_row]} "
-                    f"{hint if is_unix else f'is out of range; allowed are 0 to {last} s'}"
-                ),
+                f"{values[bad_row]} "
+                f"{hint if is_unix else f'is out of range; allowed are 0 to {last} s'}",
             )
         return np.where(is_known, np.asarray(values, np.int64) * factor, -1)
 
@@ -223,7 +219,17 @@ class Rows:
                 f"{prefix}.q_wxyz or {prefix}.q_xyzw"
             )
         if prefix in self:
-            return self._read_matrices(prefix)
+            flat = self.vectors(prefix, 16).reshape(-1, 4, 4)
+            known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+            fitted, sound = nearest_rigid(flat[known_rows])
+            if not sound.all():
+                bad_row = int(known_rows[np.argmin(sound)])
+                text = (
+                    "not a rotation and a translation with the last row 0 0 0 1, in row-major order"
+                )
+                self.fail(bad_row, prefix, f"{text}: {flat[bad_row].tolist()}")
+            flat[known_rows] = fitted
+            return flat
         if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
             return None
         q = self.rotation(f"{prefix}.")
@@ -260,17 +266,6 @@ class Rows:
         return self.vector(
             f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")]
         )
-
-    def _read_matrices(self, name: str) -> F64:
-        flat = self.vectors(name, 16).reshape(-1, 4, 4)
-        known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
-        fitted, sound = nearest_rigid(flat[known_rows])
-        if not sound.all():
-            bad_row = int(known_rows[np.argmin(sound)])
-            text = "not a rotation and a translation with the last row 0 0 0 1, in row-major order"
-            self.fail(bad_row, name, f"{text}: {flat[bad_row].tolist()}")
-        flat[known_rows] = fitted
-        return flat
 
     def intrinsics(self, prefix: str) -> F64 | None:
         """Return K (R, 3, 3) by ``intrinsics`` or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null,

@@ -339,7 +339,17 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
         if number == 1:
             name = value.decode()
         elif number == 2:
-            camera, camera_image = _read_calibration(value)
+            plain: dict[int, Any] = {field: part for field, _, part in fields(value)}
+            lens = doubles(value, 2)
+            camera = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
+            if len(lens) != 9 or 3 not in plain:
+                raise ValueError(
+                    f"the calibration of {camera} has {len(lens)} intrinsics, wanted are 9, "
+                    "and an extrinsic"
+                )
+            mount = np.array(transform(plain[3])).reshape(4, 4)
+            shutter = plain.get(6, 0)
+            camera_image = calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
             cameras[camera] = camera_image
@@ -351,19 +361,6 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
                 if n in texts and isinstance(v, bytes)
             }
     return name, cameras, stats
-
-
-def _read_calibration(data: bytes) -> tuple[str, Image]:
-    plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
-    lens = doubles(data, 2)
-    name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
-    if len(lens) != 9 or 3 not in plain:
-        raise ValueError(
-            f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic"
-        )
-    mount = np.array(transform(plain[3])).reshape(4, 4)
-    shutter = plain.get(6, 0)
-    return name, calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
 
 
 def calibrated(

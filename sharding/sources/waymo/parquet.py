@@ -141,7 +141,17 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             if self.given.boxes2d and "camera_box" in files
             else None
         )
-        stats = self._stats(files.get("stats"))
+        name = files.get("stats")
+        stats: dict[str, str | bool | None] = {}
+        if name is not None:
+            parts = ("time_of_day", "location", "weather")
+            rows = read_parquet(
+                self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts}
+            )
+            values = (rows[f"[StatsComponent].{part}"] for part in parts)
+            stats = weather_columns(
+                {part: texts[0] for part, texts in zip(parts, values, strict=True) if len(texts)}
+            )
         sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
         if unknown := images.keys() - set(poses[_TIME].tolist()):
             raise SourceError(
@@ -240,7 +250,15 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
         stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
         shutters = stacked(rows, _SHUTTER).tolist()
-        num_bytes = self._estimate_image_bytes(name)
+        with open_parquet(self.files, name) as file:  # the mean, by metadata alone
+            metadata = file.metadata
+            total = 0
+            for group in range(metadata.num_row_groups):
+                for column in range(metadata.num_columns):
+                    chunk = metadata.row_group(group).column(column)
+                    if chunk.path_in_schema == f"{_IMAGE}image":
+                        total += chunk.total_uncompressed_size
+        num_bytes = max(total // max(metadata.num_rows, 1), 1)
         images: dict[int, dict[str, Image]] = {}
         for row, (time, camera) in enumerate(pairs):
             if camera not in CAMERAS:
@@ -267,18 +285,6 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 image, num_bytes=num_bytes, made=True
             )
         return images
-
-    def _estimate_image_bytes(self, name: str) -> int:
-        """Return the mean size of a picture by the file's metadata, without reading one."""
-        with open_parquet(self.files, name) as file:
-            metadata = file.metadata
-            num_bytes = 0
-            for group in range(metadata.num_row_groups):
-                for column in range(metadata.num_columns):
-                    chunk = metadata.row_group(group).column(column)
-                    if chunk.path_in_schema == f"{_IMAGE}image":
-                        num_bytes += chunk.total_uncompressed_size
-            return int(max(num_bytes // max(metadata.num_rows, 1), 1))
 
     def _read_boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
         """Return boxes by time of the frame [us]; None where the segment is not labelled."""
@@ -349,15 +355,3 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             )
             for image, label_rows in by_image.items()
         }
-
-    def _stats(self, name: str | None) -> dict[str, str | bool | None]:
-        if name is None:
-            return {}
-        parts = ("time_of_day", "location", "weather")
-        rows = read_parquet(
-            self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts}
-        )
-        values = (rows[f"[StatsComponent].{part}"] for part in parts)
-        return weather_columns(
-            {part: texts[0] for part, texts in zip(parts, values, strict=True) if len(texts)}
-        )

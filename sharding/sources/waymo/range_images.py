@@ -34,49 +34,47 @@ def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
     row. Raises SourceError, naming ``where``.
     """
     try:
-        return _read_frame_points(frame)
+        calibrations: dict[int, bytes] = {}
+        lasers: list[dict[int, Any]] = []
+        pose = np.eye(4)
+        for number, _, value in fields(frame):
+            if isinstance(value, int):
+                continue
+            if number == 1:
+                messages = [
+                    part
+                    for field, _, part in fields(value)
+                    if field == 3 and not isinstance(part, int)
+                ]
+                calibrations = {_read_message(part).get(1, 0): part for part in messages}
+            elif number == 3:
+                pose = np.array(transform(value)).reshape(4, 4)
+            elif number == 5:
+                lasers.append(_read_message(value))
+        parts = [np.empty((0, 5), np.float32)]
+        for laser in lasers:
+            images = _read_message(laser.get(2, b""))
+            if 2 in images:
+                if laser.get(1, 0) not in calibrations:
+                    raise ValueError(f"lidar {laser.get(1, 0)} has no calibration")
+                calibration = calibrations[laser[1]]
+                plain = _read_message(calibration)
+                mount = np.array(transform(plain[5])).reshape(4, 4)
+                low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
+                inclination = Inclination(doubles(calibration, 2), low, high)
+                poses = _decode_matrix(images[4], 6) if 4 in images else None
+                parts.append(
+                    first_returns(
+                        _decode_matrix(images[2], 4),
+                        inclination=inclination,
+                        mount=mount,
+                        pose=pose,
+                        poses=poses,
+                    )
+                )
+        return np.concatenate(parts)
     except (ValueError, KeyError, struct.error, zlib.error) as error:
         raise SourceError(f"{where}: the range images cannot be read: {error}") from error
-
-
-def _read_frame_points(frame: bytes) -> NDArray[np.float32]:
-    calibrations: dict[int, bytes] = {}
-    lasers: list[dict[int, Any]] = []
-    pose = np.eye(4)
-    for number, _, value in fields(frame):
-        if isinstance(value, int):
-            continue
-        if number == 1:
-            messages = [
-                part for field, _, part in fields(value) if field == 3 and not isinstance(part, int)
-            ]
-            calibrations = {_read_message(part).get(1, 0): part for part in messages}
-        elif number == 3:
-            pose = np.array(transform(value)).reshape(4, 4)
-        elif number == 5:
-            lasers.append(_read_message(value))
-    parts = [np.empty((0, 5), np.float32)]
-    for laser in lasers:
-        images = _read_message(laser.get(2, b""))
-        if 2 in images:
-            if laser.get(1, 0) not in calibrations:
-                raise ValueError(f"lidar {laser.get(1, 0)} has no calibration")
-            calibration = calibrations[laser[1]]
-            plain = _read_message(calibration)
-            mount = np.array(transform(plain[5])).reshape(4, 4)
-            low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
-            inclination = Inclination(doubles(calibration, 2), low, high)
-            poses = _decode_matrix(images[4], 6) if 4 in images else None
-            parts.append(
-                first_returns(
-                    _decode_matrix(images[2], 4),
-                    inclination=inclination,
-                    mount=mount,
-                    pose=pose,
-                    poses=poses,
-                )
-            )
-    return np.concatenate(parts)
 
 
 def _read_message(data: bytes) -> dict[int, Any]:

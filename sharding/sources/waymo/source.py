@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -60,8 +60,10 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
     boxes: Annotated[
         Literal["lidar", "camera_synced"],
         Meta(
-            description="lidar: laser_labels at the frame's pose; camera_synced: those that a camera "
-            "sees, moved to the time when it sees them"
+            description=(
+                "lidar: laser_labels at the frame's pose; camera_synced: those that a camera "
+                "sees, moved to the time when it sees them"
+            )
         ),
     ] = "lidar"
     boxes2d: Annotated[
@@ -194,29 +196,17 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced")
         )
         is_labelled = any(boxes.category for boxes in boxes_found)
-        windows = self._windows(name, span, frames, offsets)
+        if self.maps is not None and span is None:
+            self.noted["segments without a map"] += 1
+        windows: list[list[Reference]] = [[] for _ in frames]
+        if self.maps is not None and span is not None:
+            ego2map = np.array([frame.ego2global for frame in frames])
+            ego2map[:, :3, 3] += offsets
+            windows = self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
         for frame, boxes, members in zip(frames, boxes_found, windows, strict=True):
             yield msgspec.structs.replace(
                 frame, boxes=boxes if is_labelled else None, members=members
             )
-
-    def _windows(
-        self,
-        name: str,
-        span: tuple[int, int] | None,
-        frames: list[Frame],
-        offsets: list[tuple[float, float, float]],
-    ) -> list[list[Reference]]:
-        """Return the map about ego at each frame's pose: moved by the frame's offset, it is in
-        the map's frame.
-        """
-        if self.maps is not None and span is None:
-            self.noted["segments without a map"] += 1
-        if self.maps is None or span is None:
-            return [[] for _ in frames]
-        ego2map = np.array([frame.ego2global for frame in frames])
-        ego2map[:, :3, 3] += offsets
-        return self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
 
     def _map(self, place: str) -> VectorMap:
         return parse_map(Part.parse(place).read(self.files), f"file '{self.files.shown}/{place}'")
@@ -252,6 +242,12 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 pose_timestamp=image.pose_timestamp,
                 shutter_times=times,
             )
+        boxes2d = {}
+        if self.given.boxes2d and head.camera_labels:  # then an image without labels has no box
+            for image in head.images:
+                boxes2d[channel(image.name)] = image_rows(np.empty((0, 4)), [], [])
+            for name, boxes in map(read_camera_labels, head.camera_labels):
+                boxes2d[channel(name)] = boxes
         sweep = Sweep(
             ref=f"{file}#{record.start}+{record.end - record.start}",
             timestamp_ns=head.timestamp_us * 1000,
@@ -264,7 +260,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             ego2global=ego2global,
             images=images,
             sweeps={LIDAR: sweep} if head.laser_bytes else {},
-            boxes2d=_make_image_boxes(head) if self.given.boxes2d else {},
+            boxes2d=boxes2d,
             attributes=weather_columns(stats),
         )
 
@@ -285,21 +281,6 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
         "night": None if time is None else time.lower() == "night",
         "rain": None if weather is None else weather.lower() == "rain",
     }
-
-
-def _make_image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
-    """Return the boxes of all images of a frame that has such labels; an image without any has
-    no box.
-    """
-    if not head.camera_labels:
-        return {}
-    boxes_by_camera = {
-        channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images
-    }
-    boxes_by_camera.update(
-        (channel(name), boxes) for name, boxes in map(read_camera_labels, head.camera_labels)
-    )
-    return boxes_by_camera
 
 
 def _make_clip(name: str, split: str) -> Clip:

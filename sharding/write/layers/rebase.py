@@ -23,10 +23,10 @@ from fuelrail.pipeline.format.layers import (
     open_layer_data,
 )
 from fuelrail.pipeline.format.manifest import BRING_BACK, MANIFEST_FILE, WORK_FOLDER, Lineage
-from fuelrail.pipeline.storage.files import empty_folder, open_file
+from fuelrail.pipeline.storage.files import empty_folder
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
-from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
+from fuelrail.sharding.output.folder import FolderOutput, check_out, link_or_copy
 from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.publish import publish_manifest
 
@@ -121,10 +121,7 @@ def rebase_layer(
         for name in (MANIFEST_FILE, ROWS_FILE):
             target.remove(name)
         for name in names:
-            if not link_file(old.root / name, target, name):
-                with target.publish(name) as copy, open_file(old.root / name) as file:
-                    while data := file.read(8 << 20):
-                        copy.write(data)
+            link_or_copy(old.root, target, name)
         row_files = publish_rows(target, target.temporary, rows)
         bound = publish_manifest(
             target,

@@ -135,7 +135,26 @@ class Segments:
         for number in np.argsort(positions, kind="stable").tolist():
             position = int(positions[number])
             segment = int(owner[number])
-            row = self._row(segment, int(segment_index[number]))
+            number = int(segment_index[number])
+            count = len(self._positions[segment])
+            mapped = self._opened(segment)
+            head = 8 * (1 + 2 * count)
+            if len(mapped) < head:
+                raise self._damaged(self._names[segment])
+            ends = mapped[8 * (1 + count) : head].view(_WORD)
+            start = int(ends[number - 1]) if number else 0
+            end = int(ends[number])
+            if not 0 <= start <= end <= len(mapped) - head:
+                raise self._damaged(self._names[segment])
+            try:
+                row = msgspec.msgpack.decode(
+                    mapped[head + start : head + end].data, type=SegmentRow
+                )
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise self._damaged(self._names[segment]) from error
+            is_whole = row.row.length == len(row.span)
+            if not is_whole or xxhash.xxh3_64_intdigest(row.span) != row.row.xxh3:
+                raise self._damaged(self._names[segment])
             if last is not None and last[0] == position:
                 if last[1].span != row.span:
                     raise DatasetError(
@@ -148,26 +167,6 @@ class Segments:
                 continue
             last = position, row, segment
             yield position, row
-
-    def _row(self, segment: int, number: int) -> SegmentRow:
-        count = len(self._positions[segment])
-        mapped = self._opened(segment)
-        head = 8 * (1 + 2 * count)
-        if len(mapped) < head:
-            raise self._damaged(self._names[segment])
-        ends = mapped[8 * (1 + count) : head].view(_WORD)
-        start = int(ends[number - 1]) if number else 0
-        end = int(ends[number])
-        if not 0 <= start <= end <= len(mapped) - head:
-            raise self._damaged(self._names[segment])
-        try:
-            row = msgspec.msgpack.decode(mapped[head + start : head + end].data, type=SegmentRow)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._damaged(self._names[segment]) from error
-        is_whole = row.row.length == len(row.span)
-        if not is_whole or xxhash.xxh3_64_intdigest(row.span) != row.row.xxh3:
-            raise self._damaged(self._names[segment])
-        return row
 
     def _map(self, segment: int) -> NDArray[np.uint8]:
         name = self._names[segment]

@@ -168,7 +168,28 @@ class LayerWriter:
             )
         position = self._base.position(number_or_key)
         row = self._base.index.row(position)
-        encoded = self._encoded(row.key, values)
+        table = {channel.name: channel for channel in self._run.channels}
+        if unknown := [name for name in values if name not in table]:
+            raise SchemaError(
+                f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(table)}",
+                key=row.key,
+            )
+        encoded = []
+        for name, channel in table.items():
+            value = values.get(name)
+            try:
+                if value is None:
+                    if not channel.optional:
+                        raise SchemaError(
+                            f"channel '{name}' is missing, and the table does not say optional"
+                        )
+                    continue
+                data = KINDS[channel.kind].encode(value, channel)
+                KINDS[channel.kind].check(data, channel)
+                self._check_size(value, channel)
+            except MemberError as error:
+                raise type(error)(error.message, key=row.key, member=channel.field) from error
+            encoded.append(RawMember(channel.field, channel.codec, data))
         file = io.BytesIO()
         packer = ShardPacker(
             file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
@@ -236,30 +257,6 @@ class LayerWriter:
     ) -> None:
         if kind is None:
             self.flush()
-
-    def _encoded(self, key: str, values: Mapping[str, Any]) -> list[RawMember]:
-        table = {channel.name: channel for channel in self._run.channels}
-        if unknown := [name for name in values if name not in table]:
-            raise SchemaError(
-                f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(table)}", key=key
-            )
-        members = []
-        for name, channel in table.items():
-            value = values.get(name)
-            try:
-                if value is None:
-                    if not channel.optional:
-                        raise SchemaError(
-                            f"channel '{name}' is missing, and the table does not say optional"
-                        )
-                    continue
-                data = KINDS[channel.kind].encode(value, channel)
-                KINDS[channel.kind].check(data, channel)
-                self._check_size(value, channel)
-            except MemberError as error:
-                raise type(error)(error.message, key=key, member=channel.field) from error
-            members.append(RawMember(channel.field, channel.codec, data))
-        return members
 
     def _check_size(self, value: Any, channel: Channel) -> None:
         """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored

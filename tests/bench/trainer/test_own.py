@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fuelrail as fr
+from fuelrail import bench
 from fuelrail.bench.trainer.models.build import draft
 from support import own_model
 from support.own_model import STRATEGIES, Detector, divided, load, score
@@ -78,8 +79,8 @@ def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(fr.ConfigError, match=message):
-        fr.parallelise(Detector, **options)
+    with pytest.raises(fr.errors.ConfigError, match=message):
+        bench.parallelise(Detector, **options)
 
 
 def test_frozen_batch_norm_and_frozen_parts_stay():
@@ -132,9 +133,9 @@ def run(dataset, place, steps):
     with (
         load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
         load(dataset, split="val", batch_size=4) as val,
-        fr.Checkpoints(place, keep=2) as checkpoints,
+        bench.Checkpoints(place, keep=2) as checkpoints,
     ):
-        fr.train(
+        bench.train(
             parallel,
             loader,
             steps=steps,
@@ -142,7 +143,7 @@ def run(dataset, place, steps):
             evaluate_every=4,
             average=0.9,
             checkpoints=checkpoints,
-            evaluate=lambda: fr.evaluate(parallel, val, score),
+            evaluate=lambda: bench.evaluate(parallel, val, score),
             on_step=note,
             on_evaluate=lambda step, table: scores.append((step, table)),
             log=[logged_in(logged)],
@@ -159,7 +160,7 @@ def test_one_function_logs_as_a_list_of_functions_does(dataset, several):
     logged = {}
     log = [logged_in(logged)] if several else logged_in(logged)
     with load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader:
-        fr.train(divided(), loader, steps=2, log=log)
+        bench.train(divided(), loader, steps=2, log=log)
     assert list(logged) == [1, 2] and {"loss", "learning_rate"} <= set(logged[2])
 
 
@@ -167,9 +168,9 @@ def test_one_function_logs_as_a_list_of_functions_does(dataset, several):
 def test_what_cannot_log_is_refused_before_the_first_step(dataset, log):
     with (
         load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
-        pytest.raises(fr.ConfigError, match=r"log=.* must be a function of values and step"),
+        pytest.raises(fr.errors.ConfigError, match=r"log=.* must be a function of values and step"),
     ):
-        fr.train(divided(), loader, steps=2, log=log)
+        bench.train(divided(), loader, steps=2, log=log)
 
 
 @pytest.mark.costly
@@ -197,7 +198,7 @@ def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(da
     assert torch.equal(table["best"], table_rest["best"])
     fresh = divided()
     with load(dataset, split="val", batch_size=4) as val:
-        assert not torch.equal(fr.evaluate(fresh, val, score)["best"], table["best"])
+        assert not torch.equal(bench.evaluate(fresh, val, score)["best"], table["best"])
 
 
 @pytest.mark.process
@@ -220,10 +221,12 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
     project = nn.Linear(3, 4)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     pairs = [
-        fr.Pair("0", "1", nn.functional.mse_loss, 0.5, project),
-        fr.Pair("", "", partial(fr.divergence, temperature=3.0)),
+        bench.Pair("0", "1", nn.functional.mse_loss, 0.5, project),
+        bench.Pair("", "", partial(bench.divergence, temperature=3.0)),
     ]
-    model = fr.Distilling(student, teacher, pairs, lambda outputs, batch: outputs.square().mean())
+    model = bench.Distilling(
+        student, teacher, pairs, lambda outputs, batch: outputs.square().mean()
+    )
     losses = {name: value.detach() for name, value in model(batch).items()}
     hidden = teacher[1](batch)  # without dropout
     student_logits, teacher_logits = (
@@ -241,19 +244,19 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
         assert float(losses["distilled/0/0"]) == pytest.approx(float(distance), rel=1e-5)
         assert float(losses["student"]) == pytest.approx(float(student(batch).square().mean()))
 
-    parallel = fr.parallelise(model)
+    parallel = bench.parallelise(model)
     first, last = (float(parallel.step([batch])) for _ in range(2))
     assert last < first and project.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert torch.equal(model.eval()(batch), student(batch))
     with pytest.raises(AttributeError, match="nothing"):
-        fr.Distilling(student, teacher, [fr.Pair("nothing", "", nn.functional.mse_loss)])
+        bench.Distilling(student, teacher, [bench.Pair("nothing", "", nn.functional.mse_loss)])
 
 
 def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     parallel = divided(seed=1)
     place = tmp_path / "weights.safetensors"
-    fr.save_weights(parallel, place)
+    bench.save_weights(parallel, place)
     saved = load_file(place)  # safetensors' own
     assert saved.keys() == parallel.models[0].state_dict().keys()
     assert all(
@@ -261,18 +264,20 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     )
 
     target = divided(seed=2)
-    report = fr.load_weights(target, place, rename=lambda name: None if name == "queries" else name)
+    report = bench.load_weights(
+        target, place, rename=lambda name: None if name == "queries" else name
+    )
     assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
     state = target.models[0].state_dict()
     assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {
         "queries"
     }
-    report = fr.load_weights(target, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
+    report = bench.load_weights(target, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
     assert report.other_shape == {
         "queries": "[8, 3] there, [8, 16] here"
     } and report.unexpected == ["more"]
-    with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
-        fr.load_weights(target, tmp_path / "nothing")
+    with pytest.raises(fr.errors.ConfigError, match="neither a safetensors file nor a folder"):
+        bench.load_weights(target, tmp_path / "nothing")
     for spoiled in (
         b"",
         bytes(100),
@@ -281,14 +286,14 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     ):
         place.write_bytes(spoiled)
         with pytest.raises(
-            fr.ConfigError,
+            fr.errors.ConfigError,
             match=r"weights '.*weights.safetensors' cannot be read: .*; take the file",
         ):
-            fr.load_weights(target, tmp_path)
+            bench.load_weights(target, tmp_path)
     place.unlink()
     os.mkfifo(place)  # is not waited for
-    with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
-        fr.load_weights(target, tmp_path)
+    with pytest.raises(fr.errors.ConfigError, match="neither a safetensors file nor a folder"):
+        bench.load_weights(target, tmp_path)
 
 
 def test_losses_of_float64_are_not_rounded():
@@ -296,7 +301,7 @@ def test_losses_of_float64_are_not_rounded():
         def forward(self, batch):
             return {"one": super().forward(batch).sum(), "other": super().forward(batch).sum()}
 
-    parallel = fr.parallelise(
+    parallel = bench.parallelise(
         Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0)
     )
     bias = parallel.models[0].bias.detach().clone()
@@ -309,6 +314,6 @@ def test_losses_of_float64_are_not_rounded():
 
 def test_what_is_in_the_place_of_the_settings_is_named():
     with pytest.raises(
-        fr.ConfigError, match="must be a ParallelSettings; or give its fields by name"
+        fr.errors.ConfigError, match="must be a ParallelSettings; or give its fields by name"
     ):
-        fr.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)
+        bench.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)

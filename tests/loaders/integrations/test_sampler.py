@@ -64,8 +64,8 @@ def stored(tmp_path_factory):
 
 
 STAGES = [  # a ramp of 60 batches, and the mix after it
-    fr.MixStage(ratios={"a": 3, "b": 1}, until=60 * G, ramp=True),
-    fr.MixStage(ratios={"a": 1, "b": 3}),
+    fr.order.MixStage(ratios={"a": 3, "b": 1}, until=60 * G, ramp=True),
+    fr.order.MixStage(ratios={"a": 1, "b": 3}),
 ]
 SCORE = fr.AttributeWeights(attribute="score")
 CURRICULUM = (  # a ramp of 20 batches, from an epoch into the next ones, and two stages after it
@@ -250,13 +250,13 @@ def test_a_run_of_a_mix_gets_no_further_stages():
     def make_sampler(*stages):
         return BatchSampler({"a": 40, "b": 30}, global_batch=4, mix=stages, world=World())
 
-    last = fr.MixStage(ratios={"a": 1, "b": 1})
+    last = fr.order.MixStage(ratios={"a": 1, "b": 1})
     begun = make_sampler(last).count()
     list(islice(iter_run(begun), 1))
     extended = make_sampler(
-        msgspec.structs.replace(last, until=400), fr.MixStage(ratios={"a": 3, "b": 1})
+        msgspec.structs.replace(last, until=400), fr.order.MixStage(ratios={"a": 3, "b": 1})
     )
-    with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
+    with pytest.raises(fr.errors.StateMismatchError, match=r"state has .* loader has"):
         extended.load_state_dict(begun.state_dict())
 
 
@@ -287,14 +287,14 @@ def test_a_run_gets_further_stages_but_no_other_past():
         (make_sampler(last[0], OrderStage()), late),
         (make_sampler(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
     ):
-        with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
+        with pytest.raises(fr.errors.StateMismatchError, match=r"state has .* loader has"):
             sampler.load_state_dict(sampler_state)
     beginning = make_sampler(*CURRICULUM).state_dict()
     make_sampler(
         *CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)
     ).load_state_dict(beginning)
     with pytest.raises(
-        fr.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"
+        fr.errors.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"
     ):  # the ramp leads there
         make_sampler(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
 
@@ -413,20 +413,20 @@ def test_a_position_that_nobody_counted_is_refused():
     loader = DataLoader(Rows(100), batch_sampler=sampler)
     next(iter(loader))
     with pytest.raises(
-        fr.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"
+        fr.errors.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"
     ):
         sampler.state_dict()
-    with pytest.raises(fr.OrderError, match="was not counted"):
+    with pytest.raises(fr.errors.OrderError, match="was not counted"):
         next(iter(loader))
-    with pytest.raises(fr.OrderError, match="was not counted"):
+    with pytest.raises(fr.errors.OrderError, match="was not counted"):
         next(iter(sampler.count(loader)))
     sampler = BatchSampler(100, global_batch=10)
     assert sum(map(len, sampler)) == 100
-    with pytest.raises(fr.OrderError, match="drew a whole epoch"):
+    with pytest.raises(fr.errors.OrderError, match="drew a whole epoch"):
         sampler.state_dict()
     assert next(iter(sampler)) == sampler[10]  # without states, epochs follow each other
     stateful = StatefulDataLoader(Rows(100), batch_sampler=BatchSampler(100, global_batch=10))
-    with pytest.raises(fr.OrderError, match="StatefulSampler for torchdata's"):
+    with pytest.raises(fr.errors.OrderError, match="StatefulSampler for torchdata's"):
         next(iter(stateful))
         stateful.state_dict()
 
@@ -477,18 +477,18 @@ def test_one_sampler_has_one_position():
     newer = iter(loader)
     assert next(older).tolist() == sampler[0]
     assert next(newer).tolist() == sampler[1]  # one was received
-    with pytest.raises(fr.OrderError, match="is not the newest"):
+    with pytest.raises(fr.errors.OrderError, match="is not the newest"):
         next(older)
     running = iter(loader)
     next(running)
     sampler.load_state_dict(sampler.state_dict())
-    with pytest.raises(fr.OrderError, match="is not the newest"):
+    with pytest.raises(fr.errors.OrderError, match="is not the newest"):
         next(running)
-    with pytest.raises(fr.OrderError, match="draws no batch"):
+    with pytest.raises(fr.errors.OrderError, match="draws no batch"):
         next(iter(sampler.count([1, 2, 3])))
     assert next(iter(loader)).tolist() == sampler[3]
     joined = BatchSampler(100, global_batch=10)
-    with pytest.raises(fr.OrderError, match="handed out 5 batches, and the sampler has 10"):
+    with pytest.raises(fr.errors.OrderError, match="handed out 5 batches, and the sampler has 10"):
         list(joined.count(Pairs(joined)))
 
 
@@ -558,7 +558,7 @@ class Pairs:
     ],
 )
 def test_what_does_not_fit_is_refused(make_loader, message):
-    with pytest.raises((fr.OrderError, fr.WorldError, IndexError), match=message):
+    with pytest.raises((fr.errors.OrderError, fr.errors.WorldError, IndexError), match=message):
         make_loader()
 
 
@@ -573,7 +573,7 @@ def test_what_does_not_fit_is_refused(make_loader, message):
     ],
 )
 def test_a_state_of_another_order_is_refused(sampler):
-    with pytest.raises(fr.StateMismatchError, match="state has"):
+    with pytest.raises(fr.errors.StateMismatchError, match="state has"):
         BatchSampler(100, global_batch=10).load_state_dict(sampler.state_dict())
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.errors import WorldError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 
 SIZES = st.integers(1, 64)
@@ -181,6 +183,23 @@ def test_a_walk_says_where_a_run_is_after_some_of_its_steps():
 
 def test_a_share_without_steps_makes_an_empty_walk():
     assert list(Walk(Cursor(), Batching(8, 4, World()), WorkerShard(2, 3))) == []
+
+
+EPOCHS = {"equal": None, "varying": lambda epoch: 8 + epoch % 3}
+
+
+@pytest.mark.parametrize("name", EPOCHS)
+def test_a_share_without_a_step_has_no_place(name) -> None:
+    walk = Walk(Cursor(), Batching(8, 4, World(), lengths=EPOCHS[name]), WorkerShard(2, 3))
+    assert list(walk) == []
+    with pytest.raises(WorldError, match=r"worker 2 of 3 has no step .* has 2; use at most 2"):
+        walk.place(0)
+
+
+def test_a_share_waits_for_an_epoch_that_is_long_enough() -> None:
+    batching = Batching(4, 4, World(), lengths=lambda epoch: 8 if epoch % 5 == 4 else 4)
+    walk = Walk(Cursor(), batching, WorkerShard(1, 2))
+    assert list(itertools.islice(walk, 2)) == [(4, 1), (9, 1)] == [walk.place(0), walk.place(1)]
 
 
 def test_a_cursor_resumes_with_the_rest_of_its_epoch():

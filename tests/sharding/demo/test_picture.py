@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
@@ -10,8 +11,17 @@ import pytest
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.options import SynthOptions
-from fuelrail.sharding.demo.picture import NEAR_M, owners, pixel_rays, render, sights
+from fuelrail.sharding.demo.picture import (
+    NEAR_M,
+    owners,
+    painting_order,
+    pixel_rays,
+    render,
+    sights,
+)
 from fuelrail.sharding.demo.shapes import meet
+from fuelrail.sharding.demo.street import corners as outline_of
+from fuelrail.sharding.demo.street import footprints_overlap
 from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 if TYPE_CHECKING:
@@ -181,3 +191,50 @@ def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
         assert not (changed & ~_hull_mask(shot, corners, 5.0)).any(), solid
         mask = actor_map == solid.actor
         assert changed[mask].mean() > 0.7, solid
+
+
+@pytest.mark.parametrize("index", [CLEAR, RAIN, DUSK, NIGHT])
+def test_what_may_hide_another_is_painted_after_it(index: int) -> None:
+    shot = _shot(index, "CAM_FRONT")
+    eye = (shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)[:2, 3]
+    rank = {place: number for number, place in enumerate(painting_order(shot.solids, eye))}
+    assert sorted(rank) == list(range(len(shot.solids)))
+    num_checked = 0
+    for angle in np.linspace(-np.pi, np.pi, 360):
+        ray = np.array([np.cos(angle), np.sin(angle)])
+        distances = [_enter_footprint(solid, eye, ray) for solid in shot.solids]
+        met = sorted((d, place) for place, d in enumerate(distances) if np.isfinite(d) and d > 1.0)
+        # A tree's crown and trunk stand above one another, so either may come first.
+        met = [pair for pair in met if shot.solids[pair[1]].kind not in ("crown", "trunk")]
+        for (near_m, near), (far_m, far) in pairwise(met):
+            # On the inside of a bend the backs of houses run into one another.
+            if far_m - near_m > 0.01 and not _touch(shot.solids[near], shot.solids[far]):
+                assert rank[far] < rank[near], (shot.solids[far], shot.solids[near])
+                num_checked += 1
+    assert num_checked > 200
+
+
+def _touch(first: Solid, second: Solid) -> bool:
+    outlines = [
+        outline_of(
+            np.array([solid.centre[0]]),
+            y=np.array([solid.centre[1]]),
+            yaw_rad=np.array([solid.yaw_rad]),
+            length=solid.size_lwh[0],
+            width=solid.size_lwh[1],
+        )
+        for solid in (first, second)
+    ]
+    return footprints_overlap(*outlines)
+
+
+def _enter_footprint(solid: Solid, eye: np.ndarray, ray: np.ndarray) -> float:
+    """Distance at which a ray on the ground enters a footprint, inf for a miss."""
+    c, s = np.cos(solid.yaw_rad), np.sin(solid.yaw_rad)
+    turn = np.array([[c, s], [-s, c]])
+    start = turn @ (eye - solid.centre[:2])
+    step = turn @ ray
+    half = np.array(solid.size_lwh[:2]) / 2.0
+    enter = np.minimum((-half - start) / step, (half - start) / step).max()
+    leave = np.maximum((-half - start) / step, (half - start) / step).min()
+    return float(enter) if 0.0 < enter < leave else np.inf

@@ -232,6 +232,8 @@ class TestParquetWorld(SourceSuite):
     """The suite of all sources, on a manifest whose images are in its rows."""
 
     kind = "arrow"
+    impossible = ("no file",)
+    states_sizes = False
     options: ClassVar = {
         "boxes_in": "global",
         "lidar_columns": ["x", "y", "z", "intensity", "ring"],
@@ -373,7 +375,7 @@ def test_the_kind_says_how_to_install_it(monkeypatch):
     from fuelrail.sharding.sources import registry
 
     monkeypatch.setattr(registry, "entry_points", lambda **_: ())
-    with pytest.raises(fr.ConfigError, match=r"pip install ./configs/sources/arrow"):
+    with pytest.raises(fr.errors.ConfigError, match=r"pip install ./configs/sources/arrow"):
         parse_source("arrow:somewhere", {})
 
 

@@ -34,6 +34,8 @@ def kitti_world(**changes):
 
 class TestKitti(AtUrl, SourceSuite):
     kind = "kitti"
+    impossible = ("no record",)
+    states_sizes = False
     compare: ClassVar = {"pose_m": 1e-3}
 
     def world(self, **changes):
@@ -47,6 +49,8 @@ class TestKitti(AtUrl, SourceSuite):
 
 class TestKittiObject(AtUrl, SourceSuite):
     kind = "kitti_object"
+    impossible = ("no record",)
+    states_sizes = False
     options: ClassVar = {"right": True}
     compare = None  # there are no times and poses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import simplejpeg
+from PIL import Image
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -23,7 +25,7 @@ from fuelrail.sharding.sources.shared.video import video_frames
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import load
 from support.manifest_world import write_video
-from support.source_suite import SourceSuite
+from support.source_suite import DAMAGES, SourceSuite
 from support.source_world import samples_of
 
 FPS = 10
@@ -174,7 +176,8 @@ class _Suite(SourceSuite):
     kind = "lerobot"
     compare: ClassVar = None
     reads_heads = False
-    damaged = "refused"
+    refused: ClassVar = {"damaged_image": ("mask", "drop")}
+    impossible = ("no record", *DAMAGES)
     version: ClassVar = "v3.0"
 
     def write(self, world, root):
@@ -190,11 +193,19 @@ class _Suite(SourceSuite):
 
 
 class TestV3(_Suite):
-    pass
+    def remove_image(self, root, camera, data):
+        """Remove the one video of a camera, in which both episodes of four frames are."""
+        next(root.rglob(f"*.{camera}/**/*.mp4")).unlink()
+        return 8
 
 
 class TestV2(_Suite):
     version: ClassVar = "v2.1"
+
+    def remove_image(self, root, camera, data):
+        """Remove the video of an episode of four frames."""
+        next(root.rglob(f"*.{camera}/episode_000000.mp4")).unlink()
+        return 4
 
 
 @pytest.mark.costly
@@ -339,6 +350,38 @@ def test_damaged_pictures_of_the_tables_are_left_out(tmp_path):
         scan(root, damaged_image="drop")
     with pytest.raises(SourceError, match=r"row=0&observation\.images\.top': image is empty"):
         scan(root, check_images="ends")
+
+
+def test_pngs_with_a_palette_in_the_tables_become_pngs_of_8_bits(tmp_path):
+    """A damaged one of them is left out as others are."""
+    root = write_lerobot(tmp_path / "episodes", pictures_of((3, 2, 2)), stored=True)
+    path = root / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    column = table.column_names.index("observation.images.top")
+    images = [
+        Image.fromarray(np.random.default_rng(row).integers(0, 255, (48, 64, 3), np.uint8))
+        for row in range(len(table))
+    ]
+    quantized = [image.quantize(200) for image in images]
+    pictures = []
+    for image in quantized:
+        blob = io.BytesIO()
+        image.save(blob, "png")
+        pictures.append({"bytes": blob.getvalue(), "path": None})
+    pictures[4]["bytes"] = pictures[4]["bytes"][:-200]
+    pq.write_table(table.set_column(column, table.field(column), pa.array(pictures)), path)
+    options = {"damaged_image": "drop", "max_damaged": 0.2}
+    report = fr.shard(f"lerobot:{root}", tmp_path / "out", options=options, workers=1).scan
+    assert (report.samples, report.damaged) == (6, {"top": 1})
+    assert sum(count for text, count in report.noted.items() if "with a palette" in text) == 7
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    stored = [
+        np.asarray(Image.open(io.BytesIO(bytes(sample.images["top"]))).convert("RGB"))
+        for sample in samples_of(tmp_path / "out").values()
+    ]
+    for row in (0, 1, 2, 3):
+        expected = np.asarray(quantized[row].convert("RGB"))
+        assert any(np.array_equal(expected, pixels) for pixels in stored), row
 
 
 def test_tables_that_do_not_fit_are_named(tmp_path):

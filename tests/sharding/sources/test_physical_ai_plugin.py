@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import sys
 import tomllib
 import types
@@ -19,12 +20,13 @@ import pytest
 from scipy.spatial.transform import Rotation
 
 import fuelrail as fr
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.manifest_world import write_video
 from support.neutral_source import install_plugin
 from support.source_world import OPTICAL, samples_of
+from support.spoil import LFS_POINTER
 
 FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "physical_ai"
 CAMERAS = ("camera_front_wide_120fov", "camera_rear_tele_30fov")
@@ -449,3 +451,78 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(SourceError, match=r"egomotion\.chunk_0003\.zip"):
         scan_source(spec)
+
+
+def flip_bits(data):
+    """Change eight bits, always the same ones of a file."""
+    changed = bytearray(data)
+    rng = np.random.default_rng(len(data))
+    for place in rng.integers(0, max(len(data), 1), 8 if data else 0).tolist():
+        changed[place] ^= 1 << (place % 8)
+    return bytes(changed)
+
+
+ALTERATIONS = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "shorter": lambda data: data[:-1],
+    "flipped": flip_bits,
+    "pointer": lambda data: LFS_POINTER + b"oid sha256:0\nsize 1\n",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+def alter_member(path, alter):
+    """Alter the first member of a zip, which is whole."""
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for number, (name, data) in enumerate(members.items()):
+            file.writestr(name, data if number else alter(data))
+
+
+@pytest.fixture(scope="module")
+def download(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("download") / "sound", radars=RADARS)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("alteration", ALTERATIONS)
+def test_altered_files_end_in_a_sentence_or_are_counted(download, alteration, tmp_path):
+    """Each file of a download, and the first member of each zip: no other error, and nothing lost unsaid."""
+    options = {"missing_camera": "mask", "rate": 3.0, "radars": True}
+    names = sorted({path.relative_to(download) for path in download.rglob("*") if path.is_file()})
+    whole = fr.shard(f"physical_ai:{download}", tmp_path / "whole", options=options, workers=1)
+    alter = ALTERATIONS[alteration]
+    num_errors = 0
+    for number, name in enumerate(names):
+        if name.suffix == ".mp4":  # left by `write`
+            continue
+        for inside in (False, True) if name.suffix == ".zip" else (False,):
+            root = tmp_path / f"{number}-{inside}"
+            shutil.copytree(download, root)
+            path = root / name
+            if inside:
+                alter_member(path, alter)
+            else:
+                path.write_bytes(alter(path.read_bytes()))
+            try:
+                report = fr.shard(f"physical_ai:{root}", root / "out", options=options, workers=1)
+            except FuelrailError as error:
+                num_errors += 1
+                assert str(error)
+            else:
+                assert not fr.verify(root / "out", deep=True).faults
+                lost = whole.num_samples - report.num_samples
+                said = sum(report.scan.noted.values()) + sum(report.scan.dropped_samples.values())
+                assert not lost or said, name
+            shutil.rmtree(root)
+    assert num_errors
+
+
+def test_policies_on_damaged_images_are_refused(download):
+    """Its images are frames of video, which are decoded after the scan."""
+    for answer in ("mask", "drop"):
+        options = {"missing_camera": "mask", "damaged_image": answer}
+        with pytest.raises(ConfigError, match=f"damaged_image={answer} is not for the images of"):
+            scan_source(SourceSpec("physical_ai", str(download), options))

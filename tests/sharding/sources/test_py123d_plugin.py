@@ -187,12 +187,12 @@ def test_images_may_be_paths_below_a_root(tmp_path):
 def test_what_is_not_read_is_named(tmp_path):
     root = write_logs(tmp_path / "logs", ipc_compression="lz4")
     with pytest.raises(
-        fr.SourceError, match="are compressed: write them with ipc_compression=None"
+        fr.errors.SourceError, match="are compressed: write them with ipc_compression=None"
     ):
         scan_source(SourceSpec("py123d", str(root), {"missing_camera": "mask"}))
     path = root / "made_train" / "a" / "sync.arrow"
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(fr.SourceError, match=r"a/sync\.arrow' cannot be read"):
+    with pytest.raises(fr.errors.SourceError, match=r"a/sync\.arrow' cannot be read"):
         scan_source(SourceSpec("py123d", str(root), {"missing_camera": "mask"}))
 
 
@@ -206,5 +206,5 @@ def test_a_file_without_metadata_is_refused(tmp_path):
     ):
         writer.write_table(table)
     (folder / "camera.pcam_f0.arrow").write_bytes((folder / "sync.arrow").read_bytes())
-    with pytest.raises(fr.SourceError, match=r"sync\.arrow' cannot be read: no b'metadata'"):
+    with pytest.raises(fr.errors.SourceError, match=r"sync\.arrow' cannot be read: no b'metadata'"):
         scan_source(SourceSpec("py123d", str(tmp_path), {}))

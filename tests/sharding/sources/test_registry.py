@@ -137,6 +137,9 @@ def test_options_as_text():
     }
 
 
+DOUBLED = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in range(1, 30))
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -145,6 +148,21 @@ def test_options_as_text():
         ("sweeps=many", r"-o sweeps=many: it must be a whole number, not text"),
         ("missing_camera=hold", "hold: 'hold' is not allowed; allowed are drop, error, mask"),
         ("classes={car", "not YAML"),
+        ("classes={car: {<<: {a: b}}}", "a merge key, <<: write its entries out"),
+        ("classes={a: !!int x}", "not YAML: invalid literal"),
+        ("cameras=" + "[" * 200 + "]" * 200, "not YAML: it takes 65 levels"),
+        (f"cameras=[&a0 [b, b], {DOUBLED}]", r"not YAML: it takes .* values"),
+    ],
+    ids=[
+        "no value",
+        "unknown",
+        "no number",
+        "no answer",
+        "cut",
+        "merged",
+        "no int",
+        "deep",
+        "many",
     ],
 )
 def test_bad_options_are_named(text, match):

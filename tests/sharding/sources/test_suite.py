@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import ClassVar
 
@@ -14,12 +15,12 @@ from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.neutral_source import install_plugin, write_neutral
 from support.nuscenes_world import write_nuscenes
-from support.source_suite import SourceSuite
+from support.source_suite import ANSWERS, FAULTS, SourceSuite
 
 
 class TestFuelrail(SourceSuite):
     kind = "fuelrail"
-    damaged = "no option"
+    refused: ClassVar = dict.fromkeys(FAULTS, ANSWERS)
 
     @pytest.fixture(autouse=True)
     def plugin(self, tmp_path_factory, monkeypatch):
@@ -56,3 +57,11 @@ class TestNuScenes(SourceSuite):
     def write(self, world, root):
         write_nuscenes(world, root, "v1.0-mini")
         return str(root)
+
+    def faulty(self, option, tmp_path):
+        if option != "dangling_links":
+            return None
+        spec = self.spec(tmp_path)
+        table = tmp_path / "source" / "v1.0-mini" / "instance.json"
+        table.write_text(json.dumps(json.loads(table.read_text())[1:]))
+        return spec

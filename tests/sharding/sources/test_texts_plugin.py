@@ -259,45 +259,45 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error", "says"),
     [
-        ("a.json", "{", fr.SourceError, r"a\.json' is not JSON"),
+        ("a.json", "{", fr.errors.SourceError, r"a\.json' is not JSON"),
         (
             "a.json",
             '{"scene": {"frames": {}}}',
-            fr.SourceError,
+            fr.errors.SourceError,
             "scene 'scene' is not JSON.*key_frames",
         ),
         (
             "a.json",
             '[{"question": "?"}]',
-            fr.SourceError,
+            fr.errors.SourceError,
             "record 1: the field 'sample_token' must name the sample",
         ),
         (
             "a.json",
             '[{"sample_token": null}]',
-            fr.SourceError,
+            fr.errors.SourceError,
             "record 1: the field 'sample_token' must",
         ),
-        ("a.jsonl", '{"key": "a"}\n{"key"}', fr.SourceError, "line 2 is not JSON"),
+        ("a.jsonl", '{"key": "a"}\n{"key"}', fr.errors.SourceError, "line 2 is not JSON"),
         (
             "a.json",
             '[{"key": "a", "x": ["b"], "y": ["c", "d"]}]',
-            fr.SourceError,
+            fr.errors.SourceError,
             "differ in length: x 1, y 2",
         ),
         (
             "a.json",
             '[{"key": "a", "x": "b"}]',
-            fr.DatasetError,
+            fr.errors.DatasetError,
             "no sample of .* has a name of .* such as 'a'",
         ),
         (
             "a.json",
             '[{"key": "KEY", "sweeps": "b", "num_entries": "c"}]',
-            fr.ConfigError,
+            fr.errors.ConfigError,
             "num_entries",
         ),
-        ("none.json", None, fr.SourceError, "none.json' cannot be read: No such file"),
+        ("none.json", None, fr.errors.SourceError, "none.json' cannot be read: No such file"),
     ],
 )
 def test_files_of_other_forms_are_refused(texts, base, tmp_path, name, content, error, says):
@@ -315,7 +315,9 @@ def test_a_counter_that_is_none_is_refused(texts, base, tmp_path):
     dataset, samples = base
     (tmp_path / "a.json").write_text(json.dumps([{"token": samples[0]["token"], "x": "b"}]))
     for name in ("nothing", "builtins:nothing", "nowhere:count"):
-        with pytest.raises(fr.ConfigError, match="must be MODULE:FUNCTION that can be imported"):
+        with pytest.raises(
+            fr.errors.ConfigError, match="must be MODULE:FUNCTION that can be imported"
+        ):
             texts.import_texts(dataset, tmp_path / "out", [tmp_path / "a.json"], count=name)
 
 
@@ -328,12 +330,12 @@ def test_a_counter_that_is_none_is_refused(texts, base, tmp_path):
 def test_odd_files_are_named(texts, base, tmp_path, content, ending):
     file = tmp_path / f"odd.{ending}"
     file.write_bytes(content)
-    with pytest.raises(fr.SourceError, match=rf"odd\.{ending}'"):
+    with pytest.raises(fr.errors.SourceError, match=rf"odd\.{ending}'"):
         texts.import_texts(base[0], tmp_path / "layer", [file])
 
 
 def test_what_is_no_file_is_not_waited_for(texts, base, tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for file in (tmp_path / "pipe.json", Path("/dev/zero"), tmp_path, tmp_path / "nowhere.json"):
-        with pytest.raises(fr.SourceError, match=str(file)):
+        with pytest.raises(fr.errors.SourceError, match=str(file)):
             texts.import_texts(base[0], tmp_path / "layer", [file])

@@ -66,6 +66,8 @@ class TestTars(AtUrl, SourceSuite):
     """Images share their frame's time and pose in these tars, so samples are compared by a test of its own."""
 
     kind = "webdataset"
+    impossible = ("no file",)
+    states_sizes = False
     options: ClassVar = {
         "timestamp_ns": "t",
         "ego2global": "pose",
@@ -276,6 +278,7 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         )
     noted = report.scan.noted
     assert noted.pop("members left out, without a key or an extension") == 1
+    assert noted.pop("samples without txt, which others have") == 3
     assert len(noted) == 2 and set(noted.values()) == {6}
     assert any(name.startswith("boxes left out, its name must") for name in noted)
     assert "key of the JSON left out, its name or its values are not those of an attribute" in noted
@@ -601,3 +604,29 @@ def test_what_python_writes_for_numbers_that_json_has_not_is_unknown(tmp_path, e
     (batch,) = batches(tmp_path / "out", 4, channels=["action"], shuffle=False)
     np.testing.assert_array_equal(batch["action"], [[1.5, 2], [np.nan, -np.inf], [3, 4], [5, 6]])
     assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 5
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_what_some_samples_lack_is_counted(tmp_path, ending):
+    """A member, a list of the JSON, the JSON itself, and one without a byte."""
+
+    def make(number):
+        members = labelled(2 * number + 1)
+        if number == 1:
+            del members["feature.npy"]
+        elif number == 2:
+            members["json"] = b""
+        elif number in (3, 4):
+            del members["json"]
+        return members
+
+    write_labelled(tmp_path / "tars", ending, make=make)
+    noted = scan(tmp_path / "tars").report.noted
+    assert {text: count for text, count in noted.items() if "others have" in text} == {
+        "samples without feature_npy, which others have": 1,
+        "samples without json, which others have": 2,
+        **{f"samples without {name}, which others have": 3 for name in ("action", "path", "tags")},
+    }
+    assert noted["members .json left out, empty (0 bytes)"] == 1
+    with pytest.raises(SourceError, match=r"key 'a/0002': \.json is empty .* name t in it"):
+        scan(tmp_path / "tars", timestamp_ns="t")

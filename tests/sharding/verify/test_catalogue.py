@@ -10,6 +10,7 @@ import fuelrail as fr
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.sharding.verify.catalogue import read_tags
 from support.datasets import build_dataset
 from support.edits import rewrite
@@ -175,7 +176,7 @@ def test_layers_are_compared_too(tmp_path) -> None:
         )
     ]
     with fr.LayerWriter(
-        tmp_path / "base", new, channels=table, view=fr.LayerView("per_view", 1, {})
+        tmp_path / "base", new, channels=table, view=LayerView("per_view", 1, {})
     ) as writer:
         for row in range(3):
             values = {name: value for name, value in values_of(row).items() if name != "caption"}

@@ -50,6 +50,7 @@ class BagFile(LogFile):
     @cached_property
     def _bag(self) -> Reader:
         from rosbags.rosbag1 import Reader
+        from rosbags.rosbag1.reader import Header, RecordType, read_uint32
 
         bag = Reader(str(self._path))
         with parsing(
@@ -57,7 +58,18 @@ class BagFile(LogFile):
             "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
         ):
             bag.open()
-            num_after = _count_bytes_after(bag)
+            file: Any = bag.bio
+            file.seek(0)
+            file.readline()
+            head = Header.read(file, RecordType.BAGHEADER)
+            num_records = head.get_uint32("conn_count") + head.get_uint32("chunk_count")
+            file.seek(head.get_uint64("index_pos"))
+            for _ in range(num_records):
+                file.seek(read_uint32(file), io.SEEK_CUR)  # the head of a record, then its data
+                file.seek(read_uint32(file), io.SEEK_CUR)
+            end: int = file.tell()
+            size: int = file.seek(0, io.SEEK_END)
+            num_after = size - end
         weakref.finalize(self, bag.close)
         if num_after:
             raise SourceError(
@@ -109,7 +121,18 @@ class BagFile(LogFile):
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
         with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.position}"):
-            record = io.BytesIO(self._read_chunk(place.chunk))
+            if self._chunk[0] != place.chunk:  # read and decompress it
+                file: Any = self._bag.bio
+                file.seek(place.chunk)
+                chunk_head = Header.read(file, RecordType.CHUNK)
+                data = inflated(
+                    read_bytes(file, read_uint32(file)),
+                    chunk_head.get_string("compression"),
+                    chunk_head.get_uint32("size"),
+                    self._where,
+                )
+                self._chunk = (place.chunk, data)
+            record = io.BytesIO(self._chunk[1])
             record.seek(place.position)
             while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
                 record.seek(read_uint32(record), io.SEEK_CUR)
@@ -117,39 +140,7 @@ class BagFile(LogFile):
             log_ns = head.get_time("time")
             name = topic.type.replace("/", "/msg/")
             store = type_store(name, topic.schema)
-            data = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
-        return Message(topic=topic.name, log_ns=log_ns, place=place, data=data, length=len(data))
-
-    def _read_chunk(self, position: int) -> Buffer:
-        """Read and decompress a chunk."""
-        from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
-
-        if self._chunk[0] != position:
-            file: Any = self._bag.bio
-            file.seek(position)
-            head = Header.read(file, RecordType.CHUNK)
-            size = head.get_uint32("size")
-            compression = head.get_string("compression")
-            self._chunk = (
-                position,
-                inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
-            )
-        return self._chunk[1]
-
-
-def _count_bytes_after(bag: Reader) -> int:
-    """Return how many bytes come after the index of a bag, with which it ends."""
-    from rosbags.rosbag1.reader import Header, RecordType, read_uint32
-
-    file: Any = bag.bio
-    file.seek(0)
-    file.readline()
-    head = Header.read(file, RecordType.BAGHEADER)
-    num_records = head.get_uint32("conn_count") + head.get_uint32("chunk_count")
-    file.seek(head.get_uint64("index_pos"))
-    for _ in range(num_records):
-        file.seek(read_uint32(file), io.SEEK_CUR)  # the head of a record, then its data
-        file.seek(read_uint32(file), io.SEEK_CUR)
-    end: int = file.tell()
-    size: int = file.seek(0, io.SEEK_END)
-    return size - end
+            message = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
+        return Message(
+            topic=topic.name, log_ns=log_ns, place=place, data=message, length=len(message)
+        )

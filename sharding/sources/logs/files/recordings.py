@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.logs.files.bag_file import BagFile
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
@@ -122,6 +122,12 @@ class Recordings:
         return topics_found
 
     def _open(self, name: str) -> LogFile:
+        if name.endswith((".bag", ".db3")) and (self._skip_damaged or self._check_all):
+            option = "damaged=skip" if self._skip_damaged else "checksums=true"
+            raise ConfigError(
+                f"{option} is not for '{self._files.shown}/{name}': it is about checksums of "
+                "chunks, which MCAP has; leave the option out"
+            )
         if name.endswith(".bag"):
             return BagFile(self._files, name)
         is_packed = name in self._packed

@@ -77,22 +77,7 @@ def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
         for descriptor, path in ((file, copy), (log, copied_log)):
             with open(descriptor, "rb", closefd=False) as source, path.open("xb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-    data_bytes, frame_bytes = _measured(copied_log, place)
-    with parsing(place), contextlib.closing(sqlite3.connect(copy)) as merged:
-        ((_, num_merged, _),) = merged.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-    merged_bytes = max(num_merged, 0) * frame_bytes
-    if data_bytes and not merged_bytes:
-        raise SourceError(
-            f"{place} is damaged or not of this file, and none of its {data_bytes} bytes can be "
-            "read: move it away to read the file without it"
-        )
-    num_lost: int = max(data_bytes - merged_bytes, 0)
-    return num_lost
-
-
-def _measured(wal: Path, place: str) -> tuple[int, int]:
-    """Return the bytes of pages since a log was begun last, and those of one page with its head."""
-    with parsing(place, "is not one of SQLite"), wal.open("rb") as file:
+    with parsing(place, "is not one of SQLite"), copied_log.open("rb") as file:
         head = file.read(_HEADER.size)
         magic, _, page_bytes, _, *salts, _, _ = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
         if magic not in _MAGICS or not 512 <= page_bytes <= 1 << 16:
@@ -107,7 +92,17 @@ def _measured(wal: Path, place: str) -> tuple[int, int]:
             if list(_FRAME.unpack(head)[2:4]) != salts:
                 break
             position += frame_bytes
-    return min(position, size) - _HEADER.size, frame_bytes
+    data_bytes = min(position, size) - _HEADER.size
+    with parsing(place), contextlib.closing(sqlite3.connect(copy)) as merged:
+        ((_, num_merged, _),) = merged.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+    merged_bytes = max(num_merged, 0) * frame_bytes
+    if data_bytes and not merged_bytes:
+        raise SourceError(
+            f"{place} is damaged or not of this file, and none of its {data_bytes} bytes can be "
+            "read: move it away to read the file without it"
+        )
+    num_lost: int = max(data_bytes - merged_bytes, 0)
+    return num_lost
 
 
 @contextlib.contextmanager

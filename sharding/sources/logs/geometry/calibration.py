@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import Image
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.index import LogIndex
@@ -29,24 +30,20 @@ _MODELS: Final = {
 
 
 class CameraModel(NamedTuple):
-    """One camera from a time on: K (3, 3), cam2ego (4, 4), lens, and the size of its pictures
-    [px].
+    """One camera from a time on: what its images have in common, and the size of its pictures
+    [px], 0 where it is not stated.
     """
 
     where: str
     stamp_ns: int
-    intrinsics: NDArray[np.float64]
-    cam2ego: NDArray[np.float64]
-    dist: tuple[float, ...]
-    dist_model: str
-    width: int
-    height: int
+    image: Image
+    size: tuple[int, int]
 
     def size_fault(self, width: int, height: int) -> str:
         """Return why a picture is not one of this calibration; "" where it is."""
-        if (width, height) == (self.width, self.height) or not (self.width and self.height):
+        if (width, height) == self.size or 0 in self.size:
             return ""
-        stated = f"{self.width}x{self.height} px"
+        stated = f"{self.size[0]}x{self.size[1]} px"
         return f"{self.where} is for pictures of {stated}, and a picture has {width}x{height}"
 
 
@@ -110,13 +107,16 @@ def _model(
     intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
     intrinsics[0, :2] /= binning[0]
     intrinsics[1, 1] /= binning[1]
-    return CameraModel(
-        where=where,
-        stamp_ns=info.stamp_ns,
+    image = Image(
+        ref="",
+        timestamp_ns=0,
         intrinsics=intrinsics,
         cam2ego=cam2ego,
         dist=dist,
         dist_model=model,
-        width=(width or info.width) // info.binning[0],
-        height=(height or info.height) // info.binning[1],
     )
+    size = (
+        (width or info.width) // info.binning[0],
+        (height or info.height) // info.binning[1],
+    )
+    return CameraModel(where, info.stamp_ns, image, size)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import cv2
 import numpy as np
 import simplejpeg
 
-from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.errors import ImageError, SourceError, needs
 from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.sharding.sources.shared.pictures import convertible_png
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -29,14 +29,14 @@ _ORDERS: Final = ("rggb", "bggr", "gbrg", "grbg")
 # OpenCV names a Bayer pattern by the second row's second and third pixel, ROS by the first row's
 # first two.
 _CONVERTED: Final = {
-    "bayer_rggb8": (cv2.COLOR_BayerBG2RGB, 1),
-    "bayer_bggr8": (cv2.COLOR_BayerRG2RGB, 1),
-    "bayer_gbrg8": (cv2.COLOR_BayerGR2RGB, 1),
-    "bayer_grbg8": (cv2.COLOR_BayerGB2RGB, 1),
-    "yuv422": (cv2.COLOR_YUV2RGB_UYVY, 2),
-    "uyvy": (cv2.COLOR_YUV2RGB_UYVY, 2),
-    "yuv422_yuy2": (cv2.COLOR_YUV2RGB_YUY2, 2),
-    "yuyv": (cv2.COLOR_YUV2RGB_YUY2, 2),
+    "bayer_rggb8": ("COLOR_BayerBG2RGB", 1),
+    "bayer_bggr8": ("COLOR_BayerRG2RGB", 1),
+    "bayer_gbrg8": ("COLOR_BayerGR2RGB", 1),
+    "bayer_grbg8": ("COLOR_BayerGB2RGB", 1),
+    "yuv422": ("COLOR_YUV2RGB_UYVY", 2),
+    "uyvy": ("COLOR_YUV2RGB_UYVY", 2),
+    "yuv422_yuy2": ("COLOR_YUV2RGB_YUY2", 2),
+    "yuyv": ("COLOR_YUV2RGB_YUY2", 2),
 }
 _DEEP: Final = {"mono16": "mono8", "16UC1": "mono8"} | {
     f"bayer_{order}16": f"bayer_{order}8" for order in _ORDERS
@@ -50,13 +50,14 @@ ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
 class EncodedHead(NamedTuple):
     """``text`` are the first bytes of a JPEG, which say its size [px] and are mostly those of
-    the next one too.
+    the next one too. ``is_converted``: it is stored as a plain PNG.
     """
 
     text: bytes
     extension: str
     width: int
     height: int
+    is_converted: bool = False
 
 
 def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
@@ -66,6 +67,9 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
     """
     for limit in (896, 4 << 10, 64 << 10, 1 << 20):
         head = read(min(limit, length))
+        odd = convertible_png(head)
+        if odd is not None:
+            return EncodedHead(b"", "png", odd.width, odd.height, is_converted=True)
         try:
             info = probe(head)
         except ImageError:
@@ -110,7 +114,7 @@ def raw_fault(picture: Picture) -> str:
     """Return why the pixels of a raw picture are not as many as it states; "" where they are."""
     encoding = _DEEP.get(picture.encoding, picture.encoding)
     _, channels = _PLAIN.get(encoding, ("RGB", 0))
-    _, in_channels = _CONVERTED.get(encoding, (0, channels))
+    _, in_channels = _CONVERTED.get(encoding, ("", channels))
     row_bytes = picture.width * in_channels * (1 + (encoding != picture.encoding))
     if not picture.width or not picture.height:
         return f"a picture of {picture.width}x{picture.height} pixels"
@@ -132,7 +136,7 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     step = picture.step
     encoding = _DEEP.get(picture.encoding, picture.encoding)
     colour, channels = _PLAIN.get(encoding, ("RGB", 0))
-    code, in_channels = _CONVERTED.get(encoding, (0, channels))
+    code, in_channels = _CONVERTED.get(encoding, ("", channels))
     row_bytes = width * in_channels * (1 + (encoding != picture.encoding))
     pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
     if fault := raw_fault(picture):
@@ -149,7 +153,10 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
         rows = np.clip(grey, 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
-        image = np.asarray(cv2.cvtColor(image, code), np.uint8)
+        with needs("a raw picture of a camera's Bayer pattern or YUV"):
+            import cv2
+
+        image = np.asarray(cv2.cvtColor(image, getattr(cv2, code)), np.uint8)
     encoded: bytes = simplejpeg.encode_jpeg(
         image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray"
     )

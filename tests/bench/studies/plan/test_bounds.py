@@ -100,7 +100,9 @@ def test_a_detector_of_ones_own_has_a_bound_wherever_its_time_is_used(tmp_path, 
 
 
 def test_each_figure_and_row_says_on_which_side_of_it_the_truth_is():
-    report = fuelrail.plan(None, model="planned_detectors:cameras", **FLAGS, samples_per_epoch=9)
+    report = fuelrail.bench.plan(
+        None, model="planned_detectors:cameras", **FLAGS, samples_per_epoch=9
+    )
     lines = dict(figures(report))
     assert lines["rate"].startswith("at most ")
     assert "occupancy at least " in lines["rate"] and "MFU at most " in lines["rate"]
@@ -111,7 +113,7 @@ def test_each_figure_and_row_says_on_which_side_of_it_the_truth_is():
     assert all(row[3].startswith("\u2264 ") for row in planned_rows(report.tried))
     assert all(row[3].startswith("\u2265 ") for row in scaling_rows(report))
     # 76 operators or so for each of 8 micro-batches take the host milliseconds, however small they are.
-    small_report = fuelrail.plan(
+    small_report = fuelrail.bench.plan(
         None, model="planned_detectors:cameras", **{**FLAGS, "micro_batch": 1}
     )
     assert small_report.step.total > 8 * 60 * 4e-6
@@ -125,7 +127,7 @@ def test_a_decoder_has_a_range_and_a_mixture_a_bound(tmp_path):
         model = {**shape, "experts": experts, "active_experts": min(2, experts)}
         scenario = {**flags, "name": "n", "model": model, "sequence": 16}
         (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(scenario))
-        basis[experts] = fuelrail.plan(tmp_path / "asked.yaml").basis
+        basis[experts] = fuelrail.bench.plan(tmp_path / "asked.yaml").basis
     assert basis == {1: "range", 4: "bound"}
 
 
@@ -133,23 +135,23 @@ def test_a_sweep_of_bounds_says_so(monkeypatch):
     monkeypatch.setattr(variants, "_MICRO_BATCHES", (8,))
     monkeypatch.setattr(variants, "_RECOMPUTE", ("none",))
     monkeypatch.setattr(variants, "_SIMPLE", ("ddp",))
-    report = fuelrail.plan(None, model="planned_detectors:cameras", **FLAGS, sweep=True)
+    report = fuelrail.bench.plan(None, model="planned_detectors:cameras", **FLAGS, sweep=True)
     fits = [row for row in report.sweep if row.fails is None]
     assert fits and all(row.is_bound for row in fits)
 
 
 def test_a_measured_step_of_the_model_makes_a_time_of_the_bound(tmp_path):
     name = "planned_detectors:cameras"
-    bound = fuelrail.plan(None, model=name, **FLAGS)
+    bound = fuelrail.bench.plan(None, model=name, **FLAGS)
     run = {**FLAGS, "name": "run", "parallel": {"strategy": "ddp"}}
     slow_s = 5 * bound.step.total
     for file, model in (("own", name), ("other", "planned_detectors:windows")):
         scenario = {**run, "model": model, "measured_step_s": slow_s}
         (tmp_path / f"{file}.yaml").write_bytes(msgspec.yaml.encode(scenario))
-    measured = fuelrail.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "own.yaml")])
+    measured = fuelrail.bench.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "own.yaml")])
     assert measured.basis == "range"
     assert measured.step.total == pytest.approx(slow_s, rel=0.15)
-    foreign = fuelrail.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "other.yaml")])
+    foreign = fuelrail.bench.plan(None, model=name, **FLAGS, measure=[str(tmp_path / "other.yaml")])
     assert foreign.basis == "bound" and foreign.step == bound.step
     assert any("it stays a bound: measure a step of this model" in text for text in foreign.assumed)
 
@@ -159,7 +161,7 @@ def test_a_measured_step_of_the_model_makes_a_time_of_the_bound(tmp_path):
 )
 def test_images_of_a_sample_are_those_of_the_example(model, images):
     name = f"planned_detectors:{model}"
-    report = fuelrail.plan(None, model=name, **FLAGS)
+    report = fuelrail.bench.plan(None, model=name, **FLAGS)
     assert report.scenario.cameras == images
     if images is None:
         assert any(
@@ -179,13 +181,13 @@ def test_images_of_a_sample_are_those_of_the_example(model, images):
 def test_a_dataset_says_how_many_images_an_example_without_them_has(tmp_path):
     build_dataset(tmp_path / "data", {"train": (5, 4)})
     flags = {**FLAGS, "data": str(tmp_path / "data")}
-    report = fuelrail.plan(None, model="planned_detectors:words", **flags)
+    report = fuelrail.bench.plan(None, model="planned_detectors:words", **flags)
     assert report.scenario.cameras == len(CAMERAS)
     assert any(
         f"{len(CAMERAS)} images in a sample, as the dataset has them" in text
         for text in report.assumed
     )
-    report = fuelrail.plan(None, model="planned_detectors:cameras", **flags)
+    report = fuelrail.bench.plan(None, model="planned_detectors:cameras", **flags)
     assert report.scenario.cameras == 6, "what the model reads"
 
 
@@ -199,7 +201,7 @@ def test_a_dataset_says_how_many_images_an_example_without_them_has(tmp_path):
 )
 def test_what_is_no_model_is_refused_in_words(model, message):
     with pytest.raises(FuelrailError, match=message):
-        fuelrail.plan(None, model=model, **FLAGS)
+        fuelrail.bench.plan(None, model=model, **FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_numbers_that_no_training_has_are_refused_at_once(change, tmp_path):
     }
     (tmp_path / "asked.yaml").write_text(msgspec.json.encode(scenario).decode())
     with pytest.raises(ConfigError, match=r"asked\.yaml"):
-        fuelrail.plan(tmp_path / "asked.yaml")
+        fuelrail.bench.plan(tmp_path / "asked.yaml")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,9 @@ def test_numbers_that_no_training_has_are_refused_at_once(change, tmp_path):
 )
 def test_a_batch_that_no_strategy_divides_is_refused_without_one(cluster, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        fuelrail.plan(None, model="planned_detectors:cameras", cluster=cluster, global_batch=63)
+        fuelrail.bench.plan(
+            None, model="planned_detectors:cameras", cluster=cluster, global_batch=63
+        )
     assert "mesh" not in str(caught.value) and "strategy" not in str(caught.value)
 
 

@@ -64,7 +64,7 @@ def test_what_flags_must_say():
 )
 def test_what_contradicts_the_model_or_the_batch_is_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
-        fuelrail.plan(None, **{**TINY, **flags})
+        fuelrail.bench.plan(None, **{**TINY, **flags})
 
 
 @pytest.mark.costly
@@ -74,7 +74,7 @@ def test_what_contradicts_the_model_or_the_batch_is_refused(flags, message):
 def test_a_stored_teacher_says_bytes_a_token_and_when_it_pays(how, row_bytes):
     flags = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 8, "strategy": "ddp"}
     flags |= {"teacher": "gpt-tiny", "teacher_from": how, "sample_bytes": 66}
-    report = fuelrail.plan(None, **flags)
+    report = fuelrail.bench.plan(None, **flags)
     teacher = report.teacher
     assert teacher.bytes_per_token == row_bytes and teacher.layer_bytes == 32 * row_bytes
     writing_s = teacher.layer_device_hours_per_million / 1e6 * 3600
@@ -90,9 +90,11 @@ def test_stored_tokens_are_of_a_teacher_of_tokens():
         ConfigError,
         match="teacher_from 'topk:8' is of a teacher of tokens, and 'vit-tiny' says occup",
     ):
-        fuelrail.plan(None, **flags)
+        fuelrail.bench.plan(None, **flags)
     with pytest.raises(ConfigError, match="teacher_from"):
-        fuelrail.plan(None, **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"})
+        fuelrail.bench.plan(
+            None, **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"}
+        )
 
 
 @pytest.mark.slow
@@ -194,7 +196,7 @@ def test_a_sweep_has_shards_within_nodes_and_copies_across_them():
 def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     path = tmp_path / "report.json"
     path.write_bytes(msgspec.json.encode(loader_report_of([loader_run()])))
-    report = fuelrail.plan(None, **TINY, height=64, width=128, loader_report=str(path))
+    report = fuelrail.bench.plan(None, **TINY, height=64, width=128, loader_report=str(path))
     # 15 ms of CPU a sample of two cameras, and a megabyte of it.
     cpus = load_cluster("1x8-h100").host.cpus.value
     assert report.cluster.images_per_node_s == pytest.approx(cpus * 2 / 0.015)
@@ -209,13 +211,13 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     with pytest.raises(
         ConfigError, match=r"--loader-report '.*' has no figures: no run became steady"
     ):
-        fuelrail.plan(None, **TINY, **IMAGES, loader_report=str(short))
+        fuelrail.bench.plan(None, **TINY, **IMAGES, loader_report=str(short))
 
 
 @pytest.mark.slow
 def test_a_dataset_without_a_loaders_report_says_what_is_assumed(tmp_path):
     build_dataset(tmp_path / "data", {"train": (5, 4)})
-    report = fuelrail.plan(None, **TINY, height=64, width=128, data=str(tmp_path / "data"))
+    report = fuelrail.bench.plan(None, **TINY, height=64, width=128, data=str(tmp_path / "data"))
     assert any(
         "no report of `fuelrail bench loader` for the dataset" in text for text in report.assumed
     )
@@ -257,8 +259,8 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
         text = {**scenario, "name": "mine", "micro_batch": size, "measured_step_s": 0.04 / size}
         (tmp_path / f"{number}.yaml").write_bytes(msgspec.yaml.encode(text))
     files = (str(tmp_path / "0.yaml"), str(tmp_path / "1.yaml"))
-    before = fuelrail.plan(None, **FLAGS)
-    after = fuelrail.plan(None, **FLAGS, measure=files)
+    before = fuelrail.bench.plan(None, **FLAGS)
+    after = fuelrail.bench.plan(None, **FLAGS, measure=files)
     assert any("identifiable by them" in text for text in after.assumed)
     assert after.step_s > before.step_s, (
         "a step takes milliseconds, which no H100 needs for so little"
@@ -266,7 +268,7 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
     assert after.step_range_s[0] < after.step_s < after.step_range_s[1]
     (tmp_path / "0.yaml").write_bytes(msgspec.yaml.encode({**scenario, "name": "mine"}))
     with pytest.raises(ConfigError, match="needs parallel, and measured_step_s"):
-        fuelrail.plan(None, **FLAGS, measure=files)
+        fuelrail.bench.plan(None, **FLAGS, measure=files)
 
 
 def test_every_scenario_is_of_a_cluster():

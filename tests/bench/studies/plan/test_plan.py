@@ -149,7 +149,7 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(text)
     assert main(["plan", str(tmp_path / "mine.yaml"), "--data", str(tmp_path / "data")]) == 0
     assert " of 20 GB/s" in capsys.readouterr().out
-    report = fuelrail.plan(tmp_path / "mine.yaml", data=str(tmp_path / "data"))
+    report = fuelrail.bench.plan(tmp_path / "mine.yaml", data=str(tmp_path / "data"))
     assert (report.scenario.samples_per_epoch, report.scenario.cameras) == (9, len(CAMERAS))
 
 

@@ -143,7 +143,7 @@ def test_gradients_in_bf16_take_half_and_are_sent_as_half():
     ]
     assert sizes[1] < sizes[0]
     with pytest.raises(ConfigError, match="gradients 'bf16' is given without weights: bf16"):
-        fuelrail.plan(msgspec.structs.replace(SCENARIO, gradients="bf16"))
+        fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, gradients="bf16"))
 
 
 @pytest.mark.slow
@@ -200,19 +200,19 @@ def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
     (exchange,) = [traffic for traffic in shared.work.traffic if traffic.reach == 4]
     assert exchange.bytes == 4 * 8 * 2 * 64 * 2 * 64 * 3 / 4
     with pytest.raises(ConfigError, match="expert_parallel is 3, which does not divide the 8"):
-        fuelrail.plan(msgspec.structs.replace(SCENARIO, model=mixture, expert_parallel=3))
+        fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, model=mixture, expert_parallel=3))
 
 
 @pytest.mark.slow
 def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
     flags = {"model": "gpt-1.3b", "cluster": "1x4-a100-40gb", "global_batch": 64, "micro_batch": 4}
     with pytest.raises(ConfigError) as caught:
-        fuelrail.plan(None, **flags, strategy="ddp")
+        fuelrail.bench.plan(None, **flags, strategy="ddp")
     text = str(caught.value)
     parts = ("activations of a micro-batch", "optimiser state", "inputs and gradient buckets")
     assert all(f"{part} " in text for part in parts)
     (change,) = re.findall(r"it would fit with recompute: (\w+): [\d.]+ GiB", text)
-    fitting = fuelrail.plan(None, **flags, strategy="ddp", recompute=change)
+    fitting = fuelrail.bench.plan(None, **flags, strategy="ddp", recompute=change)
     assert fitting.peak_gib <= fitting.usable_gib
 
 
@@ -223,7 +223,7 @@ def test_a_state_that_is_too_large_is_refused_with_its_parts(tmp_path):
     path.write_text(small.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.004,"))
     parts = r"weights [\d.]+ MiB, gradients [\d.]+ MiB, optimiser state [\d.]+ MiB; ZeRO stage 0"
     with pytest.raises(ConfigError, match=parts) as caught:
-        fuelrail.plan(msgspec.structs.replace(SCENARIO, cluster=str(path)))
+        fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, cluster=str(path)))
     assert "it would fit with fsdp2" in str(caught.value)
     moved = ParallelSettings(strategy="fsdp2", offload=True)
     shards = choice.fit(SCENARIO, load_cluster("1x8-h100"), ParallelSettings(strategy="fsdp2"))
@@ -243,7 +243,7 @@ def test_eight_bits_are_of_a_software(software):
     specific = planned(precision="fp8", software=software)
     assert (specific.time.compute > mean.time.compute) == (software == "torch")
     with pytest.raises(ConfigError, match="is given with precision bf16"):
-        fuelrail.plan(msgspec.structs.replace(SCENARIO, software=software))
+        fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, software=software))
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
         "global_batch": 64,
         "precision": "fp32",
     }
-    report = fuelrail.plan(None, **flags, micro_batch=8)
+    report = fuelrail.bench.plan(None, **flags, micro_batch=8)
     trained = 100 * 64 + 4 * (64 * 64 + 64)
     frozen = 8 * 27 + 8 + 512 * 64 + 64
     assert report.stages[0].parameters == trained
@@ -332,19 +332,19 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
     blocks = 2 * 8 * 4 * 64 * 64 * 3
     # The first block's input is trained too, so that every block has both products of a backward pass.
     assert report.stages[0].flop == tower + blocks
-    assert fuelrail.plan(None, **flags, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
+    assert fuelrail.bench.plan(None, **flags, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
     with pytest.raises(
         ConfigError, match="divides neither layers nor stages of an own model; use ddp"
     ):
-        fuelrail.plan(None, **flags, mesh="tp=8")
+        fuelrail.bench.plan(None, **flags, mesh="tp=8")
     with pytest.raises(
         ConfigError, match=r"has no method example\(samples\), which returns a batch"
     ):
-        fuelrail.plan(None, **{**flags, "model": "planned_own:without"})
+        fuelrail.bench.plan(None, **{**flags, "model": "planned_own:without"})
     with pytest.raises(
         ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"
     ):
-        fuelrail.plan(None, **{**flags, "model": "resnet51"})
+        fuelrail.bench.plan(None, **{**flags, "model": "resnet51"})
 
 
 @pytest.mark.slow
@@ -359,7 +359,7 @@ def test_a_measured_network_computes_as_long_as_its_profile_says():
     }
     flags["strategy"] = "ddp"  # others compute the same, and each is a run
     images = {"cameras": 6, "height": 256, "width": 704}
-    report = fuelrail.plan(None, **flags, **images, accelerator="bevdet-r50-704x256-a100")
+    report = fuelrail.bench.plan(None, **flags, **images, accelerator="bevdet-r50-704x256-a100")
     assert report.samples_per_s / 8 == pytest.approx(17.5, rel=0.05)
     assert any("what the profile 'bevdet-r50-704x256-a100' says" in text for text in report.assumed)
 
@@ -369,15 +369,15 @@ def test_remedies_are_plans_of_their_own(tmp_path, capsys):
     scenario = msgspec.structs.replace(
         SCENARIO, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100"
     )
-    report = fuelrail.plan(scenario)
+    report = fuelrail.bench.plan(scenario)
     rates = list(report.remedies.values())
     assert rates == sorted(rates, reverse=True) and min(rates) > 1.02 * report.samples_per_s
     (twice,) = [
         rate for change, rate in report.remedies.items() if change.startswith("micro_batch 2,")
     ]
-    changed_report = fuelrail.plan(scenario, micro_batch=2)
+    changed_report = fuelrail.bench.plan(scenario, micro_batch=2)
     assert changed_report.samples_per_s == pytest.approx(twice)
-    slow = fuelrail.plan(scenario, sample_bytes=10**9)
+    slow = fuelrail.bench.plan(scenario, sample_bytes=10**9)
     assert slow.bottleneck == "storage"
     assert next(iter(slow.remedies)).startswith("make storage ")
 

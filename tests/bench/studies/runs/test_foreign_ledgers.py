@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-import fuelrail as fr
-from fuelrail import OrderSpec
+from fuelrail import OrderSpec, bench
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, LedgerError
 from fuelrail.pipeline.format.ledger import LedgerFile, RunSetup, read_ledger
@@ -110,7 +109,7 @@ def test_settings_that_a_ledger_names_as_files_are_not_read(ledger, tmp_path, na
     for file in (str(tmp_path / "secret.yaml"), "/dev/zero", "/etc/passwd"):
         path = rewritten(ledger, tmp_path / f"{len(file)}.ledger", **{name: file})
         with pytest.raises(LedgerError, match="in the setup of record 1 are of no known form"):
-            fr.replay(path, 0)
+            bench.replay(path, 0)
         assert main(["runs", "seen", str(path), "clip-0001"]) == 2
         text = capsys.readouterr().err
         assert "secret: 5" not in text and ":x:0" not in text
@@ -126,8 +125,8 @@ def test_the_folder_of_files_may_be_named_again(dataset, ledger, tmp_path, capsy
     with load(dataset, 2, ledger=path, order=OrderSpec(seed=1, subset=str(keys))) as loader:
         batches = list(loader)
     with pytest.raises(ConfigError, match=r"not below .*runs.*--files FOLDER"):
-        fr.replay(path, 1)
-    assert not unlike(fr.replay(path, 1, files=keys.parent).batch, batches[1])
+        bench.replay(path, 1)
+    assert not unlike(bench.replay(path, 1, files=keys.parent).batch, batches[1])
     words = ["--files", str(keys.parent), "--json"]
     assert main(["runs", "replay", str(path), "--step", "1", *words]) == 0
     assert json.loads(capsys.readouterr().out)["keys"] == list(batches[1]["sample_key"])
@@ -139,7 +138,7 @@ def test_the_folder_of_files_may_be_named_again(dataset, ledger, tmp_path, capsy
         dataset, 2, ledger=path.parent / "b.ledger", order=OrderSpec(seed=1, subset=str(beside))
     ) as loader:
         list(loader)
-    assert not unlike(fr.replay(path.parent / "b.ledger", 1).batch, batches[1])
+    assert not unlike(bench.replay(path.parent / "b.ledger", 1).batch, batches[1])
 
 
 def peak_bytes(code, *arguments):
@@ -164,7 +163,9 @@ def test_a_checkpoint_is_digested_in_pieces(ledger, tmp_path):
     file = tmp_path / "weights.pt"
     with file.open("wb") as stream:
         stream.truncate(300 << 20)
-    text, num_bytes = peak_bytes("print(fr.attest(*sys.argv[1:], (0, 4))['subject'])", ledger, file)
+    text, num_bytes = peak_bytes(
+        "print(fr.bench.attest(*sys.argv[1:], (0, 4))['subject'])", ledger, file
+    )
     assert "weights.pt" in text
     assert num_bytes < 50 << 20
 
@@ -174,38 +175,38 @@ def test_what_is_no_regular_file_is_not_stated_and_not_waited_for(ledger, tmp_pa
     checkpoint.mkdir()
     (checkpoint / "0.pt").write_bytes(b"weights")
     (checkpoint / "same.pt").symlink_to("0.pt")
-    assert len(fr.attest(ledger, checkpoint, (0, 4))["subject"]) == 2
+    assert len(bench.attest(ledger, checkpoint, (0, 4))["subject"]) == 2
     os.mkfifo(tmp_path / "fifo")
     for place in (tmp_path / "fifo", "/dev/zero", tmp_path / "gone"):
         with pytest.raises(ConfigError, match=r"not a regular file|No such file"):
-            fr.attest(ledger, place, (0, 4))
+            bench.attest(ledger, place, (0, 4))
         with pytest.raises(ConfigError, match=r"not a regular file|No such file"):
-            fr.attest(ledger, checkpoint, (0, 4), key=place)
+            bench.attest(ledger, checkpoint, (0, 4), key=place)
     os.mkfifo(checkpoint / "fifo")
     with pytest.raises(ConfigError, match="is not a regular file"):
-        fr.attest(ledger, checkpoint, (0, 4))
+        bench.attest(ledger, checkpoint, (0, 4))
     (checkpoint / "fifo").unlink()
     for target in ("/etc/passwd", "/dev/zero", "nowhere", "loop"):
         (checkpoint / "loop").symlink_to(target)
         with pytest.raises(ConfigError, match="is a link that leads out of"):
-            fr.attest(ledger, checkpoint, (0, 4))
+            bench.attest(ledger, checkpoint, (0, 4))
         (checkpoint / "loop").unlink()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_files_of_ranks_are_read_as_the_ledger_is(ledger, tmp_path, make):
     path = rewritten(ledger, tmp_path / "a.ledger")
-    assert fr.run_history(path).num_steps
+    assert bench.run_history(path).num_steps
     rank = tmp_path / "a.ledger.rank00001"
     for broken in (make, lambda path: path.symlink_to("nowhere"), Path.mkdir):
         broken(rank)
         with pytest.raises(LedgerError, match=r"rank00001' cannot be read"):
-            fr.run_history(path)
+            bench.run_history(path)
         rank.rmdir() if rank.is_dir() else rank.unlink()
     with rank.open("wb") as stream:
         stream.truncate(LEDGER.maximum)
     with pytest.raises(ConfigError, match=f"its 1 files of ranks .* {LEDGER.maximum} are read"):
-        fr.run_history(path)
+        bench.run_history(path)
 
 
 def test_states_of_checkpoints_are_those_of_a_regular_file(ledger, tmp_path):
@@ -217,7 +218,7 @@ def test_states_of_checkpoints_are_those_of_a_regular_file(ledger, tmp_path):
         stream.truncate(UNTYPED.maximum + 1)
     for name in ("fifo", "zero", "deep", "latin", "large"):
         with pytest.raises(ConfigError, match="must be a JSON file of loaders' states by name"):
-            fr.seen(ledger, ["clip-0001"], checkpoints=tmp_path / f"{name}.json")
+            bench.seen(ledger, ["clip-0001"], checkpoints=tmp_path / f"{name}.json")
 
 
 @pytest.mark.process

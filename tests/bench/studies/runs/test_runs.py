@@ -15,17 +15,24 @@ import pytest
 import torch
 
 import fuelrail as fr
-from fuelrail import ImageAugment, Mix, OrderSpec
+from fuelrail import ImageAugment, Mix, OrderSpec, bench
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError, WorldError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    LedgerError,
+    ManifestError,
+    StateMismatchError,
+    WorldError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
 from support.hostile import small_dataset
+from support.layers import write_layer
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
@@ -70,7 +77,10 @@ ORDERS = {
     },
     "mix": {"mix": {"a": 3, "b": 1}},
     "stages": {
-        "mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]
+        "mix": [
+            fr.order.MixStage({"a": 1, "b": 0}, until=24, ramp=True),
+            fr.order.MixStage({"a": 1, "b": 1}),
+        ]
     },
 }
 
@@ -137,11 +147,11 @@ def test_batches_are_made_again_to_the_bit(trained, num):
     for step in random.Random(num).choices(range(27), k=num):
         ranks = global_batches[step]
         for rank in {0, len(ranks) - 1}:
-            replayed = fr.replay(path, step, rank=rank)
+            replayed = bench.replay(path, step, rank=rank)
             assert not unlike(replayed.batch, ranks[rank])
             assert replayed.differences == []
         keys = [key for batch in ranks for key in batch["sample_key"]]
-        replayed = fr.replay(path, step)
+        replayed = bench.replay(path, step)
         if (
             replayed.loader.order.balance is not None
         ):  # the rows of all ranks are as they were before they were dealt
@@ -169,7 +179,7 @@ def shown_in(global_batches):
 
 def test_where_samples_were_shown_is_a_search_through_all_batches(trained):
     path, global_batches = trained
-    report = fr.seen(path, sorted({key for _, key, *_ in shown_in(global_batches)}))
+    report = bench.seen(path, sorted({key for _, key, *_ in shown_in(global_batches)}))
     listed = sorted(
         (showing.key, showing.step, showing.epoch, showing.rank, showing.valid)
         for showing in report.showings
@@ -193,7 +203,7 @@ def test_frames_of_windows_count(datasets, tmp_path):
         for frame in frames
     }
     clips = sorted(set(index.strings("clip_id", 4)))
-    report = fr.seen(path, clips)
+    report = bench.seen(path, clips)
     assert {
         (showing.key, showing.step) for showing in report.showings if showing.step < 6
     } == expected
@@ -224,12 +234,12 @@ def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     with load(data, 4, image=TRAIN, ledger=tmp_path / "b.ledger", **full_options) as loader:
         for _ in range(2):
             list(loader)
-    assert fr.seen(tmp_path / "a.ledger", names).showings == []
-    first = fr.seen(tmp_path / "b.ledger", names).showings[0].step
+    assert bench.seen(tmp_path / "a.ledger", names).showings == []
+    first = bench.seen(tmp_path / "b.ledger", names).showings[0].step
     for step in {*range(first)[:1], *range(first)[-1:]}:
-        assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, global_batches[step][0])
+        assert not unlike(bench.replay(tmp_path / "b.ledger", step).batch, global_batches[step][0])
     assert (
-        fr.replay(tmp_path / "b.ledger", first).batch["sample_key"]
+        bench.replay(tmp_path / "b.ledger", first).batch["sample_key"]
         != global_batches[first][0]["sample_key"]
     )
 
@@ -256,17 +266,19 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
     global_batches = run(tmp_path, path=path, options=ORDERS[name], worlds=worlds, steps=6)
     keys = open_dataset(tmp_path / "a").index.strings("key")
     names = [*keys[4:25:5], "clip-0001", "clip-0003"]
-    before = [fr.seen(path, [target]) for target in names]
+    before = [bench.seen(path, [target]) for target in names]
     gone = [key for key in keys if key.startswith("clip-0001")] + [keys[15], keys[0], keys[24]]
     first = fr.forget(tmp_path / "a", ["clip-0001", keys[15]])
     second = fr.forget(tmp_path / "a", [keys[0], keys[24]], receipt=tmp_path / "kept.json")
     assert first.folders[0].after == second.folders[0].before
     with pytest.raises(StateMismatchError):  # one receipt is elsewhere
-        fr.seen(path, names[:1])
+        bench.seen(path, names[:1])
     receipts = [tmp_path / "kept.json"]
-    assert [fr.seen(path, [target], receipts=receipts) for target in names] == before
+    assert [bench.seen(path, [target], receipts=receipts) for target in names] == before
     if name == "mix":  # both datasets have these keys
-        replays = [fr.replay(path, step, receipts=receipts) for step in range(len(global_batches))]
+        replays = [
+            bench.replay(path, step, receipts=receipts) for step in range(len(global_batches))
+        ]
         assert any(replay.differences for replay in replays)
         for replay, ranks in zip(replays, global_batches, strict=True):
             assert replay.differences or len(ranks) > 1 or not unlike(replay.batch, ranks[0])
@@ -277,10 +289,10 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
         shown_keys = [key for batch in ranks for key in batch.get("window_key", ())]
         if name in ("lanes", "packs") and {*batch_keys} & {*gone}:
             with pytest.raises(ConfigError, match="samples that were deleted"):
-                fr.replay(path, step, receipts=receipts)
+                bench.replay(path, step, receipts=receipts)
             changed += 1
             continue
-        replay = fr.replay(path, step, receipts=receipts)
+        replay = bench.replay(path, step, receipts=receipts)
         if len(ranks) == 1 and not replay.differences and not shown_keys:
             assert not {*batch_keys} & {*gone}
             assert not unlike(replay.batch, ranks[0])
@@ -295,6 +307,60 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
     assert num_unchanged or name in ("lanes", "windowed", "packs", "edges")
 
 
+PLACES = {"folder": "", "file": "file://", "url": "local://"}
+
+
+@pytest.mark.parametrize("scheme", PLACES)
+@pytest.mark.parametrize("has_followed", [True, False], ids=["followed", "stayed"])
+def test_runs_with_layers_can_be_asked_after_samples_were_deleted(tmp_path, scheme, has_followed):
+    small_dataset(tmp_path / "d")
+    layers = [
+        write_layer(tmp_path / "d", tmp_path / "whole"),
+        write_layer(tmp_path / "d", tmp_path / "part", [0, 2, 3, 5, 6]),
+    ]
+    place = f"{PLACES[scheme]}{tmp_path}"
+    path = tmp_path / "a.ledger"
+    options = {
+        "order": OrderSpec(seed=1, filter="teacher.loss > 0"),
+        "layers": {
+            "teacher": f"{place}/whole",
+            "other": {"path": f"{place}/part", "missing": "drop"},
+        },
+    }
+    with load(f"{place}/d", 1, image=TRAIN, ledger=path, **options) as loader:
+        shown = list(loader)
+    keys = [key for batch in shown for key in batch["sample_key"]]
+    assert len(keys) == 4  # of the five with both, the first has a loss of 0
+    before = [bench.seen(path, [key]) for key in keys]
+    receipt = tmp_path / "kept.json"
+    fr.forget(tmp_path / "d", [keys[1]], layers=layers * has_followed, receipt=receipt)
+    with pytest.raises((StateMismatchError, ManifestError)):
+        bench.seen(path, keys[:1])
+    assert [bench.seen(path, [key], receipts=[receipt]) for key in keys] == before
+    for step, batch in enumerate(shown):
+        replay = bench.replay(path, step, receipts=[receipt])
+        if keys[step] == keys[1]:
+            assert any("was deleted" in text for text in replay.differences)
+            assert replay.batch["sample_key"] != batch["sample_key"]
+        else:
+            assert not unlike(replay.batch, batch)
+
+
+def test_a_receipt_whose_rows_of_a_layer_were_edited_is_refused(tmp_path):
+    small_dataset(tmp_path / "d")
+    layer = write_layer(tmp_path / "d", tmp_path / "l")
+    path = tmp_path / "a.ledger"
+    with load(tmp_path / "d", 1, image=TRAIN, ledger=path, layers={"teacher": layer}) as loader:
+        list(loader)
+    keys = open_dataset(tmp_path / "d").index.strings("key")
+    fr.forget(tmp_path / "d", [keys[3]], layers=[layer], receipt=tmp_path / "kept.json")
+    edited = json.loads((tmp_path / "kept.json").read_text())
+    edited["folders"][1]["order"]["attributes"]["loss"] = [9.0]
+    (tmp_path / "kept.json").write_text(json.dumps(edited))
+    with pytest.raises(ConfigError, match="is not that of a deletion from"):
+        bench.seen(path, [keys[0]], receipts=[tmp_path / "kept.json"])
+
+
 def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tmp_path, capsys):
     small_dataset(tmp_path / "d")
     path = tmp_path / "a.ledger"
@@ -302,11 +368,11 @@ def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tm
     with load(tmp_path / "d", 2, image=TRAIN, order=order, ledger=path) as loader:
         list(loader)
     keys = open_dataset(tmp_path / "d").index.strings("key")
-    before = fr.seen(path, [keys[2]])
+    before = bench.seen(path, [keys[2]])
     assert before.showings
     report = fr.forget(tmp_path / "d", [keys[0], keys[1]])
     assert report.order.attributes["night"] == [True, False]
-    assert fr.seen(path, [keys[2]]) == before
+    assert bench.seen(path, [keys[2]]) == before
     (file,) = tmp_path.glob("d-forgot-*.json")
     words = ["runs", "seen", str(path), keys[2], "--json"]
     assert main(words) == 0
@@ -330,16 +396,16 @@ def test_the_newest_state_without_a_clip(datasets, tmp_path):
             if step in (4, 11):
                 loader.state_dict()
     index = open_dataset(datasets / "a").index
-    report = fr.seen(path, [index.row(4 + 20).key])
+    report = bench.seen(path, [index.row(4 + 20).key])
     assert [(showing.step, showing.position, showing.draw) for showing in report.showings] == [
         (10, 20, 0)
     ]
     assert report.newest_clean == (0, 10)
-    assert fr.seen(path, [index.row(4).key]).newest_clean is None
+    assert bench.seen(path, [index.row(4).key]).newest_clean is None
     with pytest.raises(ConfigError, match="no sample or clip of split 'train' is called 'nobody'"):
-        fr.seen(path, ["nobody"])
+        bench.seen(path, ["nobody"])
     with pytest.raises(ConfigError, match="is called"):
-        fr.seen(path, [index.row(0).key])  # of another split
+        bench.seen(path, [index.row(0).key])  # of another split
 
 
 def test_a_run_without_samples(datasets, tmp_path, capsys):
@@ -388,7 +454,7 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
     assert not any(key in batch["sample_key"] for batch in expected)
     assert not any(unlike(batches[step], expected[step]) for step in range(first))
     for step in (0, first, 20, 33):
-        replayed = fr.replay(path, step, without=str(names))
+        replayed = bench.replay(path, step, without=str(names))
         assert not unlike(replayed.batch, expected[step])
         assert replayed.digest_matches is None
     assert (
@@ -405,11 +471,11 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
         tail.load_state_dict(states[newest])
         for step, batch in enumerate(tail, first // 4 * 4):
             assert not unlike(batch, expected[step])
-    assert fr.seen(path, [key]).showings == [], (
+    assert bench.seen(path, [key]).showings == [], (
         "the weights have kept nothing of what was thrown away"
     )
     with pytest.raises(ConfigError, match="must be a JSON file of loaders' states by name"):
-        fr.seen(path, [key], checkpoints=tmp_path / "none.json")
+        bench.seen(path, [key], checkpoints=tmp_path / "none.json")
 
 
 def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets, tmp_path):
@@ -458,7 +524,7 @@ def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets
         return model.state_dict(), saved
 
     dirty, saved = train(30, save_at=range(1, 30))
-    report = fr.seen(tmp_path / "w.ledger", ["clip-0002"])
+    report = bench.seen(tmp_path / "w.ledger", ["clip-0002"])
     newest = report.showings[0].step
     assert newest == 5
     never, _ = train(30, without=(("clip-0002",),))
@@ -477,7 +543,7 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
         batches = list(loader)
     bad = index.row(7).key
     good = index.row(8).key
-    showings = [showing for showing in fr.seen(path, [bad, good]).showings if showing.epoch == 0]
+    showings = [showing for showing in bench.seen(path, [bad, good]).showings if showing.epoch == 0]
     assert [
         (showing.key, showing.position, showing.stands_for, showing.replaced_by)
         for showing in showings
@@ -486,7 +552,7 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
         (good, 7, bad, None),
         (good, 8, None, None),
     ]
-    replayed = fr.replay(path, 3)
+    replayed = bench.replay(path, 3)
     assert not unlike(replayed.batch, batches[3])
     assert replayed.differences == []
 
@@ -499,11 +565,11 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
             datasets / "a", 2, ledger={"path": str(path), "digest_every": 2}, **options
         ) as loader:
             list(loader)
-    assert fr.replay(paths[0], 4).digest_matches is True
-    assert fr.replay(paths[0], 4, rank=0).digest_matches is True
-    assert fr.replay(paths[0], 3).digest_matches is None
-    same = fr.run_diff(*paths[:2])
-    pixels_diff = fr.run_diff(paths[0], paths[2])
+    assert bench.replay(paths[0], 4).digest_matches is True
+    assert bench.replay(paths[0], 4, rank=0).digest_matches is True
+    assert bench.replay(paths[0], 3).digest_matches is None
+    same = bench.run_diff(*paths[:2])
+    pixels_diff = bench.run_diff(paths[0], paths[2])
     assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (
         None,
         None,
@@ -518,8 +584,8 @@ def test_the_first_step_that_differs(datasets, tmp_path):
     paths = [tmp_path / "a.ledger", tmp_path / "b.ledger"]
     run(datasets, path=paths[0], options={}, worlds=[(1, 4), (1, 4)], steps=5)
     run(datasets, path=paths[1], options={}, worlds=[(1, 4), (1, 2)], steps=5)
-    assert fr.run_diff(*paths).first_step == 5
-    assert fr.run_diff(paths[0], paths[0]).first_step is None
+    assert bench.run_diff(*paths).first_step == 5
+    assert bench.run_diff(paths[0], paths[0]).first_step is None
 
 
 def test_the_commands(datasets, tmp_path, capsys):
@@ -569,17 +635,17 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     with pytest.raises(
         ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"
     ):
-        fr.replay(path, 0)
-    assert not unlike(fr.replay(path, 0, functions={"transform": dict}).batch, batch)
+        bench.replay(path, 0)
+    assert not unlike(bench.replay(path, 0, functions={"transform": dict}).batch, batch)
     with pytest.raises(StateMismatchError, match="dataset: state has"):
-        fr.replay(path, 0, dataset=datasets / "b", functions={"transform": dict})
+        bench.replay(path, 0, dataset=datasets / "b", functions={"transform": dict})
     with pytest.raises(ConfigError, match="rank 3 is not in step 0"):
-        fr.replay(path, 0, rank=3)
+        bench.replay(path, 0, rank=3)
     sampler = BatchSampler(50, OrderSpec(seed=2), global_batch=4, ledger=tmp_path / "b.ledger")
     batches = list(sampler.count())
     with pytest.raises(ConfigError, match="the ledger is of a sampler's run"):
-        fr.replay(tmp_path / "b.ledger", 0)
-    replayed = fr.replay(
+        bench.replay(tmp_path / "b.ledger", 0)
+    replayed = bench.replay(
         tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4)
     )
     assert replayed.batch == batches[7]
@@ -595,14 +661,14 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
     run(datasets, path=path, options={}, worlds=[(1, 4), (1, 2)], steps=5)
     (checkpoint / "rank").mkdir(parents=True)
     (checkpoint / "rank" / "0.pt").write_bytes(b"weights")
-    plain = fr.attest(path, checkpoint, (0, 24))
+    plain = bench.attest(path, checkpoint, (0, 24))
     digest = hashlib.sha256(b"weights").hexdigest()
     assert plain["subject"] == [{"name": "checkpoint/rank/0.pt", "digest": {"sha256": digest}}]
     assert [[stretch["start"], stretch["end"]] for stretch in plain["predicate"]["stretches"]] == [
         [[0, 0], [0, 20]],
         [[0, 20], [0, 24]],
     ]
-    assert plain["predicate"]["head"] == fr.run_history(path).head
+    assert plain["predicate"]["head"] == bench.run_history(path).head
     key = ed25519.Ed25519PrivateKey.generate()
     parts = (
         serialization.Encoding.PEM,
@@ -672,7 +738,7 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
         for step in draw.choices(range(len(batches)), k=20):
             size = history.step(step)[0].stretch.start.global_batch
             replay_sampler = BatchSampler(columns, spec, global_batch=size, drop_last=drop_last)
-            assert fr.replay(path, step, loader=replay_sampler).batch == batches[step]
+            assert bench.replay(path, step, loader=replay_sampler).batch == batches[step]
             compared += len(batches[step])
     assert compared >= 20 * 4 * num_runs
 
@@ -699,7 +765,7 @@ def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(
     setup, *records = read_ledger(tmp_path / "a.ledger").records
     LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *records)
     with pytest.raises(LedgerError, match=said):
-        fr.replay(tmp_path / "b.ledger", 0)
+        bench.replay(tmp_path / "b.ledger", 0)
     if "identity" in change:
         with pytest.raises(LedgerError, match=said):
             load(datasets / "a", 2, ledger=tmp_path / "b.ledger")

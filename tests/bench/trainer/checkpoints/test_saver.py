@@ -226,7 +226,10 @@ def test_a_manifest_of_another_form_is_set_aside(datasets, saved):
     )
     restored, _ = run(datasets / "one", saved)
     assert restored.step == 2
-    assert "is not a manifest: Expected `int` >= 1 - at `$.world_size`" in restored.skipped[0]
+    assert (
+        "is not a manifest: at 'world_size': must be a whole number >= 1; got 0"
+        in restored.skipped[0]
+    )
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(datasets, saved):

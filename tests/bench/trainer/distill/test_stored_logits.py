@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuelrail import DataLoader, Transforms
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.bench.trainer.distill.student import distilled, divergence
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model

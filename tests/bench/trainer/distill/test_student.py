@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fuelrail import DataLoader, ImageAugment, Transforms
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import weights_of

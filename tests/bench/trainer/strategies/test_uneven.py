@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-import fuelrail as fr
+from fuelrail import bench
 from support import uneven_ranks
 from support.ranks import run_ranks
 
@@ -30,7 +30,7 @@ CASES = {
 
 
 def test_micro_batches_of_several_sizes_weigh_each_sample_alike():
-    parallel = fr.parallelise(uneven_ranks.Points, optimiser="sgd", learning_rate=0.1)
+    parallel = bench.parallelise(uneven_ranks.Points, optimiser="sgd", learning_rate=0.1)
     undivided = copy.deepcopy(parallel.models[0])
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 255, (9, 1, 3, 16, 16), generator=generator, dtype=torch.uint8)
@@ -50,7 +50,7 @@ def test_micro_batches_of_several_sizes_weigh_each_sample_alike():
 
 
 def test_a_step_of_padding_alone_changes_nothing():
-    parallel = fr.parallelise(uneven_ranks.Points, optimiser="sgd")
+    parallel = bench.parallelise(uneven_ranks.Points, optimiser="sgd")
     before = copy.deepcopy(list(parallel.models[0].parameters()))
     batch = {
         "img": torch.ones(2, 1, 3, 16, 16),

@@ -13,6 +13,7 @@ from support.source_suite import SourceSuite
 
 class TestFiles(SourceSuite):
     kind = "neutral"
+    states_sizes = False
 
     def write(self, world, root):
         return write_neutral(world, root)
@@ -20,19 +21,26 @@ class TestFiles(SourceSuite):
 
 class TestRanges(TestFiles):
     options: ClassVar = {"images": "range", "sizes": True}
+    impossible = ("no file",)
+    states_sizes = True
 
 
 class TestRangesWithHeads(TestFiles):
     options: ClassVar = {"images": "range"}
+    impossible = ("no file",)
 
 
 class TestMade(TestFiles):
     options: ClassVar = {"images": "made"}
+    impossible = ("no file",)
+    states_sizes = True
 
 
 class TestByClip(TestFiles):
     kind = "neutral_by_clip"
     options: ClassVar = {"images": "made"}
+    impossible = ("no file",)
+    states_sizes = True
 
     def test_each_image_is_made_once_and_nothing_is_left(self, tmp_path):
         world = self.world()

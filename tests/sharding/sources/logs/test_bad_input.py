@@ -330,14 +330,14 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
         r=tuple(np.eye(3).ravel()),
         p=p,
     )
-    model = _model("t", camera_info, np.eye(4), is_rectified=True)
-    assert (model.intrinsics[0, 0], model.dist, model.dist_model) == (50.0, (), "none")
+    image = _model("t", camera_info, np.eye(4), is_rectified=True).image
+    assert (image.intrinsics[0, 0], image.dist, image.dist_model) == (50.0, (), "none")
     np.testing.assert_allclose(
-        model.cam2ego[:3, 3], (0.1, 0, 0)
+        image.cam2ego[:3, 3], (0.1, 0, 0)
     )  # the second camera of a pair, 0.1 m to the right
     model = _model("t", camera_info._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
-    np.testing.assert_allclose(model.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
-    assert (model.width, model.height, model.dist_model) == (64, 48, "opencv_radtan")
+    np.testing.assert_allclose(model.image.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
+    assert (model.size, model.image.dist_model) == ((64, 48), "opencv_radtan")
 
 
 def by_log_time(path):

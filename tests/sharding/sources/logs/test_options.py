@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from mcap.writer import Writer
+from PIL import Image
 
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -479,3 +481,37 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
             SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"
         ):
             scan_source(spec._replace(options={"radars": radars}))
+
+
+@pytest.mark.parametrize("compression", ["NONE", "ZSTD"])
+def test_pngs_with_a_palette_become_pngs_of_8_bits(tmp_path, compression):
+    """A damaged one of them is left out as others are."""
+    world = make_world(1, 4)
+    rng = np.random.default_rng(5)
+    pictures = {}
+    for number, frame in enumerate(world.clips[0].frames):
+        image = frame.images["cam_left"]
+        pixels = rng.integers(0, 255, (image.size[1], image.size[0], 3), np.uint8)
+        picture = Image.fromarray(pixels).quantize(200)
+        blob = io.BytesIO()
+        picture.save(blob, "png")
+        image.jpeg = blob.getvalue()[: -200 if number == 2 else None]
+        pictures[frame.timestamp_ns] = np.asarray(picture.convert("RGB"))
+    options = {
+        "cameras": {name: f"/{name}/image_raw/compressed" for name in world.cameras},
+        "damaged_image": "mask",
+        "max_damaged": 0.5,
+    }
+    sent = ros_messages(world, world.clips[0])
+    spec = logged(tmp_path, sent, options, compression=compression)
+    SourceSuite().make(spec, tmp_path / "out")
+    report = scan_source(spec).report
+    assert report.damaged == {"cam_left": 1}
+    assert sum(count for text, count in report.noted.items() if "with a palette" in text) == 4
+    samples = samples_of(tmp_path / "out").values()
+    assert sum("cam_left" not in sample.images for sample in samples) == 1
+    for sample in samples:
+        if "cam_left" in sample.images:
+            stored = Image.open(io.BytesIO(bytes(sample.images["cam_left"])))
+            expected = pictures[sample.meta.timestamp_ns]
+            np.testing.assert_array_equal(np.asarray(stored.convert("RGB")), expected)

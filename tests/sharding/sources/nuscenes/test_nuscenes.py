@@ -426,7 +426,7 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
     copy.tables[table][row].update(change)
     copy.write(table)
     if case == "a pose of NaN":  # JSON has no NaN: it is read as null
-        says = "ego_pose.json', counted from record 0: it must be a number, not nothing"
+        says = "ego_pose.json', counted from record 0: at 'translation.*' of entry 0: must be a number; got None"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
 

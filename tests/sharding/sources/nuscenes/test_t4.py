@@ -234,7 +234,7 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
         np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30]
     )
     (folder / "vehicle_state.json").write_text(json.dumps([{"token": "s", "timestamp": "noon"}]))
-    with pytest.raises(SourceError, match=r"vehicle_state\.json.*it must be a whole number"):
+    with pytest.raises(SourceError, match=r"vehicle_state\.json.*must be a whole number; got "):
         scanned("t4", root, tmp_path, vehicle_state=True)
 
 

@@ -65,7 +65,7 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
         ("", "not a JSON list"),
         ('[{"token": "a", "name": "b"}', "not JSON"),
         ('[{"token": "a"}]', "the field 'name' is missing"),
-        ('[{"token": 1, "name": "b"}]', "it must be text"),
+        ('[{"token": 1, "name": "b"}]', "must be text; got "),
         ('[{"token": "a", "name": "b"}] x', "not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         ('[{"token": "a", "name": "b", "c": ' + "[" * 300_000, "nested too deeply"),
@@ -87,7 +87,7 @@ def test_the_place_of_a_bad_record_is_reported(tmp_path):
     records = [{"token": str(n), "name": "", "log_token": "", "nbr_samples": 1} for n in range(9)]
     records[6]["nbr_samples"] = "1"
     (tmp_path / "scene.json").write_text(json.dumps(records))
-    with pytest.raises(SourceError, match=r"scene\.json.*entry 6, 'nbr_samples'"):
+    with pytest.raises(SourceError, match=r"scene\.json.*at 'nbr_samples' of entry 6: "):
         tables_in(tmp_path).all("scene", Scene)
 
 

@@ -143,6 +143,7 @@ def write_log(root, clip, part="trainval", folder="navsim_logs"):
 
 class TestOpenScene(AtUrl, SourceSuite):
     kind = "openscene"
+    states_sizes = False
 
     def world(self, **changes):
         return openscene_world(**changes)

@@ -1,15 +1,15 @@
-"""Parquet that is small in its file and large in memory."""
+"""Parquet and feather that are small in their files and large in memory."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from pyarrow import feather, parquet
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared import arrow
-from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
+from fuelrail.sharding.sources.shared.arrow import open_parquet, read_feather, read_parquet
 from fuelrail.sharding.sources.shared.files import source_files
 
 LIMIT = 1 << 20
@@ -84,3 +84,61 @@ def test_a_long_dictionary_of_short_texts_is_read(write):
     with open_parquet(write(table), "a.parquet") as file:
         assert file.read().equals(table)
         assert file.read_row_group(0, ["a"]).equals(table)
+
+
+def numbers(count, num_columns=1):
+    return pa.table({f"c{column}": np.zeros(count) for column in range(num_columns)})
+
+
+def test_row_groups_and_columns_are_limited_together(write):
+    """Each of them is below the limit."""
+    groups = write(numbers(10 * LIMIT // 16), row_group_size=LIMIT // 16)
+    with pytest.raises(SourceError, match=r"the rows, decoded, has \d+ bytes"):
+        read_parquet(groups, "a.parquet", {"c0": pa.float64()})
+    columns = write(numbers(LIMIT // 16, 10))
+    with open_parquet(columns, "a.parquet") as file:
+        assert file.read(["c3"]).num_columns == 1
+        with pytest.raises(SourceError, match=r"the rows, decoded, has \d+ bytes"):
+            file.read()
+        batches = list(file.iter_batches(LIMIT))
+    assert max(batch.nbytes for batch in batches) < 1.1 * LIMIT
+    assert sum(map(len, batches)) == LIMIT // 16
+
+
+FEATHERS = {
+    "numbers": numbers(LIMIT, 2),
+    "texts": pa.table({"c0": repeated("x" * 1000)}),
+    "dictionary": pa.table({"c0": repeated("x" * 1000).dictionary_encode()}),
+    "dictionary of few rows": pa.table(
+        {"c0": pa.array(["y"]).dictionary_encode(), "c1": pa.array(["x" * LIMIT * 2])}
+    ),
+    "runs": pa.table({"c0": pa.RunEndEncodedArray.from_arrays([LIMIT], [0.0])}),
+}
+
+
+@pytest.mark.parametrize("name", FEATHERS)
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_feather_that_is_larger_in_memory_is_refused(tmp_path, monkeypatch, name, compression):
+    table = FEATHERS[name]
+    feather.write_feather(table, tmp_path / "a.feather", compression=compression)
+    assert (tmp_path / "a.feather").stat().st_size < LIMIT / 10
+    files = source_files(str(tmp_path))
+    kinds = {"numbers": pa.float64(), "runs": pa.float64()}
+    types = {"c0": kinds.get(name, pa.string())}
+    expected = read_feather(files, "a.feather", types) if name != "runs" else None
+    assert expected is None or len(expected["c0"]) == len(table)
+    monkeypatch.setattr(arrow, "_MOST_COLUMN", LIMIT)
+    with pytest.raises(SourceError, match=rf"decoded, has \d+ bytes.* {LIMIT} are read"):
+        read_feather(files, "a.feather", types)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", "uncompressed"])
+def test_feather_that_fits_is_read(tmp_path, monkeypatch, compression):
+    values = np.random.default_rng(0).random(ROWS)
+    table = pa.table({"c0": values, "c1": pa.array(["a", "b", "c"] * 1000).dictionary_encode()})
+    feather.write_feather(table, tmp_path / "a.feather", compression=compression, chunksize=700)
+    monkeypatch.setattr(arrow, "_MOST_COLUMN", LIMIT)
+    types = {"c0": pa.float64(), "c1": pa.string()}
+    found = read_feather(source_files(str(tmp_path)), "a.feather", types)
+    assert (found["c0"] == values).all()
+    assert found["c1"].tolist() == table["c1"].to_pylist()

@@ -35,6 +35,10 @@ def as_json(data, where):
     return read_json(data, where)
 
 
+def as_json_with_nan(data, where):
+    return read_json(data, where, noted=Counter())
+
+
 def as_yaml(data, where):
     return read_yaml(data, where, dict[str, str | None])
 
@@ -46,6 +50,7 @@ def as_yaml(data, where):
         (as_json, b"[" * 1_000_000, "nested too deeply"),
         (as_json, b'{"a": "\xff"}', "is not JSON"),
         (as_json, b"[1, 2", "is not JSON"),
+        (as_json_with_nan, b'{"a": NaN, "' + b'\\"' * 1_000_000, "is not JSON"),
         (as_json, (16 << 20) + 1, "16777217 bytes, of which at most 16777216 are read"),
         (as_yaml, b"{a: " * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, b"[" * 100_000, "takes 65 levels when it is decoded"),

@@ -181,3 +181,58 @@ def test_archives_of_other_projects(name, num_members):
     fault = num_members or "is sparse, a link or a device"
     with pytest.raises(SourceError, match=fault):
         list(members)
+
+
+def header_of(kind, content) -> bytes:
+    """A header that tarfile reads as a whole, with its content in whole blocks."""
+    info = tarfile.TarInfo("a.txt")
+    info.type = kind
+    info.size = len(content)
+    return info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "says"),
+    [
+        (tarfile.XHDTYPE, bytes(1 << 20), "a header of 1048576 bytes, of which at most 65536"),
+        (tarfile.XGLTYPE, bytes(1 << 20), "a header of 1048576 bytes, of which at most 65536"),
+        (tarfile.GNUTYPE_LONGNAME, b"x" * (1 << 20), "a header of 1048576 bytes"),
+        (tarfile.GNUTYPE_LONGLINK, b"x" * (1 << 20), "a header of 1048576 bytes"),
+        (tarfile.XHDTYPE, b"1" * 60_000, "a header has a number of more than 1,000 digits"),
+    ],
+    ids=["pax", "global pax", "long name", "long link", "digits"],
+)
+def test_headers_that_take_much_memory_or_time_are_refused(tmp_path, form, kind, content, says):
+    data = header_of(kind, content) + tar_of(CONTENT)
+    with pytest.raises(SourceError, match=f"a.{form}' is damaged, cut off or none: {says}"):
+        read(tmp_path, FORMS[form](data), form)
+
+
+def test_maps_of_sparse_members_are_not_read(tmp_path, form):
+    """The next part of a map is wanted until the end of the file."""
+    info = tarfile.TarInfo("a.txt")
+    info.type = tarfile.GNUTYPE_SPARSE
+    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    head[386:482] = b"00000000001 " * 8
+    head[482] = 1
+    head[148:156] = b" " * 8
+    head[148:156] = f"{sum(head):06o}\0 ".encode()
+    parts = (b"00000000001 " * 42 + b"\1" + bytes(7)) * 20_000
+    old = bytes(head) + parts
+    fields = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
+    new = header_of(tarfile.XHDTYPE, fields) + header_of(tarfile.REGTYPE, b"9" * 5000)
+    for data in (old, new):
+        with pytest.raises(SourceError, match=r"'a\.txt' is sparse"):
+            read(tmp_path, FORMS[form](data + bytes(1024)), form)
+
+
+def test_long_names_are_read(tmp_path, form):
+    content = {f"{'folder/' * 100}{number}é.txt": b"x" for number in range(3)}
+    for tar_format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        blob = io.BytesIO()
+        with tarfile.open(fileobj=blob, mode="w", format=tar_format) as tar:
+            for name, data in content.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        assert read(tmp_path, FORMS[form](blob.getvalue()), form) == content

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.sharding.sources.tables.matching import nearest
+from fuelrail.sharding.sources.tables.matching import match_times
 
 
 @settings(max_examples=50)
@@ -16,7 +16,9 @@ from fuelrail.sharding.sources.tables.matching import nearest
     st.integers(0, 200),
 )
 def test_nearest_takes_each_once_and_none_that_is_too_far(frames, sensor, tolerance):
-    matches = nearest(np.array(frames, np.int64), np.array(sensor, np.int64), tolerance).tolist()
+    matches = match_times(
+        np.array(frames, np.int64), np.array(sensor, np.int64), tolerance
+    ).tolist()
     assert len(matches) == len(frames)
     sensor_indices = [sensor_index for sensor_index in matches if sensor_index >= 0]
     assert sensor_indices == sorted(set(sensor_indices))

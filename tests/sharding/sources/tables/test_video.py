@@ -31,7 +31,7 @@ from fuelrail.sharding.write.images import scale_geometry, transcode
 from fuelrail.sharding.write.staging import stage_clips
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
-from support.source_suite import SourceSuite
+from support.source_suite import DAMAGES, SourceSuite
 from support.source_world import make_world, samples_of
 
 if TYPE_CHECKING:
@@ -47,12 +47,18 @@ class TestWide(SourceSuite):
         "lidar_columns": ["x", "y", "z", "intensity", "ring"],
     }
     compare: ClassVar = {"same_bytes": False}
-    damaged = "refused"
+    refused: ClassVar = {"damaged_image": ("mask", "drop")}
+    impossible = ("no record", *DAMAGES)
 
     def write(self, world, root):
         write_wide(world, root, "jsonl")
         as_video(world, root, "frames")
         return str(root)
+
+    def remove_image(self, root, camera, data):
+        """Remove the video of a clip of four frames."""
+        (root / f"drive-0-{camera}.mp4").unlink()
+        return 4
 
     def test_each_frame_is_the_image_that_was_encoded(self, tmp_path):
         world = self.world()

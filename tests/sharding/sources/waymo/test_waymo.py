@@ -35,6 +35,7 @@ from support.waymo_files import (
 
 class TestWaymo(AtUrl, SourceSuite):
     kind = "waymo"
+    impossible = ("no file",)
     compare: ClassVar = {"points_m": 1e-4}
 
     def world(self, **changes):

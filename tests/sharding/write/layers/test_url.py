@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail import DataLoader
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.layers.writer import LayerWriter

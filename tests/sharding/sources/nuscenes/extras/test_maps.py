@@ -156,7 +156,7 @@ GOOD = expansion(np.random.default_rng(3), 1)
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (json.dumps({**GOOD, "node": []}), "names the token 'n"),
         (json.dumps({**GOOD, "polygon": []}), "names the token 'p0'"),
-        (json.dumps({**GOOD, "lane_divider": [{"line_token": 5}]}), "it must be text"),
+        (json.dumps({**GOOD, "lane_divider": [{"line_token": 5}]}), "must be text; got "),
         (json.dumps(GOOD).replace('"x": ', '"x": 1e999, "z": ', 1), "is not a map"),
         ("[" * 100_000, "is not a map"),
     ],

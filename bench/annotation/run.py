@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.bench.annotate.outputs import infer_table, rows_of
+from fuelrail.bench.annotation.outputs import infer_table, rows_of
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
@@ -42,7 +42,7 @@ from fuelrail.sharding.write.layers.segments import ROWS_PER_SEGMENT
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
-    from fuelrail.bench.annotate.teacher import Reduction
+    from fuelrail.bench.annotation.teacher import Reduction
     from fuelrail.loaders.loader import DataLoader
 
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -54,7 +54,7 @@ _PIECES: Final = 64
 
 
 class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.annotate`, and flags of ``fuelrail annotate``."""
+    """Options of `fuelrail.bench.annotate`, and flags of ``fuelrail annotate``."""
 
     batch_size: Annotated[int, Meta(ge=1), flag("samples that the model gets at a time")] = 8
     channels: Annotated[
@@ -345,7 +345,7 @@ class _Annotation:
 
     @cached_property
     def _reduction(self) -> Reduction:
-        from fuelrail.bench.annotate.teacher import Reduction
+        from fuelrail.bench.annotation.teacher import Reduction
 
         options = self._options
         return Reduction(options.temperature, options.positions, options.seed, options.epoch)
@@ -354,7 +354,7 @@ class _Annotation:
         """Return what the values depend on beside the table and the view: facts that all writers
         must agree on.
         """
-        from fuelrail.bench.annotate.teacher import weights_digest
+        from fuelrail.bench.annotation.teacher import weights_digest
 
         options = self._options
         teacher = options.teacher or weights_digest(self._model)

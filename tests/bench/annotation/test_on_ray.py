@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, StageError
 from fuelrail.sharding.engines import ray as engine
 from support.datasets import build_dataset

@@ -21,13 +21,13 @@ _DESCRIPTION = (
 
 
 class ModelOption(Settings, frozen=True, kw_only=True):
-    """The model, which the function `fuelrail.annotate` takes as an argument of its own."""
+    """The model, which the function `fuelrail.bench.annotate` takes as an argument of its own."""
 
     model: Annotated[str, flag("the function, or a class that makes it", metavar="MODULE:FUNCTION")]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.bench.annotate.run import AnnotateOptions
+    from fuelrail.bench.annotation.run import AnnotateOptions
 
     parser.description = _DESCRIPTION
     add_dataset(parser)
@@ -42,7 +42,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fuelrail.bench.annotate.run import AnnotateOptions, annotate
+    from fuelrail.bench.annotation.run import AnnotateOptions, annotate
 
     report = annotate(
         args.dataset,

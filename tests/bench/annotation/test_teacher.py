@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fuelrail import DataLoader
-from fuelrail.bench.annotate.run import annotate
-from fuelrail.bench.annotate.teacher import Reduction, weights_digest
+from fuelrail.bench.annotation.run import annotate
+from fuelrail.bench.annotation.teacher import Reduction, weights_digest
 from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError

@@ -15,7 +15,7 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from fuelrail.bench.annotate.teacher import Reduction
+    from fuelrail.bench.annotation.teacher import Reduction
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"

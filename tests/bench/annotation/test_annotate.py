@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuelrail import DataLoader
-from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.annotation.run import annotate
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data

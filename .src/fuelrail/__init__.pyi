@@ -1,0 +1,65 @@
+# The names of `import fuelrail as fr`. This list is the only one: type checkers and the package itself read it.
+
+from fuelrail import bench as bench
+from fuelrail import order as order
+from fuelrail.loaders.commands import doctor as doctor
+from fuelrail.loaders.config import Budget as Budget
+from fuelrail.loaders.config import Normalize as Normalize
+from fuelrail.loaders.config import StaticBatches as StaticBatches
+from fuelrail.loaders.config import StorageOptions as StorageOptions
+from fuelrail.loaders.config import Transforms as Transforms
+from fuelrail.loaders.decode.lens import Undistort as Undistort
+from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
+from fuelrail.loaders.distributed import mesh_world as mesh_world
+from fuelrail.loaders.integrations.iterable import IterableView as IterableView
+from fuelrail.loaders.loader import DataLoader as DataLoader
+from fuelrail.loaders.records import Batch as Batch
+from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
+from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
+from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
+from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
+from fuelrail.loaders.view import ViewOptions as ViewOptions
+from fuelrail.loaders.view import view as view
+from fuelrail.pipeline import errors as errors
+from fuelrail.pipeline.channels.logits import Logits as Logits
+from fuelrail.pipeline.errors import FuelrailError as FuelrailError
+from fuelrail.pipeline.format.dataset import Dataset as Dataset
+from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
+from fuelrail.pipeline.order.balance import Balance as Balance
+from fuelrail.pipeline.order.batching import World as World
+from fuelrail.pipeline.order.bucket import Bucket as Bucket
+from fuelrail.pipeline.order.cost import Cost as Cost
+from fuelrail.pipeline.order.mix import Mix as Mix
+from fuelrail.pipeline.order.pack import Pack as Pack
+from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
+from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
+from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
+from fuelrail.pipeline.order.weights import FileWeights as FileWeights
+from fuelrail.pipeline.order.windows import ChannelWindow as ChannelWindow
+from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
+from fuelrail.pipeline.order.windows import TimeWindow as TimeWindow
+from fuelrail.pipeline.settings import presets as presets
+from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
+from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
+from fuelrail.pipeline.transforms.image import CameraGroup as CameraGroup
+from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
+from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
+from fuelrail.sharding.api import check_source as check_source
+from fuelrail.sharding.api import inspect as inspect
+from fuelrail.sharding.api import reshard as reshard
+from fuelrail.sharding.api import shard as shard
+from fuelrail.sharding.api import verify as verify
+from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
+from fuelrail.sharding.demo.synth import synth as synth
+from fuelrail.sharding.forget import forget as forget
+from fuelrail.sharding.planning.recipe import Recipe as Recipe
+from fuelrail.sharding.sources.registry import sources as sources
+from fuelrail.sharding.verify.catalogue import dataset_diff as dataset_diff
+from fuelrail.sharding.verify.catalogue import dataset_log as dataset_log
+from fuelrail.sharding.verify.catalogue import tag as tag
+from fuelrail.sharding.write.layers.rebase import rebase_layer as rebase_layer
+from fuelrail.sharding.write.layers.writer import LayerWriter as LayerWriter
+
+__version__: str
+open = _open_dataset  # noqa: A001 - fr.open

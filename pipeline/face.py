@@ -1,0 +1,52 @@
+"""The public names of a package, which its stub ``__init__.pyi`` lists: each is imported on first use."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def read_public_names(stub: Path) -> dict[str, tuple[str, str]]:
+    """Return each public name of a stub with its module and its name there."""
+    places = {}
+    for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                places[alias.asname or alias.name] = (statement.module or "", alias.name)
+        elif isinstance(statement, ast.Assign):  # a name that is another one in its module
+            (target,) = statement.targets
+            places[ast.unparse(target)] = places.pop(ast.unparse(statement.value))
+    return places
+
+
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package whose ``__init__.py`` is ``file``.
+
+    ``__getattr__`` raises ConfigError where a name needs an extra that is not installed.
+    """
+    public_names = functools.cache(lambda: read_public_names(Path(file).with_suffix(".pyi")))
+
+    def resolve(name: str) -> Any:
+        if name.startswith("__") or name not in public_names():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, attribute = public_names()[name]
+        if module == package:  # a module of the package itself
+            return import_module(f"{package}.{attribute}")
+
+        from fuelrail.pipeline.errors import needs  # here, for `import fuelrail` alone is light
+
+        with needs(f"{package}.{name}"):
+            value = getattr(import_module(module), attribute)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def list_names() -> list[str]:
+        own = [name for name in vars(sys.modules[package]) if name.startswith("__")]
+        return sorted([*own, *public_names()])
+
+    return resolve, list_names

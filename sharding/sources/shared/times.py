@@ -1,0 +1,16 @@
+"""Which of a sensor's times belongs to which other time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def nearest(times_ns: NDArray[np.int64], wanted_ns: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return for each wanted time the row of the nearest of the ascending ``times_ns`` (N,), N > 0.
+
+    Of two that are as near, the earlier one is taken.
+    """
+    after = np.minimum(np.searchsorted(times_ns, wanted_ns), len(times_ns) - 1)
+    before = np.maximum(after - 1, 0)
+    return np.where(wanted_ns - times_ns[before] <= times_ns[after] - wanted_ns, before, after)
