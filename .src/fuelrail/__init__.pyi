@@ -20,9 +20,9 @@ from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
 from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
 from fuelrail.loaders.view import ViewOptions as ViewOptions
 from fuelrail.loaders.view import view as view
+from fuelrail.loaders.witness.witness import witness as witness
 from fuelrail.pipeline import errors as errors
 from fuelrail.pipeline.channels.logits import Logits as Logits
-from fuelrail.pipeline.errors import FuelrailError as FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset as Dataset
 from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
 from fuelrail.pipeline.order.balance import Balance as Balance

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fuelrail.loaders.witness.record import Epoch, add_sums, unpack_sample, unpack_table
-from fuelrail.loaders.witness.rows import Hashes, Rows, integer_rows, row_names, text_rows
-from fuelrail.loaders.witness.sketch import LARGE, SAMPLE_ROWS, SMALL, Sample, Surplus, Table
+from fuelrail.loaders.witness.record import Epoch, add_sums, merge_epochs
+from fuelrail.loaders.witness.rows import Hashes, Names, id_rows, row_names
+from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Sample, Table
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.text import shortened
+from fuelrail.pipeline.text import Printed, text_of
 
 Tail: TypeAlias = Literal["exact", "pad", "drop"]
 Content: TypeAlias = Literal["equal", "random"]
@@ -46,7 +47,7 @@ class Fault(msgspec.Struct, frozen=True):
     ranks: list[int] = []
 
 
-class WitnessReport(msgspec.Struct, frozen=True):
+class WitnessReport(Printed, msgspec.Struct, frozen=True):
     """What all ranks saw of an epoch.
 
     Attributes:
@@ -73,35 +74,26 @@ class WitnessReport(msgspec.Struct, frozen=True):
     def as_text(self) -> str:
         """Return the report as lines of text."""
         state = "" if self.is_complete else ", not at its end"
-        of = "" if self.expected is None else f" of {self.expected:,}"
-        lines = [f"epoch {self.epoch}{state}: {self.rows:,}{of} rows on {self.ranks} ranks"]
+        size = "" if self.expected is None else f" of {self.expected:,}"
+        lines = [f"epoch {self.epoch}{state}: {self.rows:,}{size} rows on {self.ranks} ranks"]
         lines += [f"FAULT {fault.text}" for fault in self.faults]
         lines += [f"note: {note}" for note in self.notes]
         if not self.faults:
             is_each_once = self.is_complete and self.expected is not None and not self.notes
             lines.append("ok: each row came once" if is_each_once else "ok: no fault was seen")
-        return "\n".join(lines)
+        return text_of(lines)
 
 
 class Expected(NamedTuple):
     """The rows that an epoch should have.
 
     Attributes:
-        size: number of rows.
-        sums: sum of their hashes.
-        table: large table of them; None where only their number is known.
-        small: small table of them.
-        hashes: their hashes, where they were listed; None for the integers below `size`.
-        ids: the list of them.
+        record: of an epoch with these rows; without a table where only their number is known.
+        ids: the rows' ids, where they were listed.
     """
 
-    size: int
-    kind: str | None = None
-    sums: tuple[int, int] = (0, 0)
-    table: Table | None = None
-    small: Table | None = None
-    hashes: Hashes | None = None
-    ids: Sequence[Any] = ()
+    record: Epoch
+    ids: Sequence[Any] | None = None
 
 
 def expect(value: Any, kind: str | None) -> Expected | None:
@@ -113,57 +105,27 @@ def expect(value: Any, kind: str | None) -> Expected | None:
     if value is None:
         return None
     if isinstance(value, Epoch):
-        return Expected(
-            size=value.rows,
-            kind=value.kind,
-            sums=value.sums,
-            table=unpack_table(value) if value.is_from_start else None,
-            small=_small(value),
-        )
+        return Expected(value)
+    ids = value
     if isinstance(value, int | np.integer):
-        count = int(value)
-        if count < 0:
-            raise ConfigError(f"expected={count} rows must be 0 or more")
+        if value < 0:
+            raise ConfigError(f"expected={value} rows must be 0 or more")
         if kind != "integer":
-            return Expected(size=count)
-        parts = (
-            integer_rows(np.arange(start, min(start + _CHUNK, count)))
-            for start in range(0, count, _CHUNK)
-        )
-        return _tabulate(parts, count, "integer", is_range=True)
-    ids = list(value)
-    if all(isinstance(identity, int | np.integer) for identity in ids):
-        rows = integer_rows(np.array([int(identity) for identity in ids], np.int64))
-    elif all(isinstance(identity, str | bytes) for identity in ids):
-        rows = text_rows(ids)
-    else:
-        raise ConfigError(
-            "expected= must be a number of rows, a list of integers, texts or bytes, or the "
-            f"record of an epoch; it begins with {shortened(repr(ids[:3]))}"
-        )
-    return _tabulate([rows], len(ids), rows.kind, is_range=False)._replace(ids=ids)
-
-
-def _tabulate(parts: Iterable[Rows], count: int, kind: str, *, is_range: bool) -> Expected:
-    table = Table(LARGE, has_names=kind != "integer")
-    small = Table(SMALL)
-    sums = (0, 0)
-    hashes = []
-    for rows in parts:
-        table.add(rows)
-        small.add(rows)
+            return Expected(Epoch(rows=int(value)))
+        ids = range(int(value))
+    record = Epoch(rows=len(ids))
+    for start in range(0, len(ids), _CHUNK):
+        part = ids[start : start + _CHUNK]
+        rows = id_rows(np.asarray(part) if isinstance(ids, range) else part)
+        if record.kind not in (None, rows.kind):
+            raise ConfigError("expected= must be a list of integers, or of texts, not of both")
+        record.kind = rows.kind  # type: ignore[assignment]
+        if record.table is None:
+            record.table = Table(LARGE, has_names=rows.kind == "text")
+        record.table.add(rows)
         total = rows.hashes.sum(axis=0, dtype=np.uint64)
-        sums = add_sums(sums, (int(total[0]), int(total[1])))
-        if not is_range:
-            hashes.append(rows.hashes[:, 0])
-    return Expected(
-        size=count,
-        kind=kind,
-        sums=sums,
-        table=table,
-        small=small,
-        hashes=None if is_range else np.concatenate([np.empty(0, np.uint64), *hashes]),
-    )
+        record.sums = add_sums(record.sums, total.tolist())
+    return Expected(record, ids)
 
 
 class Rules(NamedTuple):
@@ -174,7 +136,7 @@ class Rules(NamedTuple):
         tail: "exact": each row once; "pad": the last batch may be filled up with rows that came
             already; "drop": rows that do not fill the last batch may be left out; None: as the
             loader and the number of ranks imply.
-        drops: whether the loader says that it leaves such rows out.
+        drops: how many rows each rank's loader says that it may leave out.
         shuffles: whether the loader says that it shuffles.
         content: "equal": a row's content is the same whenever it comes; "random": it never is;
             None: contents are not compared.
@@ -183,7 +145,7 @@ class Rules(NamedTuple):
 
     expected: Expected | None = None
     tail: Tail | None = None
-    drops: bool = False
+    drops: int = 0
     shuffles: bool = False
     content: Content | None = None
     groups: Sequence[Sequence[int]] | None = None
@@ -193,425 +155,286 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
     """Return what the records of all ranks say about an epoch.
 
     Args:
-        records: one of each rank, with tables and samples.
+        records: one of each rank; the table may be in the first for all.
         rules: what is allowed.
         previous: those of the epoch before; may be empty.
     """
-    faults: list[Fault] = []
-    notes: list[str] = []
-    kinds = {record.kind for record in records if record.kind is not None}
-    is_complete = all(record.is_complete for record in records)
-    counted = _counted(records, rules, faults)
+    counted = list(records)
+    if rules.groups is not None:
+        by_rank = {record.ranks[0]: record for record in records}
+        counted = [by_rank[group[0]] for group in rules.groups]
+    total = merge_epochs(counted)
+    total.is_complete = all(record.is_complete for record in records)
+    findings: list[Fault | str] = []
+    kinds = sorted({record.kind for record in records if record.kind is not None})
     if len(kinds) > 1:
-        faults.append(Fault("keys", f"ids are of several kinds: {', '.join(sorted(kinds))}"))
-    elif counted:
-        if is_complete:
-            _check_batches(counted, faults)
-        _check_equal_ranks(counted, faults)
-        _check_rows(counted, rules, is_complete, faults, notes)
-        _check_order(records, previous, rules, faults, notes)
+        findings.append(Fault("keys", f"ids are of several kinds: {', '.join(kinds)}"))
+    else:
+        findings += _compare_ranks(records, counted, rules, is_complete=total.is_complete)
+        findings += _compare_rows(counted, total, rules)
+        findings += _compare_orders(records, previous, rules)
         if rules.content is not None:
-            _check_contents(records, previous, rules.content, faults)
+            before = merge_epochs(previous).sample if previous else Sample()
+            findings += _compare_contents(total, before, rules.content)
+            findings += _compare_noise(counted, total) if rules.content == "random" else []
     return WitnessReport(
-        epoch=records[0].epoch,
-        rows=sum(record.rows for record in counted),
-        expected=None if rules.expected is None else rules.expected.size,
+        epoch=total.epoch,
+        rows=total.rows,
+        expected=None if rules.expected is None else rules.expected.record.rows,
         ranks=len(records),
-        batches=[sum(record.batches) for record in records],
-        is_complete=is_complete,
-        faults=faults,
-        notes=notes,
+        batches=[record.batches[0] for record in records],
+        is_complete=total.is_complete,
+        faults=[finding for finding in findings if isinstance(finding, Fault)],
+        notes=[finding for finding in findings if isinstance(finding, str)],
     )
 
 
-def _counted(records: Sequence[Epoch], rules: Rules, faults: list[Fault]) -> list[Epoch]:
-    """Return one record of each group, after a look whether the group agrees."""
-    if rules.groups is None:
-        return list(records)
-    by_rank = {rank: record for record in records for rank in record.ranks}
-    counted = []
-    for group in rules.groups:
-        members = [by_rank[rank] for rank in group if rank in by_rank]
-        if not members:
-            continue
-        counted.append(members[0])
-        sequences = Counter(record.sequence for record in members)
-        if len(sequences) > 1:
-            usual = sequences.most_common(1)[0][0]
-            others = sorted(
-                rank for record in members if record.sequence != usual for rank in record.ranks
-            )
+def _compare_ranks(
+    records: Sequence[Epoch], counted: Sequence[Epoch], rules: Rules, *, is_complete: bool
+) -> Iterator[Fault]:
+    """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
+    sequences = {record.ranks[0]: record.sequence for record in records}
+    for group in rules.groups or ():
+        usual = Counter(sequences[rank] for rank in group).most_common(1)[0][0]
+        ranks = sorted(rank for rank in group if sequences[rank] != usual)
+        if ranks:
             text = (
-                f"ranks {list(group)} should see the same rows in the same order, and "
-                f"{_ranks_text(others)} saw others"
+                f"{_ranks_text(group)} should see the same rows in the same order, and "
+                f"{_ranks_text(ranks)} saw others"
             )
-            faults.append(Fault("different_rows", text, count=len(others), ranks=others))
-    return counted
-
-
-def _check_batches(counted: Sequence[Epoch], faults: list[Fault]) -> None:
-    batches = {
-        rank: count
-        for item in counted
-        for rank, count in zip(item.ranks, item.batches, strict=True)
-    }
-    if len(set(batches.values())) <= 1:
-        return
-    usual = Counter(batches.values()).most_common(1)[0][0]
-    others = {rank: count for rank, count in batches.items() if count != usual}
-    shown = ", ".join(f"{count} on rank {rank}" for rank, count in sorted(others.items())[:_SHOWN])
-    text = f"ranks have another number of batches: {usual} on most, {shown}"
-    faults.append(Fault("uneven", text, count=len(others), ranks=sorted(others)))
-
-
-def _check_equal_ranks(counted: Sequence[Epoch], faults: list[Fault]) -> None:
+            yield Fault("different_rows", text, count=len(ranks), ranks=ranks)
+    batches = {record.ranks[0]: record.batches[0] for record in counted}
+    usual_count = Counter(batches.values()).most_common(1)[0][0]
+    ranks = sorted(rank for rank, count in batches.items() if count != usual_count)
+    if ranks and is_complete:
+        shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
+        text = f"ranks have another number of batches: {usual_count:,} on most, {shown}"
+        yield Fault("uneven", text, count=len(ranks), ranks=ranks)
     by_sums = defaultdict(list)
     for record in counted:
-        if record.rows and len(record.ranks) == 1 and record.is_from_start:
+        if record.own_rows == record.rows > 0:
             by_sums[record.sums].append(record)
-    for records in by_sums.values():
-        ranks = sorted(rank for record in records for rank in record.ranks)
-        if len(ranks) > 1:
-            rows = unpack_sample(records[0])
-            named = row_names(records[0].kind or "text", rows.hashes, rows.names)
+    for equal in by_sums.values():
+        if len(equal) > 1:
+            ranks = sorted(record.ranks[0] for record in equal)
+            sample = equal[0].sample.rows
+            names = row_names(equal[0].kind, sample["hash"], sample["name"])
             text = (
-                f"{_ranks_text(ranks)} saw the same {records[0].rows:,} rows, and should share "
+                f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
                 "them out: the sampler or the shards do not depend on the rank"
             )
-            faults.append(
-                Fault("same_rows", text, count=records[0].rows, rows=named[:MAX_NAMED], ranks=ranks)
-            )
+            yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
 
 
-def _check_rows(
-    counted: Sequence[Epoch],
-    rules: Rules,
-    is_complete: bool,
-    faults: list[Fault],
-    notes: list[str],
-) -> None:
+class _Difference(NamedTuple):
+    """Rows that came more or fewer times than they should.
+
+    Attributes:
+        hashes, names, times: of those that are known, as in `Surplus`.
+        repeated: how many times rows came again.
+        missing: how many rows never came; below 0: how many should not be there.
+        is_exact: whether these numbers are no estimates.
+    """
+
+    hashes: Hashes
+    names: Names
+    times: NDArray[np.int64]
+    repeated: int
+    missing: int
+    is_exact: bool = True
+
+
+def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
     """Find rows that came twice or never."""
-    expected = rules.expected
-    total = sum(record.rows for record in counted)
-    sums = (0, 0)
-    for record in counted:
-        sums = add_sums(sums, record.sums)
-    kind = next((record.kind for record in counted if record.kind is not None), None)
-    if not all(record.is_known for record in counted):
-        notes.append("only one rank's part of the epoch is known from before the resume")
+    expected = None if rules.expected is None else rules.expected.record
+    if not total.is_known:
+        yield "only one rank's part of the epoch is known from before the resume"
         return
-    if expected is not None and expected.table is not None and kind not in (None, expected.kind):
-        faults.append(
-            Fault("keys", f"ids are {kind}s, and expected= has {expected.kind}s: give key=")
+    has_ids = expected is not None and (expected.table or expected.before) is not None
+    if expected is not None and has_ids and total.kind not in (None, expected.kind):
+        yield Fault(
+            "keys",
+            f"ids are of kind {total.kind}, and those of expected= of {expected.kind}: give key=",
         )
         return
-    if expected is None or (expected.table is None and expected.small is None):
-        _check_repeats(counted, rules, is_complete, total, faults, notes)
-        return
-    if not is_complete:
-        _check_repeats(counted, rules, is_complete, total, faults, notes, bound=expected)
-        return
-    if total == expected.size and sums == expected.sums:
-        return
-    surplus = _surplus(counted, expected, kind)
-    _say_surplus(counted, rules, total, surplus, faults, notes)
-
-
-def _surplus(counted: Sequence[Epoch], expected: Expected, kind: str | None) -> Surplus:
-    """Return what the ranks saw more or fewer times than expected."""
-    is_whole = all(record.is_from_start for record in counted) and expected.table is not None
-    difference = Table(LARGE if is_whole else SMALL, has_names=is_whole and kind != "integer")
-    base = expected.table if is_whole else expected.small
-    assert base is not None
-    if base.cells.shape == difference.cells.shape:
-        difference.cells -= base.cells
-    else:  # no row came, so that names are not known to be needed
-        difference.cells = -base.cells
-    for record in counted:
-        if is_whole and record.table is None:
-            continue  # the first record has the table of all ranks
-        table = unpack_table(record) if is_whole else _small(record)
-        if table is not None and table.cells.shape == difference.cells.shape:
-            difference.cells += table.cells
-    return difference.surplus()
-
-
-def _say_surplus(
-    counted: Sequence[Epoch],
-    rules: Rules,
-    total: int,
-    surplus: Surplus,
-    faults: list[Fault],
-    notes: list[str],
-) -> None:
-    expected = rules.expected
-    assert expected is not None
-    kind = next((record.kind for record in counted if record.kind is not None), expected.kind)
-    net = total - expected.size
-    if not surplus.is_whole:
-        repeated = max((surplus.estimate + net) // 2, net, 0)
-        missing = repeated - net
-        for name, count in (("repeated", repeated), ("missing", missing)):
-            if count:
-                exactly = "" if count == abs(net) else "about "
-                said = "came again" if name == "repeated" else "never came"
-                text = f"{exactly}{count:,} rows {said}; they are too many to name"
-                faults.append(Fault(name, text, count=count))
-        return
-    names = row_names(kind or "text", surplus.hashes, surplus.names)
-    sample = _merged_sample(counted)
-    if kind == "text":
-        names = _find_texts(names, surplus.hashes, expected, sample)
-    is_expected = _is_expected(surplus.hashes, names, expected)
-    is_more = surplus.times > 0
-    missing_count = -int(surplus.times[~is_more].sum())
-    repeated = is_more & is_expected
-    unexpected = is_more & ~is_expected
-    repeated_count = int(surplus.times[repeated].sum())
-    ranks = len({rank for record in counted for rank in record.ranks})
-    batch = max((record.largest_batch for record in counted), default=0)
-    is_repeated_only = not missing_count and not unexpected.any()
-    if is_repeated_only and _is_padding(counted, rules, total, repeated_count, ranks, batch):
-        padding = [names[place] for place in np.flatnonzero(repeated)]
-        notes.append(f"{_rows_text(padding, repeated_count)} came again to fill the last batch")
-        return
-    if not repeated_count and not unexpected.any() and rules.tail in (None, "drop"):
-        is_drop = rules.drops or rules.tail == "drop"
-        if is_drop and missing_count < ranks * max(batch, 1) + ranks:
-            rest = [names[place] for place in np.flatnonzero(~is_more)]
-            notes.append(
-                f"{_rows_text(rest, missing_count)} did not fill a batch and were left out"
-            )
+    if expected is not None and has_ids and total.is_complete:
+        if (total.rows, total.sums) == (expected.rows, expected.sums):
             return
+        found = _subtract(total, expected)
+    else:
+        found = _count_sample(total, expected)
+    kind = total.kind or (expected.kind if expected is not None else None)
+    names = row_names(kind, found.hashes, found.names)
+    is_listed = np.ones(len(names), bool)
+    if rules.expected is not None and isinstance(rules.expected.ids, range):
+        size = len(rules.expected.ids)
+        is_listed = np.array([isinstance(name, int) and 0 <= name < size for name in names], bool)
+    elif rules.expected is not None and rules.expected.ids is not None and len(names):
+        hashes = id_rows(rules.expected.ids).hashes[:, 0]
+        places = {
+            int(hashes[place]): place for place in np.flatnonzero(np.isin(hashes, found.hashes))
+        }
+        is_listed = np.isin(found.hashes, hashes)
+        for place, digest in enumerate(found.hashes.tolist()):
+            if kind == "text" and digest in places:
+                identity = rules.expected.ids[places[digest]]
+                names[place] = identity if isinstance(identity, str) else str(identity)
+    is_again = (found.times > 0) & is_listed
+    is_foreign = (found.times > 0) & ~is_listed
+    foreign = int(found.times[is_foreign].sum()) + max(-found.missing, 0)
+    repeated = found.repeated - int(found.times[is_foreign].sum())
+    missing = max(found.missing, 0)
+    missing_names = [names[place] for place in np.flatnonzero(found.times < 0)]
+    repeated_names = [names[place] for place in np.flatnonzero(is_again)]
+    if repeated and not foreign and _may_be_padding(counted, total, rules, found):
+        yield f"{_rows_text(repeated_names, repeated)} came again to fill the last batch"
+        repeated = 0
+    drops = rules.drops * (rules.tail is None)
+    if rules.tail == "drop":
+        drops = max(rules.drops, total.largest_batch)
+    if missing <= len(counted) * drops and missing > 0 == repeated == foreign:
+        yield f"{_rows_text(missing_names, missing)} did not fill a batch and were left out"
+        return
+    about = "" if found.is_exact else "about "
     for fault, mask, count, said in (
-        ("missing", ~is_more, missing_count, "never came"),
-        ("repeated", repeated, repeated_count, "came again"),
-        ("unexpected", unexpected, int(surplus.times[unexpected].sum()), "should not be there"),
+        ("missing", found.times < 0, missing, "never came"),
+        ("repeated", is_again, repeated, "came again"),
+        ("unexpected", is_foreign, foreign, "should not be there"),
     ):
         if not count:
             continue
-        named = [names[place] for place in np.flatnonzero(mask)]
-        holders = _ranks_with(counted, surplus.hashes[mask]) if fault != "missing" else []
-        where = f", on {_ranks_text(holders)}" if holders else ""
-        faults.append(
-            Fault(
-                fault,
-                f"{_rows_text(named, count)} {said}{where}",
-                count=count,
-                rows=named[:MAX_NAMED],
-                ranks=holders,
-            )
-        )
+        rows = [names[place] for place in np.flatnonzero(mask)]
+        ranks = _ranks_with(counted, found.hashes[mask])
+        where = f", on {_ranks_text(ranks)}" if ranks else ""
+        text = f"{about}{_rows_text(rows, count)} {said}{where}"
+        before = total.rows - total.own_rows
+        if fault == "repeated" and count >= before > 0:
+            text += "; as many came before the resume, so it may have started over"
+        yield Fault(fault, text, count=count, rows=rows[:MAX_NAMED], ranks=ranks)
 
 
-def _is_padding(
-    counted: Sequence[Epoch],
-    rules: Rules,
-    total: int,
-    repeated: int,
-    ranks: int,
-    batch: int,
+def _subtract(total: Epoch, expected: Epoch) -> _Difference:
+    """Compare an epoch with the rows that are expected, by their tables."""
+    is_large = total.before is None and expected.before is None and expected.table is not None
+    difference = Table(LARGE)
+    if is_large and expected.table is not None:
+        difference.cells = -expected.table.cells
+        if total.table is not None:
+            difference.cells += total.table.cells
+    else:
+        difference.cells = total.fold().cells - expected.fold().cells
+    surplus = difference.surplus()
+    net = total.rows - expected.rows
+    repeated = int(surplus.times[surplus.times > 0].sum())
+    if surplus.is_whole:
+        return _Difference(*surplus[:3], repeated, repeated - net)
+    repeated = max((surplus.estimate + net) // 2, net, 0)
+    return _Difference(*(column[:0] for column in surplus[:3]), repeated, repeated - net, False)
+
+
+def _count_sample(total: Epoch, expected: Epoch | None) -> _Difference:
+    """Find rows that came again by the samples of all ranks, where no list of rows is known."""
+    sample = total.sample
+    rows = sample.rows[sample.rows["count"] > 1]
+    repeated = int((rows["count"] - 1).sum())
+    is_all = sample.limit == ALL
+    if not is_all:
+        share = repeated / max(int(sample.rows["count"].sum()), 1)
+        repeated = round(share * total.rows)
+    missing = 0
+    if expected is not None and total.is_complete and (is_all or not repeated):
+        missing = expected.rows - total.rows + repeated
+    times = rows["count"] - 1
+    return _Difference(rows["hash"], rows["name"], times, repeated, missing, is_all)
+
+
+def _may_be_padding(
+    counted: Sequence[Epoch], total: Epoch, rules: Rules, found: _Difference
 ) -> bool:
     """Return whether rows that came again are those that make ranks or batches equally long.
 
     torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
     all ranks then have as many rows.
     """
-    if rules.tail not in (None, "pad"):
+    ranks = len(counted)
+    is_allowed = rules.tail == "pad" or (rules.tail is None and ranks > 1)
+    if not (is_allowed and total.is_complete):
         return False
-    if rules.tail is None and ranks == 1:
+    if len({record.own_rows for record in counted}) > 1:
         return False
-    is_even = len({record.own_rows for record in counted}) == 1
-    expected = rules.expected
-    assert expected is not None
-    count = expected.size
-    to_ranks = -count % ranks
-    to_batches = -count % max(ranks * batch, 1)
-    return is_even and total - count == repeated and repeated in (to_ranks, to_batches)
+    batch = max(ranks * total.largest_batch, 1)
+    if not found.is_exact:  # by as many rows of a sample as a batch may have
+        share = SAMPLE_ROWS / max(total.rows, 1)
+        return bool(found.times.sum() <= 4 + 4 * batch * share)
+    size = total.rows - found.repeated + max(found.missing, 0)
+    return found.repeated in (-size % ranks, -size % batch)
 
 
-def _check_repeats(
-    counted: Sequence[Epoch],
-    rules: Rules,
-    is_complete: bool,
-    total: int,
-    faults: list[Fault],
-    notes: list[str],
-    bound: Expected | None = None,
-) -> None:
-    """Find rows that came again by the samples of all ranks, where no list of rows is known."""
-    expected = rules.expected
-    sample = _merged_sample(counted)
-    is_all = len(sample.hashes) < SAMPLE_ROWS
-    again = sample.counts > 1
-    repeated = int((sample.counts - 1)[again].sum())
-    if not is_all and len(sample.hashes):
-        share = repeated / int(sample.counts.sum())
-        repeated = round(share * total)
-    ranks = len({rank for record in counted for rank in record.ranks})
-    batch = max((record.largest_batch for record in counted), default=0)
-    if again.any():
-        kind = next(record.kind for record in counted if record.kind is not None)
-        names = row_names(kind, sample.hashes[again], sample.names[again])
-        limit = max(ranks, ranks * batch)
-        may_be_padding = (
-            is_complete
-            and rules.tail in (None, "pad")
-            and (ranks > 1 or rules.tail == "pad")
-            and is_all
-            and repeated < limit
-            and len({record.own_rows for record in counted}) == 1
-            and total % ranks == 0
-            and (expected is None or total - expected.size == repeated)
+def _compare_orders(
+    records: Sequence[Epoch], previous: Sequence[Epoch], rules: Rules
+) -> Iterator[Fault | str]:
+    before = {record.ranks[0]: record.sequence for record in previous}
+    ranks = sorted(
+        record.ranks[0]
+        for record in records
+        if record.is_complete and record.rows > 1 and before.get(record.ranks[0]) == record.sequence
+    )
+    if ranks:
+        text = (
+            f"{_ranks_text(ranks)} saw the rows in the same order as in epoch {previous[0].epoch}"
         )
-        if may_be_padding:
-            notes.append(f"{_rows_text(names, repeated)} came again to fill the last batch")
-        else:
-            about = "" if is_all else "about "
-            holders = _ranks_with(counted, sample.hashes[again])
-            text = f"{about}{_rows_text(names, repeated)} came again, on {_ranks_text(holders)}"
-            faults.append(Fault("repeated", text, repeated, names[:MAX_NAMED], holders))
-    if expected is None or not is_complete or bound is not None:
-        return
-    missing = expected.size - (total - repeated)
-    if missing > 0 and is_all | (repeated == 0):
-        if (rules.drops or rules.tail == "drop") and missing < ranks * max(batch, 1) + ranks:
-            notes.append(f"{missing} rows did not fill a batch and were left out")
-        else:
-            faults.append(Fault("missing", f"{missing:,} rows never came", count=missing))
-    elif missing < 0 and is_all:
-        faults.append(Fault("unexpected", f"{-missing:,} rows should not be there", count=-missing))
+        if rules.shuffles:
+            text += ": call set_epoch(epoch) on the sampler before each epoch"
+        yield Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text
 
 
-def _check_order(
-    records: Sequence[Epoch],
-    previous: Sequence[Epoch],
-    rules: Rules,
-    faults: list[Fault],
-    notes: list[str],
-) -> None:
-    before = {tuple(record.ranks): record for record in previous}
-    ranks = []
-    for record in records:
-        earlier = before.get(tuple(record.ranks))
-        if earlier is None or not record.sequence or record.rows < 2:
-            continue
-        if record.is_complete and earlier.sequence == record.sequence:
-            ranks += record.ranks
-    if not ranks:
-        return
-    text = f"{_ranks_text(ranks)} saw the rows in the same order as in epoch {previous[0].epoch}"
-    if rules.shuffles:
-        advice = f"{text}: call set_epoch(epoch) on the sampler before each epoch"
-        faults.append(Fault("same_order", advice, count=len(ranks), ranks=sorted(ranks)))
-    else:
-        notes.append(text)
-
-
-def _check_contents(
-    records: Sequence[Epoch], previous: Sequence[Epoch], content: Content, faults: list[Fault]
-) -> None:
+def _compare_contents(total: Epoch, before: Sample, content: Content) -> Iterator[Fault]:
     """Compare contents of the rows in the samples, within the epoch and with the one before."""
-    sample = _merged_sample(records)
-    kind = next((record.kind for record in records if record.kind is not None), "text")
-    earlier = _merged_sample(previous) if previous else Sample()
-    _, here, there = np.intersect1d(sample.hashes, earlier.hashes, return_indices=True)
-    is_alike = sample.digests[here] == earlier.digests[there]
-    is_again = sample.counts > 1
+    rows = total.sample.rows
+    _, here, there = np.intersect1d(rows["hash"], before.rows["hash"], return_indices=True)
+    is_alike = rows["digest"][here] == before.rows["digest"][there]
     if content == "equal":
-        changed = np.zeros(len(sample.hashes), bool)
-        changed[here[~is_alike]] = True
-        changed |= is_again & (sample.alike < sample.counts - 1)
-        if changed.any():
-            names = row_names(kind, sample.hashes[changed], sample.names[changed])
-            text = f"the content of {_rows_text(names, len(names))} changed under the same id"
-            faults.append(Fault("content", text, len(names), names[:MAX_NAMED]))
-        return
-    same = np.zeros(len(sample.hashes), bool)
-    same[here[is_alike]] = True
-    same |= is_again & (sample.alike > 0)
-    if same.any():
-        names = row_names(kind, sample.hashes[same], sample.names[same])
-        text = (
-            f"the random content of {_rows_text(names, len(names))} is the same as before: "
-            "augmentation repeats"
-        )
-        faults.append(Fault("same_content", text, len(names), names[:MAX_NAMED]))
-    _check_noise(records, kind, sample, faults)
+        kind = "content"
+        is_wrong = (rows["count"] > 1) & (rows["alike"] < rows["count"] - 1)
+        is_wrong[here[~is_alike]] = True
+        said = "changed under the same id"
+    else:
+        kind = "same_content"
+        is_wrong = rows["alike"] > 0
+        is_wrong[here[is_alike]] = True
+        said = "should be random and is the same as before: augmentation repeats"
+    if is_wrong.any():
+        names = row_names(total.kind, rows["hash"][is_wrong], rows["name"][is_wrong])
+        text = f"the content of {_rows_text(names, len(names))} {said}"
+        yield Fault(kind, text, len(names), names[:MAX_NAMED])
 
 
-def _check_noise(records: Sequence[Epoch], kind: str, sample: Sample, faults: list[Fault]) -> None:
+def _compare_noise(counted: Sequence[Epoch], total: Epoch) -> Iterator[Fault]:
+    """Find rows that have random numbers in common."""
     by_entry: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for record in records:
-        for name, data in record.noise.items():
-            for identity, digest in np.frombuffer(data, np.uint64).reshape(-1, 2).tolist():
+    for record in counted:
+        for name, digests in record.noise.items():
+            for identity, digest in digests.items():
                 by_entry[name][digest].add(identity)
-    for name, rows_of_digest in by_entry.items():
-        shared = [rows for rows in rows_of_digest.values() if len(rows) > 1]
-        rows = np.array(sorted(set().union(*shared)), np.uint64)
-        if len(rows) < 2:
+    for name, identities in by_entry.items():
+        shared = set().union(*(rows for rows in identities.values() if len(rows) > 1))
+        if not shared:
             continue
-        place = np.searchsorted(sample.hashes, rows)
-        place = place[(place < len(sample.hashes))]
-        names = row_names(kind, sample.hashes[place], sample.names[place])
+        rows = total.sample.rows
+        rows = rows[[identity in shared for identity in rows["hash"].tolist()]]
+        names = row_names(total.kind, rows["hash"], rows["name"])
         text = (
-            f"{_rows_text(names, len(rows))} have the same random numbers in entry '{name}' as "
+            f"{_rows_text(names, len(shared))} have the same random numbers in entry '{name}' as "
             "other rows: each worker and rank needs a seed of its own"
         )
-        faults.append(Fault("shared_noise", text, len(rows), names[:MAX_NAMED]))
-
-
-def _merged_sample(records: Sequence[Epoch]) -> Sample:
-    merged = Sample()
-    for record in records:
-        merged.merge(unpack_sample(record))
-    return merged
-
-
-def _find_texts(
-    names: list[int | str], hashes: Hashes, expected: Expected, sample: Sample
-) -> list[int | str]:
-    """Return names, those that a small table does not hold from the list of ids or the sample."""
-    texts: dict[int, int | str] = {}
-    if expected.hashes is not None:
-        for place in np.flatnonzero(np.isin(expected.hashes, hashes)).tolist():
-            identity = expected.ids[place]
-            is_text = isinstance(identity, str)
-            texts[int(expected.hashes[place])] = identity if is_text else repr(identity)
-    named = np.isin(sample.hashes, hashes) if sample.names.size else np.zeros(0, bool)
-    for place in np.flatnonzero(named).tolist():
-        row = slice(place, place + 1)
-        shown = row_names("text", sample.hashes[row], sample.names[row])[0]
-        texts.setdefault(int(sample.hashes[place]), shown)
-    return [texts.get(int(digest), name) for name, digest in zip(names, hashes, strict=True)]
-
-
-def _is_expected(hashes: Hashes, names: list[int | str], expected: Expected) -> Any:
-    if expected.hashes is not None:
-        return np.isin(hashes, expected.hashes)
-    if expected.kind == "integer" and expected.table is not None:
-        return np.array(
-            [isinstance(name, int) and 0 <= name < expected.size for name in names], bool
-        )
-    return np.ones(len(hashes), bool)
+        yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
 
 
 def _ranks_with(counted: Sequence[Epoch], hashes: Hashes) -> list[int]:
     """Return the ranks whose samples hold some of these rows."""
     return sorted(
-        rank
-        for record in counted
-        for rank in record.ranks
-        if len(record.ranks) == 1 and np.isin(unpack_sample(record).hashes, hashes).any()
+        record.ranks[0] for record in counted if np.isin(record.sample.rows["hash"], hashes).any()
     )
-
-
-def _small(record: Epoch) -> Table | None:
-    if record.small is None:
-        return None
-    table = Table(SMALL)
-    table.cells = np.frombuffer(record.small, np.int64).reshape(table.cells.shape)
-    return table
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -622,6 +445,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _rows_text(names: Sequence[int | str], count: int) -> str:
+    if not names:
+        return f"{count:,} row{'s' if count != 1 else ''}"
     shown = ", ".join(map(str, names[:_SHOWN]))
     more = ", ..." if len(names) > _SHOWN else ""
     return f"{count:,} row{'s' if count != 1 else ''} ({shown}{more})"

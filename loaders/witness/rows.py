@@ -7,7 +7,7 @@ content.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import shortened
 
 Hashes: TypeAlias = NDArray[np.uint64]
-Names: TypeAlias = NDArray[np.uint8]
+Names: TypeAlias = NDArray[np.bytes_]
 Key: TypeAlias = Callable[[Any], Any]
 
 NAME_BYTES: Final = 64
@@ -29,7 +29,7 @@ ID_ENTRIES: Final = (
     *("sample_id", "image_id", "row", "key", "uid"),
 )
 """Entries of a batch that are taken for its rows' ids, where no key is given; the first one that
-is there."""
+holds integers, texts or bytes."""
 
 _SEED: Final = 0x6675656C
 _SECOND: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -42,8 +42,8 @@ class Rows(NamedTuple):
         kind: what their identities are: "integer", "text", or "content" for digests of what the
             rows hold.
         hashes: (rows, 2); the first column tells rows apart, the second makes sums 128 bits wide.
-        names: (rows, NAME_BYTES), texts in UTF-8, filled up with zeros; (rows, 0) for integers,
-            whose hashes can be inverted.
+        names: (rows,), texts in UTF-8, at most `NAME_BYTES`; empty for other kinds. Integers are
+            had from their hashes.
     """
 
     kind: str
@@ -59,8 +59,7 @@ def mix(numbers: Hashes) -> Hashes:
     """
     mixed = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    last: Hashes = mixed ^ (mixed >> np.uint64(31))
-    return last
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def unmix(mixed: Hashes) -> Hashes:
@@ -77,13 +76,13 @@ def integer_rows(ids: NDArray[Any]) -> Rows:
     numbers = ids.astype(np.int64, copy=False).view(np.uint64)
     first = mix(numbers + np.uint64(_SEED))
     hashes = np.stack([first, mix(first + _SECOND)], axis=1)
-    return Rows("integer", hashes, np.empty((len(ids), 0), np.uint8))
+    return Rows("integer", hashes, np.zeros(len(ids), f"S{NAME_BYTES}"))
 
 
-def text_rows(ids: Sequence[str | bytes], kind: str = "text") -> Rows:
+def text_rows(ids: Sequence[str | bytes]) -> Rows:
     """Return the rows of ids that are texts or bytes."""
     hashes = np.empty((len(ids), 2), np.uint64)
-    names = np.zeros((len(ids), NAME_BYTES), np.uint8)
+    names = []
     for row, identity in enumerate(ids):
         encoded = identity.encode(errors="surrogatepass") if isinstance(identity, str) else identity
         digest = xxhash.xxh3_128_intdigest(encoded, seed=_SEED)
@@ -91,23 +90,44 @@ def text_rows(ids: Sequence[str | bytes], kind: str = "text") -> Rows:
         if len(encoded) > NAME_BYTES:
             half = (NAME_BYTES - 3) // 2
             encoded = encoded[:half] + b"..." + encoded[-half:]
-        names[row, : len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return Rows(kind, hashes, names)
+        names.append(encoded)
+    return Rows("text", hashes, np.array(names, f"S{NAME_BYTES}"))
 
 
-def row_names(kind: str, hashes: Hashes, names: Names) -> list[int | str]:
+def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]:
     """Return the ids of rows as a report shows them: integers, texts, or digests.
 
     ``hashes``: the first column of theirs. Texts that were not kept are shown as digests.
     """
     if kind == "integer":
-        numbers = unmix(hashes) - np.uint64(_SEED)
-        return [int(number) for number in numbers.view(np.int64)]
-    shown: list[int | str] = []
-    for row, digest in enumerate(hashes):
-        text = bytes(names[row]).rstrip(b"\0").decode(errors="replace") if names.size else ""
-        shown.append(text or f"digest {int(digest):016x}")
-    return shown
+        return [int(number) for number in (unmix(hashes) - np.uint64(_SEED)).view(np.int64)]
+    return [
+        shortened(bytes(name).decode(errors="replace")) or f"digest {int(digest):016x}"
+        for digest, name in zip(hashes, names, strict=True)
+    ]
+
+
+def id_rows(ids: Any) -> Rows:
+    """Return the rows of ids; raise ConfigError for what is neither integers, texts nor bytes."""
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    if isinstance(ids, int | str | bytes | np.generic):
+        ids = [ids]
+    if isinstance(ids, np.ndarray) and ids.ndim > 1:
+        rows = ids.reshape(len(ids), -1)
+        ids = rows[:, 0] if rows.shape[1] == 1 else [tuple(row) for row in rows.tolist()]
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.dtype != np.uint64:
+        return integer_rows(ids.reshape(-1))
+    ids = [item.item() if hasattr(item, "item") else item for item in ids]
+    wrong = [item for item in ids if not isinstance(item, int | str | bytes | tuple)]
+    if wrong:
+        raise ConfigError(
+            f"the witness has {shortened(repr(wrong[0]))} for a row's id; an id is an integer, a "
+            "text, bytes, or a tuple of these: give key=, a function of a batch to its rows' ids"
+        )
+    if all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in ids):
+        return integer_rows(np.array(ids, np.int64))
+    return text_rows([item if isinstance(item, str | bytes) else str(item) for item in ids])
 
 
 def read_rows(batch: object, key: Key | None) -> Rows:
@@ -118,105 +138,92 @@ def read_rows(batch: object, key: Key | None) -> Rows:
         key: gives the ids of a batch's rows, or of a batch that is one row; None: the first of
             `ID_ENTRIES` that the batch has, else a digest of each row's content.
 
-    Raises ConfigError for ids that are neither integers, texts nor bytes.
+    Raises ConfigError for ids that are neither integers, texts nor bytes, and for a batch without
+    ids or content.
     """
-    if key is None:
-        ids = None
-        if isinstance(batch, Mapping):
-            ids = next((batch[name] for name in ID_ENTRIES if name in batch), None)
-        if ids is None:
-            digests = [digest_row(batch, row).to_bytes(8, "big").hex() for row in rows_of(batch)]
-            return text_rows(digests, "content")
-    else:
-        ids = key(batch)
-    ids = _as_list(ids)
-    if len(ids) == 0:
-        return integer_rows(np.empty(0, np.int64))
-    if isinstance(ids, np.ndarray):
-        if ids.dtype.kind in "iu" and ids.dtype != np.uint64:
-            return integer_rows(ids)
-        ids = ids.tolist()
-    if all(isinstance(identity, int) and -(2**63) <= identity < 2**63 for identity in ids):
-        return integer_rows(np.array(ids, np.int64))
-    if all(isinstance(identity, str | bytes) for identity in ids):
-        return text_rows(ids)
-    if all(isinstance(identity, int | str | bytes | tuple) for identity in ids):
-        return text_rows([str(identity) for identity in ids])
-    wrong = next(item for item in ids if not isinstance(item, int | str | bytes | tuple))
-    raise ConfigError(
-        f"the witness's key gives {shortened(repr(wrong))} for a row; an id is an integer, a "
-        "text, bytes, or a tuple of these: give key=, a function of a batch to its rows' ids"
-    )
+    if key is not None:
+        return id_rows(key(batch))
+    columns = read_columns(batch)
+    for name in ID_ENTRIES:
+        if name in columns and _may_be_ids(columns[name]):
+            return id_rows(columns[name])
+    count = count_rows(columns)
+    digests = [digest_row(columns, row, count) for row in range(count)]
+    if None in digests:
+        raise ConfigError(
+            f"the witness finds neither ids nor tensors in a batch of {type(batch).__name__}: "
+            "give key=, a function of a batch to its rows' ids"
+        )
+    hashes = np.array(digests, np.uint64).reshape(-1, 1)
+    hashes = np.concatenate([hashes, mix(hashes + _SECOND)], axis=1)
+    return Rows("content", hashes, np.zeros(len(digests), f"S{NAME_BYTES}"))
 
 
-def _as_list(ids: Any) -> Any:
-    """Return ids as an array of one axis or a list, without waiting for a device."""
-    if hasattr(ids, "detach"):
-        ids = ids.detach().cpu().numpy()
-    if isinstance(ids, np.ndarray):
-        return ids.reshape(-1)
-    if isinstance(ids, int | str | bytes | np.integer):
-        return [int(ids) if isinstance(ids, np.integer) else ids]
-    if isinstance(ids, list | tuple) and ids and hasattr(ids[0], "__array__"):
-        return np.array([int(item) for item in ids], np.int64)
-    return list(ids)
+def read_columns(batch: object) -> dict[str, Any]:
+    """Return a batch's entries by name, those of nested mappings with a dot between."""
+    if not isinstance(batch, Mapping) and not _is_array(batch) and hasattr(batch, "__dict__"):
+        batch = vars(batch)
+    if isinstance(batch, list | tuple) and any(_is_array(value) for value in batch):
+        batch = dict(enumerate(batch))
+    if not isinstance(batch, Mapping):
+        return {"": batch}
+    columns = {}
+    for name, value in batch.items():
+        inner = read_columns(value) if isinstance(value, Mapping) else {"": value}
+        columns |= {f"{name}.{entry}".rstrip("."): column for entry, column in inner.items()}
+    return columns
 
 
-def entries_of(batch: object) -> Iterator[tuple[str, Any]]:
-    """Give the names and values of a batch's entries, those of nested ones with a dot between."""
-    if isinstance(batch, Mapping):
-        pairs = [(str(name), value) for name, value in batch.items()]
-    elif isinstance(batch, list | tuple) and any(map(_is_array, batch)):
-        pairs = [(str(place), value) for place, value in enumerate(batch)]
-    else:
-        yield "", batch
-        return
-    for name, value in pairs:
-        if isinstance(value, Mapping):
-            for inner, entry in entries_of(value):
-                yield f"{name}.{inner}", entry
-        else:
-            yield name, value
+def count_rows(columns: Mapping[str, Any]) -> int:
+    """Return how many rows a batch has, by the first axis of its first array, or by its first
+    list; 1 where it is a row itself.
+    """
+    arrays = [value for value in columns.values() if _is_array(value) and value.ndim]
+    lists = [value for value in columns.values() if isinstance(value, list | tuple)]
+    return len((arrays or lists or [[None]])[0])
 
 
-def rows_of(batch: object) -> range:
-    """Return the rows of a batch, by the first axis of its first array, or by its first list."""
-    for _, value in entries_of(batch):
-        if _is_array(value) and value.ndim:
-            return range(len(value))
-    for _, value in entries_of(batch):
-        if isinstance(value, list | tuple):
-            return range(len(value))
-    return range(1)
+def read_row(columns: Mapping[str, Any], row: int, count: int) -> dict[str, Any]:
+    """Return what entries of ``count`` rows hold of a row: arrays and plain values.
+
+    Of a batch that is a row itself these are all its entries.
+    """
+    parts = {}
+    for name, value in columns.items():
+        is_sized = value.ndim > 0 if _is_array(value) else isinstance(value, list | tuple)
+        if is_sized and len(value) == count:
+            parts[name] = value[row]
+    if not parts and count == 1:
+        parts = dict(columns)
+    for name, part in parts.items():
+        if hasattr(part, "detach"):
+            part = part.detach().cpu()
+            parts[name] = (part.float() if str(part.dtype) == "torch.bfloat16" else part).numpy()
+    return parts
 
 
-def row_entries(batch: object, row: int) -> Iterator[tuple[str, Any]]:
-    """Give the names of a batch's entries and what they hold of one row."""
-    count = len(rows_of(batch))
-    for name, value in entries_of(batch):
-        if _is_array(value) and value.ndim and len(value) == count:
-            part = value[row]
-            if hasattr(part, "detach"):
-                part = part.detach().cpu()
-                if str(part.dtype) == "torch.bfloat16":
-                    part = part.float()
-                part = part.numpy()
-            yield name, np.ascontiguousarray(part)
-        elif isinstance(value, list | tuple) and len(value) == count:
-            yield name, value[row]
-
-
-def digest_row(batch: object, row: int) -> int:
-    """Return a 64-bit digest of what a batch holds of a row: arrays, tensors, numbers, texts."""
+def digest_row(columns: Mapping[str, Any], row: int, count: int) -> int | None:
+    """Return a 64-bit digest of a row's arrays, tensors, numbers and texts; None without such."""
     digest = xxhash.xxh3_64(seed=_SEED)
-    for name, value in row_entries(batch, row):
-        digest.update(name.encode())
-        if isinstance(value, np.ndarray):
-            digest.update(f"{value.dtype}{value.shape}".encode())
-            digest.update(value.reshape(-1).view(np.uint8).data)
-        elif isinstance(value, str | int | float | bool | bytes | type(None)):
-            digest.update(repr(value).encode())
-    return digest.intdigest()
+    is_empty = True
+    for name, value in read_row(columns, row, count).items():
+        if isinstance(value, np.ndarray | np.generic):
+            content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
+        elif isinstance(value, str | int | float | bytes | list | tuple | Mapping):
+            content = repr(value).encode(errors="surrogatepass")
+        else:
+            continue
+        digest.update(f"{name}:".encode() + content)
+        is_empty = False
+    return None if is_empty else digest.intdigest()
+
+
+def _may_be_ids(value: Any) -> bool:
+    """Return whether an entry may hold ids: integers, texts or bytes."""
+    if _is_array(value):
+        return not str(value.dtype).removeprefix("torch.").startswith(("float", "bfloat", "bool"))
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, int | str | bytes | tuple | np.integer) or hasattr(first, "__index__")
 
 
 def _is_array(value: object) -> bool:

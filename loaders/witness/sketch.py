@@ -12,14 +12,30 @@ from fuelrail.loaders.witness.rows import NAME_BYTES, Hashes, Names, Rows, mix
 LARGE: Final = 2048
 """Cells of each third of a table that names up to about 4,000 rows."""
 
-SMALL: Final = 40
-"""Cells of each third of a table that names up to about 60 rows, and fits into a checkpoint."""
+SMALL: Final = 64
+"""Cells of each third of a table that names up to about 100 rows, and fits into a checkpoint."""
 
 SAMPLE_ROWS: Final = 1024
+STATE_ROWS: Final = 64
+"""Rows of a sample in a checkpoint."""
 
+ROW: Final = np.dtype(
+    [
+        ("hash", "<u8"),
+        ("count", "<i8"),
+        ("digest", "<u8"),
+        ("alike", "<i8"),
+        ("name", f"S{NAME_BYTES}"),
+    ]
+)
+"""A row of a sample: how many times it came, a digest of its content when it came first (0 where
+contents are not compared), and how many of its later contents equal that."""
+
+ALL: Final = 2**64 - 1
 _WORD: Final = np.uint64(0xFFFFFFFF)
 _CHECK: Final = np.uint64(0xD1B54A32D192ED03)
 _FIELDS: Final = 4  # count, two halves of the hash, check
+_MANY: Final = 4096
 
 
 class Surplus(NamedTuple):
@@ -27,7 +43,7 @@ class Surplus(NamedTuple):
 
     Attributes:
         hashes: (rows,).
-        names: (rows, NAME_BYTES or 0).
+        names: (rows,), empty where the table has none.
         times: (rows,), how many times more; negative: fewer.
         is_whole: whether these are all such rows; else the table held too many to name.
         estimate: number of such rows, counted with their times; exact where `is_whole`.
@@ -57,48 +73,47 @@ class Table:
         words = NAME_BYTES // 4 if has_names else 0
         self.cells = np.zeros((3, size, _FIELDS + words), np.int64)
 
-    def add(self, rows: Rows, times: int = 1) -> None:
-        """Add rows, each so many times."""
-        values = self._values(rows.hashes[:, 0], rows.names) * times
-        for third, cells in zip(self.cells, self._cells(rows.hashes[:, 0]), strict=True):
-            np.add.at(third, cells, values)
+    def add(self, rows: Rows) -> None:
+        """Add rows."""
+        hashes = rows.hashes[:, 0]
+        values = self._values(hashes, rows.names)
+        for third, cells in zip(self.cells, self._cells(hashes), strict=True):
+            if len(hashes) < _MANY:
+                np.add.at(third, cells, values)
+                continue
+            for start in range(0, len(hashes), 2**20):  # sums that a float64 holds exactly
+                part = slice(start, start + 2**20)
+                for field in range(values.shape[1]):
+                    sums = np.bincount(cells[part], values[part, field], len(third))
+                    third[:, field] += sums.astype(np.int64)
+
+    def fold(self) -> Table:
+        """Return the table of `SMALL` cells that the same rows have, without names."""
+        table = Table(SMALL)
+        cells = self.cells[:, :, :_FIELDS].reshape(3, -1, SMALL, _FIELDS)
+        table.cells = cells.sum(axis=1)
+        return table
 
     def surplus(self) -> Surplus:
         """Return the rows that this table, a difference of two, holds more or fewer times than 0.
 
         Cells that hold one row alone are read, the row is taken from its other cells, and so on.
         """
+        size = self.cells.shape[1]
         work = Table(1)
         work.cells = self.cells.copy()
-        size = self.cells.shape[1]
-        found_hashes: list[Hashes] = []
-        found_words: list[NDArray[np.int64]] = []
-        found_times: list[NDArray[np.int64]] = []
-        while True:
-            flat = work.cells.reshape(3 * size, -1)
-            hashes, words, times = _read_single_rows(flat, size)
-            if not len(hashes):
-                break
-            found_hashes.append(hashes)
-            found_words.append(words)
-            found_times.append(times)
-            values = work._values(hashes, words.astype(np.uint32).view(np.uint8))
-            values *= times[:, None]
+        found = [work._read_single_rows()]
+        # A table that no rows made may go on without end.
+        while len(found[-1][0]) and sum(len(hashes) for hashes, _, _ in found) <= 3 * size:
+            hashes, names, times = found[-1]
+            values = work._values(hashes, names) * times[:, None]
             for third, cells in zip(work.cells, work._cells(hashes), strict=True):
                 np.subtract.at(third, cells, values)
-        hashes = np.concatenate([np.empty(0, np.uint64), *found_hashes])
-        times = np.concatenate([np.empty(0, np.int64), *found_times])
-        words = np.concatenate(
-            [np.empty((0, self.cells.shape[2] - _FIELDS), np.int64), *found_words]
-        )
+            found.append(work._read_single_rows())
+        hashes, names, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
         is_whole = not work.cells.any()
-        return Surplus(
-            hashes=hashes,
-            names=words.astype(np.uint32).view(np.uint8).reshape(len(hashes), 4 * words.shape[1]),
-            times=times,
-            is_whole=is_whole,
-            estimate=int(np.abs(times).sum()) if is_whole else self._estimate(),
-        )
+        estimate = int(np.abs(times).sum()) if is_whole else self._estimate()
+        return Surplus(hashes, names, times, is_whole=is_whole, estimate=estimate)
 
     def _estimate(self) -> int:
         """Return how many rows the table holds more or fewer times than 0.
@@ -118,68 +133,56 @@ class Table:
         size = np.uint64(self.cells.shape[1])
         return [((hashes >> np.uint64(21 * third)) % size).astype(np.int64) for third in range(3)]
 
-    def _values(self, hashes: Hashes, names: NDArray[np.uint8]) -> NDArray[np.int64]:
-        words = self.cells.shape[2] - _FIELDS
-        values = np.empty((len(hashes), _FIELDS + words), np.int64)
+    def _values(self, hashes: Hashes, names: Names) -> NDArray[np.int64]:
+        values = np.empty((len(hashes), self.cells.shape[2]), np.int64)
         values[:, 0] = 1
         values[:, 1] = hashes >> np.uint64(32)
         values[:, 2] = hashes & _WORD
-        values[:, 3] = _check(hashes)
-        if words:
-            values[:, _FIELDS:] = np.ascontiguousarray(names).view(np.uint32)
+        values[:, 3] = mix(hashes ^ _CHECK) >> np.uint64(32)
+        if values.shape[1] > _FIELDS:
+            values[:, _FIELDS:] = (
+                np.ascontiguousarray(names).view(np.uint32).reshape(len(names), -1)
+            )
         return values
 
-
-def _check(hashes: Hashes) -> NDArray[np.int64]:
-    return (mix(hashes ^ _CHECK) >> np.uint64(32)).astype(np.int64)
-
-
-def _read_single_rows(
-    cells: NDArray[np.int64], size: int
-) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
-    """Return hash, words of the name, and times of each row that is alone in a cell."""
-    places = np.flatnonzero(cells[:, 0])
-    times = cells[places, 0]
-    values, rests = np.divmod(cells[places, 1:], times[:, None])
-    is_single = ~rests.any(axis=1)
-    is_single &= ((values >= 0) & (values <= int(_WORD))).all(axis=1)
-    places, times, values = places[is_single], times[is_single], values[is_single]
-    hashes = (values[:, 0].astype(np.uint64) << np.uint64(32)) | values[:, 1].astype(np.uint64)
-    shifts = np.uint64(21) * (places // size).astype(np.uint64)
-    is_own_cell = (hashes >> shifts) % np.uint64(size) == (places % size).astype(np.uint64)
-    is_row = is_own_cell & (_check(hashes) == values[:, 2])
-    _, first = np.unique(hashes[is_row], return_index=True)
-    chosen = np.flatnonzero(is_row)[first]
-    return hashes[chosen], values[chosen, 3:], times[chosen]
+    def _read_single_rows(self) -> tuple[Hashes, Names, NDArray[np.int64]]:
+        """Return hash, name and times of each row that is alone in a cell."""
+        size = self.cells.shape[1]
+        cells = self.cells.reshape(3 * size, -1)
+        places = np.flatnonzero(cells[:, 0])
+        times = cells[places, 0]
+        with np.errstate(all="ignore"):
+            values, rests = np.divmod(cells[places, 1:], times[:, None])
+        is_single = ~rests.any(axis=1)
+        is_single &= ((values >= 0) & (values <= int(_WORD))).all(axis=1)
+        places, times, values = places[is_single], times[is_single], values[is_single]
+        hashes = (values[:, 0].astype(np.uint64) << np.uint64(32)) | values[:, 1].astype(np.uint64)
+        shifts = np.uint64(21) * (places // size).astype(np.uint64)
+        is_own_cell = (hashes >> shifts) % np.uint64(size) == (places % size).astype(np.uint64)
+        checks = (mix(hashes ^ _CHECK) >> np.uint64(32)).astype(np.int64)
+        places = np.flatnonzero(is_own_cell & (checks == values[:, 2]))
+        places = places[np.unique(hashes[places], return_index=True)[1]]
+        names = np.zeros(len(places), f"S{NAME_BYTES}")
+        if values.shape[1] > _FIELDS - 1:
+            words = np.ascontiguousarray(values[places, _FIELDS - 1 :].astype(np.uint32))
+            names = words.view(f"S{NAME_BYTES}").reshape(-1)
+        return hashes[places], names, times[places]
 
 
 class Sample:
     """The rows with the smallest hashes, each with how many times it came: exact, and at random.
 
     A row that is among the smallest at the end was so whenever it came, so its count misses
-    nothing. The sample is as large as the multiset where that has at most `SAMPLE_ROWS` rows.
+    nothing.
 
     Attributes:
-        hashes: (rows,), ascending.
-        names: (rows, NAME_BYTES or 0).
-        counts: (rows,).
-        digests: (rows,), of a row's content when it came first; 0 where contents are not compared.
-        alike: (rows,), how many of its later contents equal that.
+        rows: (rows,) of `ROW`, by their hashes.
+        limit: rows of larger hashes are not in the sample; `ALL` where all rows are.
     """
 
-    COLUMNS: Final = ("hashes", "names", "counts", "digests", "alike")
-
-    def __init__(self) -> None:
-        self.hashes: Hashes = np.empty(0, np.uint64)
-        self.names: Names = np.empty((0, 0), np.uint8)
-        self.counts: NDArray[np.int64] = np.empty(0, np.int64)
-        self.digests: Hashes = np.empty(0, np.uint64)
-        self.alike: NDArray[np.int64] = np.empty(0, np.int64)
-
-    @property
-    def limit(self) -> int:
-        """Rows of larger hashes are not in the sample."""
-        return int(self.hashes[-1]) if len(self.hashes) >= SAMPLE_ROWS else 2**64 - 1
+    def __init__(self, rows: NDArray[Any] | None = None, limit: int = ALL) -> None:
+        self.rows = np.zeros(0, ROW) if rows is None else rows
+        self.limit = limit
 
     def select(self, hashes: Hashes) -> NDArray[np.int64]:
         """Return which rows of a batch belong into the sample."""
@@ -187,38 +190,35 @@ class Sample:
 
     def add(self, rows: Rows, chosen: NDArray[np.int64], digests: Hashes) -> None:
         """Add the chosen rows of a batch, with digests of their contents."""
-        other = Sample()
-        other.hashes = rows.hashes[chosen, 0]
-        other.names = rows.names[chosen]
-        other.counts = np.ones(len(chosen), np.int64)
-        other.digests = digests
-        other.alike = np.zeros(len(chosen), np.int64)
+        other = Sample(np.zeros(len(chosen), ROW))
+        other.rows["hash"] = rows.hashes[chosen, 0]
+        other.rows["count"] = 1
+        other.rows["digest"] = digests
+        other.rows["name"] = rows.names[chosen]
         self.merge(other)
 
     def merge(self, other: Sample) -> None:
         """Add what another sample holds; above the smaller limit of both, counts are not exact and
         go.
         """
-        if not len(other.hashes):
-            return
-        limit = min(self.limit, other.limit)
-        if not len(self.hashes):
-            self.names = np.empty((0, other.names.shape[1]), np.uint8)
-        both: dict[str, NDArray[Any]] = {
-            name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in self.COLUMNS
-        }
-        order = np.argsort(both["hashes"], kind="stable")
-        hashes = both["hashes"][order]
-        starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
-        group = np.cumsum(np.concatenate([[True], hashes[1:] != hashes[:-1]])) - 1
-        digests = both["digests"][order]
-        is_alike = (digests == digests[starts][group]) & (digests != 0)
-        is_alike[starts] = False
-        alike = both["alike"][order] * (digests == digests[starts][group])
-        is_kept = hashes[starts] <= np.uint64(limit)
-        self.hashes = hashes[starts][is_kept][:SAMPLE_ROWS]
-        self.names = both["names"][order][starts][is_kept][:SAMPLE_ROWS]
-        self.counts = np.add.reduceat(both["counts"][order], starts)[is_kept][:SAMPLE_ROWS]
-        self.digests = digests[starts][is_kept][:SAMPLE_ROWS]
-        self.alike = np.add.reduceat(alike + is_alike, starts)[is_kept][:SAMPLE_ROWS]
+        rows = np.concatenate([self.rows, other.rows])
+        self.limit = min(self.limit, other.limit)
+        rows = rows[rows["hash"] <= np.uint64(self.limit)]
+        rows = rows[np.argsort(rows["hash"], kind="stable")]
+        starts = np.flatnonzero(np.diff(rows["hash"], prepend=~rows["hash"][:1]))
+        self.rows = rows[starts]
+        if len(starts) < len(rows):
+            first = np.repeat(self.rows["digest"], np.diff(starts, append=len(rows)))
+            alike = (rows["digest"] == first) & (first != 0)
+            later = np.ones(len(rows), np.int64)
+            later[starts] = 0
+            self.rows["alike"] = np.add.reduceat(alike * (rows["alike"] + later), starts)
+            self.rows["count"] = np.add.reduceat(rows["count"], starts)
+        self.cut(SAMPLE_ROWS)
+
+    def cut(self, size: int) -> Sample:
+        """Keep the rows with the ``size`` smallest hashes; return the sample."""
+        if len(self.rows) > size:
+            self.rows = self.rows[:size].copy()
+            self.limit = int(self.rows["hash"][-1])
+        return self

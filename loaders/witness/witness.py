@@ -17,6 +17,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -25,11 +27,12 @@ import numpy as np
 
 from fuelrail.loaders.witness.judge import Content, Rules, Tail, WitnessReport, expect, judge
 from fuelrail.loaders.witness.record import (
-    VERSION,
     Epoch,
-    EpochCounter,
+    add_tables,
     decode_record,
-    merge_records,
+    encode_record,
+    merge_epochs,
+    step_of,
 )
 from fuelrail.loaders.witness.rows import Key, read_rows
 from fuelrail.loaders.witness.sketch import LARGE, Table
@@ -39,7 +42,7 @@ from fuelrail.pipeline.storage.files import published, read_regular
 
 OnFault: TypeAlias = Literal["warn", "raise", "ignore"]
 
-_MAX_SUMMARIES: Final = 64
+_MAX_REPORTS: Final = 64
 
 
 class WitnessWarning(UserWarning):
@@ -47,9 +50,36 @@ class WitnessWarning(UserWarning):
 
 
 class Witness:
-    """Iterates as a loader does, and counts the rows that it gives; see :func:`witness`.
+    """Iterates as a loader does, and checks which rows it gives: ``fr.witness(loader)``.
 
-    Attributes of the loader, such as ``dataset`` or ``sampler``, are the witness's too.
+    It takes any loader: torch's, webdataset's, Hugging Face's, Grain's, Fuelrail's. The batches are
+    not changed. At an epoch's end all ranks of torch.distributed compare what they saw, in a
+    process group of their own on gloo; so every rank makes its witness, and iterates to the end.
+    Memory is constant, below 4 MB. Attributes of the loader, such as ``dataset`` or ``sampler``,
+    are the witness's too.
+
+    Args:
+        loader: an iterable of batches.
+        key: gives the ids of the rows of a batch: integers, texts or bytes. None: the batch's entry
+            ``sample_key``, ``__key__``, ``index``, ``idx``, ``id`` or the like, else a digest of
+            each row's content.
+        expected: the rows of an epoch: their number, a list of their ids, a map-style dataset, or
+            the record of an epoch. A number stands for 0, 1, ... where ids are integers. None: the
+            length of the loader's dataset, where it has one.
+        groups: ranks that should see the same rows: a device mesh, whose tensor, pipeline and
+            context axes are such groups, or lists of ranks. None: all ranks differ.
+        content: what else to compare, for up to 1,024 rows: "equal" where a row's content must not
+            change, "random" where it must differ whenever it comes, and between rows. None:
+            contents are not read.
+        tail: "exact": each row once; "pad": the last batch may be filled up; "drop": rows that do
+            not fill it may be left out. None: as the loader says (its ``drop_last``), and several
+            ranks may pad.
+        folder: write a record for each epoch and rank to this folder, for jobs without a process
+            group, and for `fuelrail witness`.
+        on_fault: warn, raise WitnessError on all ranks, or ignore; reports are in ``reports``.
+        timeout_s: seconds that a rank waits for the others at an epoch's end.
+
+    Raises ConfigError for arguments that are not allowed, and for ids that cannot be compared.
     """
 
     def __init__(
@@ -63,6 +93,7 @@ class Witness:
         tail: Tail | None = None,
         folder: str | os.PathLike[str] | None = None,
         on_fault: OnFault = "warn",
+        timeout_s: float = 1800,
     ) -> None:
         for name, value, allowed in (
             ("content", content, (None, "equal", "random")),
@@ -77,22 +108,29 @@ class Witness:
         self.reports: list[WitnessReport] = []
         """Reports of the epochs that ended, the newest last, at most 64."""
         self._key = key
-        self._expected = expected
-        self._content: Content | None = content
-        self._tail: Tail | None = tail
+        self._expected = _length_of(getattr(loader, "dataset", None))
+        if expected is not None:
+            is_list = isinstance(expected, Epoch | int | list | tuple | range)
+            is_list |= hasattr(expected, "dtype") or not hasattr(expected, "__getitem__")
+            self._expected = expected if is_list else len(expected)
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
-        self._group, self._rank, self._world = _process_group()
-        self._groups = _rank_groups(groups, self._world)
-        self._epoch = 0
-        self._counter: EpochCounter | None = None
-        self._is_resumed = False
+        self._group, self._rank, self._world = _process_group(timeout_s)
+        self._rules = Rules(
+            tail=tail,
+            drops=_droppable_rows(loader),
+            shuffles=_shuffles(loader),
+            content=content,
+            groups=_rank_groups(groups, self._world),
+        )
+        self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
-        self._summaries: list[dict[str, Any]] = []
+        self._is_resumed = False
+        self._epoch = self._start(0)
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_resumed:
-            self._counter = None
+            self._epoch = self._start(self._epoch.epoch)
         self._is_resumed = False
         for batch in self.loader:
             self.note(batch)
@@ -109,9 +147,9 @@ class Witness:
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next, to the loader and its sampler too where they take it."""
-        self._epoch = epoch
-        if not self._is_resumed:
-            self._counter = None
+        if epoch != self._epoch.epoch:
+            self._epoch = self._start(epoch)
+            self._is_resumed = False
         for target in (self.loader, getattr(self.loader, "sampler", None)):
             set_epoch = getattr(target, "set_epoch", None)
             if set_epoch is not None:
@@ -120,9 +158,8 @@ class Witness:
 
     def note(self, batch: Any) -> None:
         """Count a batch that came by another way than iterating this object."""
-        if self._counter is None:
-            self._counter = self._new_counter()
-        self._counter.add(batch, read_rows(batch, self._key))
+        rows = read_rows(batch, self._key)
+        self._epoch.add(batch, rows, has_contents=self._rules.content is not None)
 
     def end_epoch(self) -> WitnessReport:
         """Compare what all ranks saw of the epoch that ends, and begin the next one.
@@ -130,19 +167,25 @@ class Witness:
         Every rank calls this, as iterating to the end does. Raises WitnessError for a fault under
         ``on_fault="raise"``.
         """
-        counter = self._counter or self._new_counter()
-        record = counter.record(is_complete=True)
+        record = self._epoch
+        record.is_complete = True
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"epoch{record.epoch:05d}.rank{self._rank:05d}.json"
+            with published(path, sync=False) as file:
+                file.write(msgspec.json.encode(encode_record(record)))
+        self._epoch = self._start(record.epoch + 1)
         records = self._gather(record)
         report = self._judge(records)
-        self._write(record)
         self._previous = records
-        merged = merge_records(records)
-        summary = {"epoch": merged.epoch, "rows": merged.rows, "steps": merged.steps}
-        self._summaries = [*self._summaries, summary][-_MAX_SUMMARIES:]
-        self._counter = None
-        self._epoch = record.epoch + 1
-        self.reports = [*self.reports, report][-_MAX_SUMMARIES:]
-        self._say(report)
+        self.reports = [*self.reports, report][-_MAX_REPORTS:]
+        if report.faults and self._on_fault != "ignore":
+            faults = "; ".join(fault.text for fault in report.faults)
+            text = f"the witness of epoch {report.epoch}: {faults}"
+            if self._on_fault == "raise":
+                raise WitnessError(text)
+            if self._rank == 0:
+                warnings.warn(text, WitnessWarning, stacklevel=3)
         return report
 
     def check(self) -> WitnessReport:
@@ -150,8 +193,7 @@ class Witness:
 
         Before an epoch's end nothing is said about rows that have not come.
         """
-        counter = self._counter or self._new_counter()
-        return self._judge(self._gather(counter.record()))
+        return self._judge(self._gather(self._epoch))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return what this rank saw of the epoch so far, in a few kB of plain values.
@@ -160,15 +202,8 @@ class Witness:
         this. Without it each rank's own state must be saved, or the part of the others is not
         known after a resume.
         """
-        counter = self._counter or self._new_counter()
-        record = counter.record(with_table=False)
-        records = self._gather(record) if gather else [record]
-        merged = merge_records(records)
-        return {
-            "version": VERSION,
-            "epoch": msgspec.to_builtins(merged),
-            "past": list(self._summaries),
-        }
+        state = self._epoch.state()
+        return encode_record(merge_epochs(self._gather(state)).state() if gather else state)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on with the epoch of a state: the next iteration is its rest.
@@ -177,158 +212,64 @@ class Witness:
         states. The number of ranks may have changed. Raises LedgerError for what is not a state.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        records = []
-        for item in states:
-            if item.get("version") != VERSION:
-                raise LedgerError(
-                    f"a witness's state has version {item.get('version')!r}; this program reads "
-                    f"{VERSION}"
-                )
-            records.append(decode_record(item.get("epoch"), "a witness's state"))
-        if not records:
-            raise LedgerError("a list of witness's states is empty")
-        merged = merge_records(records)
-        is_of_all = len(merged.ranks) >= merged.world
-        is_own = merged.ranks == [self._rank] and merged.world == self._world
-        own = Epoch(epoch=merged.epoch, ranks=[self._rank], world=self._world, batches=[0])
+        if not states:
+            raise LedgerError("a list of a witness's states is empty")
+        merged = merge_epochs([decode_record(item, "a witness's state") for item in states]).state()
+        is_own = (merged.ranks, merged.world) == ([self._rank], self._world)
+        is_of_all = len(merged.ranks) == merged.world
         # The part before is counted by one rank: the one that saw it, or the first.
-        if is_own or (is_of_all and self._rank == 0):
-            own = msgspec.structs.replace(
-                merged,
-                ranks=[self._rank],
-                world=self._world,
-                own_rows=0,
-                batches=[max(merged.batches, default=0)],
-            )
-        else:
-            own.batches = [max(merged.batches, default=0)]
-        own.is_known = is_own or is_of_all
-        own.is_from_start = own.is_from_start and merged.rows == 0
-        if len(merged.ranks) != 1 or not is_own:
-            own.sequence = "" if merged.rows == 0 else f"resumed from {merged.sequence or 'ranks'}"
-        self._epoch = merged.epoch
-        self._counter = EpochCounter(own, self._content is not None)
+        own = merged if is_own or (is_of_all and self._rank == 0) else self._start(merged.epoch)
+        own.ranks = [self._rank]
+        own.world = self._world
+        own.batches = [max(merged.batches)]
+        own.own_rows = 0
+        own.is_known = merged.is_known and (is_own or is_of_all)
+        own.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
+        self._epoch = own
         self._is_resumed = True
-        past = states[0].get("past", [])
-        self._summaries = list(past)[-_MAX_SUMMARIES:] if isinstance(past, Sequence) else []
 
-    def _new_counter(self) -> EpochCounter:
-        epoch = Epoch(epoch=self._epoch, ranks=[self._rank], world=self._world, batches=[0])
-        return EpochCounter(epoch, self._content is not None)
+    def _start(self, epoch: int) -> Epoch:
+        return Epoch(epoch=epoch, ranks=[self._rank], world=self._world, batches=[0])
 
     def _judge(self, records: Sequence[Epoch]) -> WitnessReport:
         kind = next((record.kind for record in records if record.kind is not None), None)
-        expected = self._expected
-        if expected is None:
-            expected = _length_of(getattr(self.loader, "dataset", None))
-        elif hasattr(expected, "__len__") and hasattr(expected, "__getitem__"):
-            is_list = isinstance(expected, list | tuple | range) or hasattr(expected, "dtype")
-            expected = expected if is_list else len(expected)
-        rules = Rules(
-            expected=expect(expected, kind),
-            tail=self._tail,
-            drops=_drops(self.loader),
-            shuffles=_shuffles(self.loader),
-            content=self._content,
-            groups=self._groups,
-        )
-        return judge(records, rules, self._previous)
+        if self._rules.expected is None or kind != self._kind:
+            self._rules = self._rules._replace(expected=expect(self._expected, kind))
+            self._kind = kind
+        return judge(records, self._rules, self._previous)
 
     def _gather(self, record: Epoch) -> list[Epoch]:
-        """Return the records of all ranks, in order; the first one has the table of all."""
+        """Return the records of all ranks, in order; the first one has the table of all that
+        count.
+        """
         if self._group is None:
             return [record]
         import torch
         import torch.distributed as dist
 
-        table = record.table
-        record = msgspec.structs.replace(record, table=None)
-        encoded: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(encoded, msgspec.json.encode(record), group=self._group)
-        records = [decode_record(item, "another rank's record") for item in encoded]
-        kinds = {item.kind for item in records if item.kind is not None}
-        if len(kinds) != 1 or not all(item.is_from_start and item.sample for item in records):
-            return records
-        # Of ranks that see the same rows, the first one's count.
-        is_counted = self._groups is None or any(self._rank == group[0] for group in self._groups)
-        cells = Table(LARGE, has_names=kinds != {"integer"}).cells
-        if table is not None and is_counted:
-            cells = np.frombuffer(table, np.int64).reshape(cells.shape).copy()
-        dist.all_reduce(torch.from_numpy(cells), group=self._group)
-        records[0].table = cells.tobytes()
+        own = msgspec.json.encode(encode_record(msgspec.structs.replace(record, table=None)))
+        encoded: list[Any] = [None] * self._world
+        try:
+            dist.all_gather_object(encoded, own, group=self._group)
+            records = [decode_record(item, "another rank's record") for item in encoded]
+            kinds = {item.kind for item in records if item.kind is not None}
+            if len(kinds) == 1:
+                table = Table(LARGE, has_names=kinds == {"text"})
+                groups = self._rules.groups
+                # Of ranks that see the same rows, the first one's count.
+                if groups is None or any(self._rank == group[0] for group in groups):
+                    add_tables(table, record.table)
+                dist.all_reduce(torch.from_numpy(table.cells), group=self._group)
+                records[0].table = table
+        except RuntimeError as error:
+            raise WitnessError(
+                f"the witness of epoch {record.epoch}: another rank did not come to the epoch's "
+                f"end ({' '.join(str(error).split())})"
+            ) from error
         return records
 
-    def _write(self, record: Epoch) -> None:
-        """Write this rank's record of an epoch for jobs without a process group."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"epoch{record.epoch:05d}.rank{self._rank:05d}.json"
-        with published(path, sync=False) as file:
-            file.write(msgspec.json.encode(record))
 
-    def _say(self, report: WitnessReport) -> None:
-        if not report.faults or self._on_fault == "ignore":
-            return
-        text = f"the witness of epoch {report.epoch}: " + "; ".join(
-            fault.text for fault in report.faults
-        )
-        if self._on_fault == "raise":
-            raise WitnessError(text)
-        if self._rank == 0:
-            warnings.warn(text, WitnessWarning, stacklevel=4)
-
-
-def witness(
-    loader: Iterable[Any],
-    *,
-    key: Key | None = None,
-    expected: Any = None,
-    groups: Any = None,
-    content: Content | None = None,
-    tail: Tail | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    on_fault: OnFault = "warn",
-) -> Witness:
-    """Return an iterable that gives a loader's batches and checks which rows they hold.
-
-    It takes any loader: torch's, webdataset's, Hugging Face's, Grain's, Fuelrail's. The batches are
-    not changed. At an epoch's end all ranks of torch.distributed compare what they saw, in a
-    process group of their own on gloo; so every rank makes its witness, and iterates to the end.
-    Memory is constant, below 4 MB.
-
-    Args:
-        loader: an iterable of batches.
-        key: gives the ids of the rows of a batch: integers, texts or bytes. None: the batch's entry
-            ``sample_key``, ``__key__``, ``index``, ``idx``, ``id`` or the like, else a digest of
-            each row's tensors.
-        expected: the rows of an epoch: their number, a list of their ids, a map-style dataset, or
-            the record of an epoch. A number stands for 0, 1, ... where ids are integers. None: the
-            length of the loader's dataset, where it has one.
-        groups: ranks that should see the same rows: a device mesh, whose tensor, pipeline and
-            context axes are such groups, or lists of ranks. None: all ranks differ.
-        content: what else to compare, for up to 1,024 rows: "equal" where a row's content must not
-            change, "random" where it must differ whenever it comes, and between rows. None:
-            contents are not read.
-        tail: "exact": each row once; "pad": the last batch may be filled up; "drop": rows that do
-            not fill it may be left out. None: as the loader says (its ``drop_last``), and several
-            ranks may pad.
-        folder: write a record for each epoch and rank to this folder, for jobs without a process
-            group, and for `fuelrail witness`.
-        on_fault: warn, raise WitnessError on all ranks, or ignore; reports are in ``reports``.
-
-    Raises ConfigError for arguments that are not allowed, and for ids that cannot be compared.
-    """
-    return Witness(
-        loader,
-        key=key,
-        expected=expected,
-        groups=groups,
-        content=content,
-        tail=tail,
-        folder=folder,
-        on_fault=on_fault,
-    )
+witness = Witness
 
 
 def check_records(
@@ -353,7 +294,7 @@ def read_records(folder: str | os.PathLike[str]) -> list[list[Epoch]]:
     by_epoch: dict[int, list[Epoch]] = {}
     paths = sorted(Path(folder).glob("epoch*.rank*.json"))
     if not paths:
-        raise LedgerError(f"'{folder}' holds no witness's records (epoch*.rank*.json)")
+        raise LedgerError(f"'{folder}' holds no records of a witness (epoch*.rank*.json)")
     for path in paths:
         try:
             data = read_regular(path, WITNESS)
@@ -362,60 +303,64 @@ def read_records(folder: str | os.PathLike[str]) -> list[list[Epoch]]:
         record = decode_record(data, f"'{path}'")
         by_epoch.setdefault(record.epoch, []).append(record)
     for epoch, records in by_epoch.items():
-        ranks = sorted(rank for record in records for rank in record.ranks)
-        if ranks != list(range(records[0].world)):
+        records.sort(key=lambda record: record.ranks)
+        ranks = [rank for record in records for rank in record.ranks]
+        if len(ranks) != records[0].world or ranks != list(range(len(records))):
             raise LedgerError(
-                f"'{folder}' has records of ranks {ranks} of {records[0].world} for epoch {epoch}"
+                f"'{folder}' has records of ranks {ranks[:64]} of {records[0].world} for epoch "
+                f"{epoch}; one of each rank is needed"
             )
     return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
 def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
-    """Return a sentence for each epoch of two runs: whether the same rows came at the same steps.
+    """Return a sentence for each epoch in which two runs differ: other rows, or at other steps.
 
     The number of ranks may differ, where it divides the global batch. Raises LedgerError.
     """
     lines = []
-    there = {records[0].epoch: merge_records(records) for records in read_records(other)}
-    for records in read_records(folder):
-        run = merge_records(records)
-        reference = there.get(run.epoch)
-        if reference is None:
-            lines.append(f"epoch {run.epoch}: only in '{folder}'")
-        elif run.steps == reference.steps and run.rows == reference.rows:
-            lines.append(f"epoch {run.epoch}: the same {run.rows:,} rows at the same steps")
-        else:
-            marks = {step: (first, second) for step, first, second in reference.marks}
-            equal = [step for step, *sums in run.marks if marks.get(step) == tuple(sums)]
-            rows = "the same rows" if run.sums == reference.sums else "other rows"
-            lines.append(
-                f"epoch {run.epoch}: {rows}, equal up to step {max(equal, default=0)}, then "
-                f"different ({run.rows:,} rows, and {reference.rows:,})"
-            )
+    places = (folder, other)
+    runs = [
+        {item.epoch: item for item in map(merge_epochs, read_records(place))} for place in places
+    ]
+    for epoch in sorted({*runs[0], *runs[1]}):
+        run, reference = runs[0].get(epoch), runs[1].get(epoch)
+        if run is None or reference is None:
+            lines.append(f"epoch {epoch}: only in '{other if run is None else folder}'")
+            continue
+        sides = zip_longest(run.steps, reference.steps, fillvalue=0)
+        place = next((place for place, (a, b) in enumerate(sides) if a != b), None)
+        if place is None and run.rows == reference.rows:
+            continue
+        rows = "the same rows" if run.sums == reference.sums else "other rows"
+        equal = "from the start" if not place else f"after {step_of(place):,} equal steps or more"
+        lines.append(
+            f"epoch {epoch}: {rows}, in another order {equal} ({run.rows:,} rows, and "
+            f"{reference.rows:,})"
+        )
     return lines
 
 
-def _process_group() -> tuple[Any, int, int]:
+def _process_group(timeout_s: float) -> tuple[Any, int, int]:
     """Return a gloo group of all ranks, or None without torch.distributed; rank; and their number.
 
     The group is the witness's own, so that no collective of the training can be mistaken for one
     of its.
     """
     torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
-        dist = torch.distributed
-        group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    dist = None if torch is None else torch.distributed
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        group = None
+        if dist.get_world_size() > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return group, dist.get_rank(), dist.get_world_size()
-    try:
-        return None, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError as error:
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise ConfigError(
-            f"RANK and WORLD_SIZE in the environment must be integers: {error}"
-        ) from error
+            f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the rank "
+            "from 0 and below the size"
+        )
+    return None, int(rank), int(world)
 
 
 def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
@@ -425,12 +370,10 @@ def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
     if hasattr(groups, "mesh_dim_names"):
         from fuelrail.loaders.distributed import DATA_AXES
 
-        names = groups.mesh_dim_names or ()
-        mesh = groups.mesh
-        data = [axis for axis, name in enumerate(names) if name in DATA_AXES]
-        model = [axis for axis in range(mesh.ndim) if axis not in data]
-        ranks = mesh.permute(*data, *model).reshape(-1, *(mesh.shape[axis] for axis in model))
-        return [group.reshape(-1).tolist() for group in ranks]
+        names = groups.mesh_dim_names or ("dp",)
+        axes = sorted(range(len(names)), key=lambda axis: names[axis] not in DATA_AXES)
+        size = np.prod([groups.mesh.shape[axis] for axis in axes if names[axis] not in DATA_AXES])
+        groups = groups.mesh.permute(*axes).reshape(-1, int(size)).tolist()
     listed = [[int(rank) for rank in group] for group in groups]
     if sorted(rank for group in listed for rank in group) != list(range(world)):
         raise ConfigError(f"groups={listed} must hold each of the {world} ranks once")
@@ -446,15 +389,20 @@ def _length_of(dataset: Any) -> int | None:
         return None
 
 
-def _drops(loader: Any) -> bool:
-    """Return whether a loader or its sampler leaves out rows that do not fill the last batch."""
-    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return any(getattr(part, "drop_last", False) is True for part in parts)
+def _droppable_rows(loader: Any) -> int:
+    """Return how many rows a loader says that it may leave out: those that do not fill a batch, of
+    a dataset without length in each worker.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), sampler)
+    if not any(getattr(part, "drop_last", False) is True for part in parts):
+        return 0
+    batch = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
+    places = 1 if sampler is not None else max(getattr(loader, "num_workers", 0), 1)
+    return int(batch) * places
 
 
 def _shuffles(loader: Any) -> bool:
     """Return whether a loader's sampler shuffles."""
     sampler = getattr(loader, "sampler", None)
-    if getattr(sampler, "shuffle", None) is True:
-        return True
-    return type(sampler).__name__ == "RandomSampler"
+    return getattr(sampler, "shuffle", False) is True or type(sampler).__name__ == "RandomSampler"
