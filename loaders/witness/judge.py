@@ -162,7 +162,9 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
     counted = list(records)
     if rules.groups is not None:
         by_rank = {record.ranks[0]: record for record in records}
-        counted = [by_rank[group[0]] for group in rules.groups]
+        present = [[rank for rank in group if rank in by_rank] for group in rules.groups]
+        rules = rules._replace(groups=[group for group in present if group])
+        counted = [by_rank[group[0]] for group in rules.groups or ()]
     total = merge_epochs(counted)
     total.is_complete = all(record.is_complete for record in records)
     findings: list[Fault | str] = []
@@ -212,7 +214,7 @@ def _compare_ranks(
         yield Fault("uneven", text, count=len(ranks), ranks=ranks)
     by_sums = defaultdict(list)
     for record in counted:
-        if record.own_rows == record.rows > 0:
+        if record.own_rows == record.rows > 1:
             by_sums[record.sums].append(record)
     for equal in by_sums.values():
         if len(equal) > 1:
@@ -328,7 +330,9 @@ def _subtract(total: Epoch, expected: Epoch) -> _Difference:
     repeated = int(surplus.times[surplus.times > 0].sum())
     if surplus.is_whole:
         return _Difference(*surplus[:3], repeated, repeated - net)
-    repeated = max((surplus.estimate + net) // 2, net, 0)
+    repeated = max(net, 0)
+    if surplus.estimate - abs(net) > surplus.estimate // 20:  # more than the estimate's error
+        repeated = max((surplus.estimate + net) // 2, repeated)
     return _Difference(*(column[:0] for column in surplus[:3]), repeated, repeated - net, False)
 
 
@@ -365,7 +369,7 @@ def _may_be_padding(
     batch = max(ranks * total.largest_batch, 1)
     if not found.is_exact:  # by as many rows of a sample as a batch may have
         share = SAMPLE_ROWS / max(total.rows, 1)
-        return bool(found.times.sum() <= 4 + 4 * batch * share)
+        return 0 < found.times.sum() <= 4 + 4 * batch * share
     size = total.rows - found.repeated + max(found.missing, 0)
     return found.repeated in (-size % ranks, -size % batch)
 
