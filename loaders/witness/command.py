@@ -18,8 +18,8 @@ class CheckOptions(PrintOptions, frozen=True, kw_only=True):
 
     expected: Annotated[NotNegative | None, flag("rows of an epoch (default: not known)")] = None
     tail: Annotated[
-        Literal["exact", "pad", "drop"] | None,
-        flag("whether the last batch may be filled up, or left out (default: ranks may fill up)"),
+        Literal["exact", "pad", "drop", "repeat"] | None,
+        flag("what may happen to rows that fill no batch (default: ranks may fill it up)"),
     ] = None
 
 

@@ -16,7 +16,7 @@ from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Sample, Tab
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
 
-Tail: TypeAlias = Literal["exact", "pad", "drop"]
+Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
 Content: TypeAlias = Literal["equal", "random"]
 
 MAX_NAMED: Final = 1000
@@ -134,9 +134,11 @@ class Rules(NamedTuple):
     Attributes:
         expected: the rows it should have.
         tail: "exact": each row once; "pad": the last batch may be filled up with rows that came
-            already; "drop": rows that do not fill the last batch may be left out; None: as the
-            loader and the number of ranks imply.
+            already; "drop": rows that do not fill the last batch may be left out; "repeat": rows
+            may come again and be left out anywhere; None: as the loader and the number of ranks
+            imply.
         drops: how many rows each rank's loader says that it may leave out.
+        pads: whether the loader is known to fill up the last batch, on one rank too.
         shuffles: whether the loader says that it shuffles.
         content: "equal": a row's content is the same whenever it comes; "random": it never is;
             None: contents are not compared.
@@ -146,6 +148,7 @@ class Rules(NamedTuple):
     expected: Expected | None = None
     tail: Tail | None = None
     drops: int = 0
+    pads: bool = False
     shuffles: bool = False
     content: Content | None = None
     groups: Sequence[Sequence[int]] | None = None
@@ -173,7 +176,8 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
         findings.append(Fault("keys", f"ids are of several kinds: {', '.join(kinds)}"))
     else:
         findings += _compare_ranks(records, counted, rules, is_complete=total.is_complete)
-        findings += _compare_rows(counted, total, rules)
+        if rules.tail != "repeat":
+            findings += _compare_rows(counted, total, rules)
         findings += _compare_orders(records, previous, rules)
         if rules.content is not None:
             before = merge_epochs(previous).sample if previous else Sample()
@@ -291,8 +295,8 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     if repeated and not foreign and _may_be_padding(counted, total, rules, found):
         yield f"{_rows_text(repeated_names, repeated)} came again to fill the last batch"
         repeated = 0
-    drops = rules.drops * (rules.tail is None)
-    if rules.tail == "drop":
+    drops = 0
+    if rules.tail == "drop" or (rules.drops and rules.tail is None):
         drops = max(rules.drops, total.largest_batch)
     if missing <= len(counted) * drops and missing > 0 == repeated == foreign:
         yield f"{_rows_text(missing_names, missing)} did not fill a batch and were left out"
@@ -361,7 +365,7 @@ def _may_be_padding(
     all ranks then have as many rows.
     """
     ranks = len(counted)
-    is_allowed = rules.tail == "pad" or (rules.tail is None and ranks > 1)
+    is_allowed = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
     if not (is_allowed and total.is_complete):
         return False
     if len({record.own_rows for record in counted}) > 1:

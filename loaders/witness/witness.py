@@ -65,15 +65,16 @@ class Witness:
             each row's content.
         expected: the rows of an epoch: their number, a list of their ids, a map-style dataset, or
             the record of an epoch. A number stands for 0, 1, ... where ids are integers. None: the
-            length of the loader's dataset, where it has one.
+            length of the loader's dataset, where torch's or Accelerate's samplers draw each row of it.
         groups: ranks that should see the same rows: a device mesh, whose tensor, pipeline and
             context axes are such groups, or lists of ranks. None: all ranks differ.
         content: what else to compare, for up to 1,024 rows: "equal" where a row's content must not
             change, "random" where it must differ whenever it comes, and between rows. None:
             contents are not read.
         tail: "exact": each row once; "pad": the last batch may be filled up; "drop": rows that do
-            not fill it may be left out. None: as the loader says (its ``drop_last``), and several
-            ranks may pad.
+            not fill it may be left out; "repeat": rows may come again and be left out anywhere, as
+            weights have it. None: as the loader and its sampler say (``drop_last``,
+            ``replacement``), and several ranks may pad.
         folder: write a record for each epoch and rank to this folder, for jobs without a process
             group, and for `fuelrail witness`.
         on_fault: warn, raise WitnessError on all ranks, or ignore; reports are in ``reports``.
@@ -97,7 +98,7 @@ class Witness:
     ) -> None:
         for name, value, allowed in (
             ("content", content, (None, "equal", "random")),
-            ("tail", tail, (None, "exact", "pad", "drop")),
+            ("tail", tail, (None, "exact", "pad", "drop", "repeat")),
             ("on_fault", on_fault, ("warn", "raise", "ignore")),
         ):
             if value not in allowed:
@@ -108,7 +109,7 @@ class Witness:
         self.reports: list[WitnessReport] = []
         """Reports of the epochs that ended, the newest last, at most 64."""
         self._key = key
-        self._expected = _length_of(getattr(loader, "dataset", None))
+        self._expected = _expected_rows(loader)
         if expected is not None:
             is_list = isinstance(expected, Epoch | int | list | tuple | range)
             is_list |= hasattr(expected, "dtype") or not hasattr(expected, "__getitem__")
@@ -116,9 +117,15 @@ class Witness:
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
         self._group, self._rank, self._world = _process_group(timeout_s)
+        sampler = getattr(loader, "sampler", None)
+        if getattr(sampler, "replacement", False) is True:
+            tail = tail or "repeat"
+        parts = (loader, sampler, getattr(loader, "batch_sampler", None))
+        is_ours = any(type(part).__module__.startswith("fuelrail.") for part in parts)
         self._rules = Rules(
             tail=tail,
-            drops=_droppable_rows(loader),
+            drops=1 if is_ours else _droppable_rows(loader),
+            pads=is_ours,
             shuffles=_shuffles(loader),
             content=content,
             groups=_rank_groups(groups, self._world),
@@ -217,15 +224,20 @@ class Witness:
         merged = merge_epochs([decode_record(item, "a witness's state") for item in states]).state()
         is_own = (merged.ranks, merged.world) == ([self._rank], self._world)
         is_of_all = len(merged.ranks) == merged.world
+        # A batch over all ranks has as many rows as before.
+        largest_batch = -(-merged.largest_batch * merged.world // self._world)
         # The part before is counted by one rank: the one that saw it, or the first.
         own = merged if is_own or (is_of_all and self._rank == 0) else self._start(merged.epoch)
         own.ranks = [self._rank]
         own.world = self._world
         own.batches = [max(merged.batches)]
         own.own_rows = 0
+        own.largest_batch = largest_batch
         own.is_known = merged.is_known and (is_own or is_of_all)
         own.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
-        self._epoch = own
+        expected = expect(self._expected, None)
+        is_over = is_of_all and expected is not None and merged.rows >= expected.record.rows
+        self._epoch = self._start(merged.epoch + 1) if is_over else own
         self._is_resumed = True
 
     def _start(self, epoch: int) -> Epoch:
@@ -382,13 +394,22 @@ def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
     return listed
 
 
-def _length_of(dataset: Any) -> int | None:
-    if not hasattr(dataset, "__getitem__"):
+def _expected_rows(loader: Any) -> int | None:
+    """Return the length of a loader's dataset where its sampler draws each row once."""
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(
+        batches, "batch_sampler", batches
+    )  # Accelerate's are around that of all ranks
+    sampler = getattr(batches, "sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    names = ("SequentialSampler", "RandomSampler", "SeedableRandomSampler", "DistributedSampler")
+    if type(sampler).__name__ not in names or not hasattr(dataset, "__getitem__"):
         return None
-    try:
-        return len(dataset)
-    except TypeError:
+    if getattr(sampler, "replacement", False):
         return None
+    size = len(dataset)
+    ranks = getattr(sampler, "num_replicas", 1)
+    return size if abs(len(sampler) * ranks - size) < ranks else None
 
 
 def _droppable_rows(loader: Any) -> int:
