@@ -335,7 +335,8 @@ def _subtract(total: Epoch, expected: Epoch) -> _Difference:
     if surplus.is_whole:
         return _Difference(*surplus[:3], repeated, repeated - net)
     repeated = max(net, 0)
-    if surplus.estimate - abs(net) > surplus.estimate // 20:  # more than the estimate's error
+    error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
+    if surplus.estimate - abs(net) > error:
         repeated = max((surplus.estimate + net) // 2, repeated)
     return _Difference(*(column[:0] for column in surplus[:3]), repeated, repeated - net, False)
 
