@@ -26,7 +26,7 @@ def watch_lightning(**options: Any) -> Any:
 
     Its attribute ``witness`` has the reports.
     """
-    with needs("watch_lightning", "lightning"):
+    with needs("watch_lightning", "fuelrail[trainers]"):
         try:
             from lightning.pytorch import Callback
         except ImportError:
@@ -38,7 +38,7 @@ def watch_lightning(**options: Any) -> Any:
 
         def on_train_start(self, *_: Any) -> None:
             self.witness = Witness((), **options)
-            if self.state is not None:
+            if self.state:
                 self.witness.load_state_dict(self.state)
 
         def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
@@ -51,7 +51,7 @@ def watch_lightning(**options: Any) -> Any:
             self.witness.end_epoch()
 
         def state_dict(self) -> dict[str, Any]:
-            return self.witness.state_dict(gather=True)
+            return self.witness.state_dict(gather=True) if hasattr(self, "witness") else {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.state = state_dict
@@ -65,7 +65,7 @@ def watch_transformers(**options: Any) -> Any:
     That is without the columns that the Trainer removes, so rows are known by their content, unless
     ``key`` finds ids among the model's arguments. Its attribute ``witness`` has the reports.
     """
-    with needs("watch_transformers", "transformers"):
+    with needs("watch_transformers", "fuelrail[trainers]"):
         from transformers import TrainerCallback
 
     class TransformersWitness(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -85,7 +85,7 @@ def watch_transformers(**options: Any) -> Any:
                 self.witness.note(named or inputs[0])
 
         def on_epoch_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            self.witness.set_epoch(int(state.epoch or 0))
+            self.witness.set_epoch(int((state.epoch or 0) + 1e-3))
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
             self.witness.end_epoch()

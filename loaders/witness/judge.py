@@ -8,11 +8,10 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.record import Epoch, add_sums, merge_epochs
-from fuelrail.loaders.witness.rows import Hashes, Names, id_rows, row_names
-from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Sample, Table
+from fuelrail.loaders.witness.rows import id_rows, row_names
+from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, CountedRows, Surplus, Table
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
 
@@ -22,6 +21,11 @@ Content: TypeAlias = Literal["equal", "random"]
 MAX_NAMED: Final = 1000
 _CHUNK: Final = 1 << 18
 _SHOWN: Final = 5
+_SAID: Final = {
+    "missing": "never came",
+    "repeated": "came again",
+    "unexpected": "should not be there",
+}
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -180,7 +184,7 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
             findings += _compare_rows(counted, total, rules)
         findings += _compare_orders(records, previous, rules)
         if rules.content is not None:
-            before = merge_epochs(previous).sample if previous else Sample()
+            before = merge_epochs(previous).sample if previous else CountedRows()
             findings += _compare_contents(total, before, rules.content)
             findings += _compare_noise(counted, total) if rules.content == "random" else []
     return WitnessReport(
@@ -232,24 +236,6 @@ def _compare_ranks(
             yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
 
 
-class _Difference(NamedTuple):
-    """Rows that came more or fewer times than they should.
-
-    Attributes:
-        hashes, names, times: of those that are known, as in `Surplus`.
-        repeated: how many times rows came again.
-        missing: how many rows never came; below 0: how many should not be there.
-        is_exact: whether these numbers are no estimates.
-    """
-
-    hashes: Hashes
-    names: Names
-    times: NDArray[np.int64]
-    repeated: int
-    missing: int
-    is_exact: bool = True
-
-
 def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
     """Find rows that came twice or never."""
     expected = None if rules.expected is None else rules.expected.record
@@ -266,117 +252,117 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     if expected is not None and has_ids and total.is_complete:
         if (total.rows, total.sums) == (expected.rows, expected.sums):
             return
-        found = _subtract(total, expected)
+        surplus, error = _subtract(total, expected)
+        net = total.rows - expected.rows
+        repeated = int(surplus.times[surplus.times > 0].sum()) if surplus.is_whole else max(net, 0)
+        if not surplus.is_whole and surplus.estimate - abs(net) > error:
+            repeated = max((surplus.estimate + net) // 2, repeated)
+        missing = repeated - net
     else:
-        found = _count_sample(total, expected)
+        surplus = _count_sample(total)
+        repeated = surplus.estimate
+        missing = 0
+        if expected is not None and total.is_complete and (surplus.is_whole or not repeated):
+            missing = expected.rows - total.rows + repeated
     kind = total.kind or (expected.kind if expected is not None else None)
-    names = row_names(kind, found.hashes, found.names)
+    names = row_names(kind, surplus.hashes, surplus.names)
+    is_more = surplus.times > 0
     is_listed = np.ones(len(names), bool)
-    if rules.expected is not None and isinstance(rules.expected.ids, range):
-        size = len(rules.expected.ids)
-        is_listed = np.array([isinstance(name, int) and 0 <= name < size for name in names], bool)
-    elif rules.expected is not None and rules.expected.ids is not None and len(names):
-        hashes = id_rows(rules.expected.ids).hashes[:, 0]
-        places = {
-            int(hashes[place]): place for place in np.flatnonzero(np.isin(hashes, found.hashes))
-        }
-        is_listed = np.isin(found.hashes, hashes)
-        for place, digest in enumerate(found.hashes.tolist()):
-            if kind == "text" and digest in places:
-                identity = rules.expected.ids[places[digest]]
-                names[place] = identity if isinstance(identity, str) else str(identity)
-    is_again = (found.times > 0) & is_listed
-    is_foreign = (found.times > 0) & ~is_listed
-    foreign = int(found.times[is_foreign].sum()) + max(-found.missing, 0)
-    repeated = found.repeated - int(found.times[is_foreign].sum())
-    missing = max(found.missing, 0)
-    missing_names = [names[place] for place in np.flatnonzero(found.times < 0)]
-    repeated_names = [names[place] for place in np.flatnonzero(is_again)]
-    if repeated and not foreign and _may_be_padding(counted, total, rules, found):
-        yield f"{_rows_text(repeated_names, repeated)} came again to fill the last batch"
+    ids = None if rules.expected is None else rules.expected.ids
+    if isinstance(ids, range):
+        is_listed = np.array([name in ids for name in names], bool)
+    elif ids is not None and len(names):
+        hashes = id_rows(ids).hashes[:, 0]
+        is_listed = np.isin(surplus.hashes, hashes)
+        places = np.flatnonzero(np.isin(hashes, surplus.hashes)).tolist()
+        texts = {int(hashes[place]): str(ids[place]) for place in places if kind == "text"}
+        pairs = zip(surplus.hashes.tolist(), names, strict=True)
+        names = [texts.get(digest, name) for digest, name in pairs]
+    foreign = int(surplus.times[is_more & ~is_listed].sum())
+    repeated -= foreign
+    foreign += max(-missing, 0)
+    missing = max(missing, 0)
+    masks = {
+        "missing": surplus.times < 0,
+        "repeated": is_more & is_listed,
+        "unexpected": is_more & ~is_listed,
+    }
+    rows = {
+        fault: [names[place] for place in np.flatnonzero(mask)] for fault, mask in masks.items()
+    }
+    size = total.rows - repeated + missing
+    if not foreign and _may_be_padding(counted, total, rules, surplus, size):
+        yield f"{_rows_text(rows['repeated'], repeated)} came again to fill the last batch"
         repeated = 0
     drops = 0
     if rules.tail == "drop" or (rules.drops and rules.tail is None):
         drops = max(rules.drops, total.largest_batch)
     if missing <= len(counted) * drops and missing > 0 == repeated == foreign:
-        yield f"{_rows_text(missing_names, missing)} did not fill a batch and were left out"
+        yield f"{_rows_text(rows['missing'], missing)} did not fill a batch and were left out"
         return
-    about = "" if found.is_exact else "about "
-    for fault, mask, count, said in (
-        ("missing", found.times < 0, missing, "never came"),
-        ("repeated", is_again, repeated, "came again"),
-        ("unexpected", is_foreign, foreign, "should not be there"),
-    ):
+    counts = {"missing": missing, "repeated": repeated, "unexpected": foreign}
+    for fault, count in counts.items():
         if not count:
             continue
-        rows = [names[place] for place in np.flatnonzero(mask)]
-        ranks = _ranks_with(counted, found.hashes[mask])
-        where = f", on {_ranks_text(ranks)}" if ranks else ""
-        text = f"{about}{_rows_text(rows, count)} {said}{where}"
-        before = total.rows - total.own_rows
-        if fault == "repeated" and count >= before > 0:
+        hashes = surplus.hashes[masks[fault]]
+        ranks = [
+            item.ranks[0] for item in counted if np.isin(item.sample.rows["hash"], hashes).any()
+        ]
+        about = "" if surplus.is_whole else "about "
+        text = f"{about}{_rows_text(rows[fault], count)} {_SAID[fault]}"
+        text += f", on {_ranks_text(ranks)}" if ranks else ""
+        if fault == "repeated" and count >= total.rows - total.own_rows > 0:
             text += "; as many came before the resume, so it may have started over"
-        yield Fault(fault, text, count=count, rows=rows[:MAX_NAMED], ranks=ranks)
+        yield Fault(fault, text, count=count, rows=rows[fault][:MAX_NAMED], ranks=ranks)
 
 
-def _subtract(total: Epoch, expected: Epoch) -> _Difference:
-    """Compare an epoch with the rows that are expected, by their tables."""
-    is_large = total.before is None and expected.before is None and expected.table is not None
-    difference = Table(LARGE)
-    if is_large and expected.table is not None:
-        difference.cells = -expected.table.cells
-        if total.table is not None:
-            difference.cells += total.table.cells
-    else:
-        difference.cells = total.fold().cells - expected.fold().cells
+def _subtract(total: Epoch, expected: Epoch) -> tuple[Surplus, float]:
+    """Compare an epoch with the rows that are expected, by their tables; return the error of an
+    estimate too.
+    """
+    tables = [expected.table, total.table]
+    if total.before or expected.before or expected.table is None:
+        tables = [expected.fold(), total.fold()]
+    difference = Table(1)
+    difference.cells = -tables[0].cells if tables[0] is not None else difference.cells
+    if tables[1] is not None:
+        difference.cells += tables[1].cells
     surplus = difference.surplus()
-    net = total.rows - expected.rows
-    repeated = int(surplus.times[surplus.times > 0].sum())
-    if surplus.is_whole:
-        return _Difference(*surplus[:3], repeated, repeated - net)
-    repeated = max(net, 0)
-    error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
-    if surplus.estimate - abs(net) > error:
-        repeated = max((surplus.estimate + net) // 2, repeated)
-    return _Difference(*(column[:0] for column in surplus[:3]), repeated, repeated - net, False)
+    return surplus, 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
 
 
-def _count_sample(total: Epoch, expected: Epoch | None) -> _Difference:
+def _count_sample(total: Epoch) -> Surplus:
     """Find rows that came again by the samples of all ranks, where no list of rows is known."""
     sample = total.sample
     rows = sample.rows[sample.rows["count"] > 1]
-    repeated = int((rows["count"] - 1).sum())
-    is_all = sample.limit == ALL
-    if not is_all:
+    times = rows["count"] - 1
+    repeated = int(times.sum())
+    if sample.limit < ALL:
         share = repeated / max(int(sample.rows["count"].sum()), 1)
         repeated = round(share * total.rows)
-    missing = 0
-    if expected is not None and total.is_complete and (is_all or not repeated):
-        missing = expected.rows - total.rows + repeated
-    times = rows["count"] - 1
-    return _Difference(rows["hash"], rows["name"], times, repeated, missing, is_all)
+    is_whole = sample.limit == ALL
+    return Surplus(rows["hash"], rows["name"], times, is_whole=is_whole, estimate=repeated)
 
 
 def _may_be_padding(
-    counted: Sequence[Epoch], total: Epoch, rules: Rules, found: _Difference
+    counted: Sequence[Epoch], total: Epoch, rules: Rules, surplus: Surplus, size: int
 ) -> bool:
     """Return whether rows that came again are those that make ranks or batches equally long.
 
     torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
-    all ranks then have as many rows.
+    all ranks then have as many rows. ``size``: number of different rows, with those that are missing.
     """
     ranks = len(counted)
+    repeated = int(surplus.times[surplus.times > 0].sum())
     is_allowed = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
-    if not (is_allowed and total.is_complete):
-        return False
-    if len({record.own_rows for record in counted}) > 1:
+    is_even = len({record.own_rows for record in counted}) == 1
+    if not (repeated and is_allowed and is_even and total.is_complete):
         return False
     batch = max(ranks * total.largest_batch, 1)
-    if not found.is_exact:  # by as many rows of a sample as a batch may have
-        share = SAMPLE_ROWS / max(total.rows, 1)
-        return 0 < found.times.sum() <= 4 + 4 * batch * share
-    size = total.rows - found.repeated + max(found.missing, 0)
-    return found.repeated in (-size % ranks, -size % batch)
+    if surplus.is_whole:
+        return repeated in (-size % ranks, -size % batch)
+    # By as many rows of a sample as a batch may have.
+    return repeated <= 4 + 4 * batch * SAMPLE_ROWS / max(total.rows, 1)
 
 
 def _compare_orders(
@@ -397,7 +383,7 @@ def _compare_orders(
         yield Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text
 
 
-def _compare_contents(total: Epoch, before: Sample, content: Content) -> Iterator[Fault]:
+def _compare_contents(total: Epoch, before: CountedRows, content: Content) -> Iterator[Fault]:
     """Compare contents of the rows in the samples, within the epoch and with the one before."""
     rows = total.sample.rows
     _, here, there = np.intersect1d(rows["hash"], before.rows["hash"], return_indices=True)
@@ -437,13 +423,6 @@ def _compare_noise(counted: Sequence[Epoch], total: Epoch) -> Iterator[Fault]:
             "other rows: each worker and rank needs a seed of its own"
         )
         yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
-
-
-def _ranks_with(counted: Sequence[Epoch], hashes: Hashes) -> list[int]:
-    """Return the ranks whose samples hold some of these rows."""
-    return sorted(
-        record.ranks[0] for record in counted if np.isin(record.sample.rows["hash"], hashes).any()
-    )
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

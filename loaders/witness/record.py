@@ -22,7 +22,7 @@ from fuelrail.loaders.witness.sketch import (
     SAMPLE_ROWS,
     SMALL,
     STATE_ROWS,
-    Sample,
+    CountedRows,
     Table,
 )
 from fuelrail.pipeline.errors import ConfigError, LedgerError
@@ -79,7 +79,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
     is_known: bool = True
     table: Table | None = None
     before: Table | None = None
-    sample: Sample = msgspec.field(default_factory=Sample)
+    sample: CountedRows = msgspec.field(default_factory=CountedRows)
     noise: dict[str, dict[int, int]] = {}
     version: int = VERSION
 
@@ -145,7 +145,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
     def state(self) -> Epoch:
         """Return a copy that takes a few kB."""
         state = msgspec.structs.replace(self, table=None, before=self.fold(), noise={})
-        state.sample = Sample(self.sample.rows, self.sample.limit).cut(STATE_ROWS)
+        state.sample = CountedRows(self.sample.rows, self.sample.limit).cut(STATE_ROWS)
         return copy.deepcopy(state)
 
 
@@ -239,7 +239,7 @@ def _encode(value: Any) -> str:
     return packed if isinstance(value, Table) else f"{value.limit}:{packed}"
 
 
-def _decode(kind: type, value: Any) -> Table | Sample:
+def _decode(kind: type, value: Any) -> Table | CountedRows:
     """Return a table or a sample from its text; a ValueError becomes msgspec's with the place."""
     if not isinstance(value, str):
         raise ValueError(f"must be text; got {type(value).__name__}")  # noqa: TRY004 - see above
@@ -262,7 +262,7 @@ def _decode(kind: type, value: Any) -> Table | Sample:
     is_sorted = bool((rows["hash"][1:] > rows["hash"][:-1]).all()) and (rows["count"] > 0).all()
     if not is_sorted or len(limit) > 20 or int(limit) > ALL or len(rows) > SAMPLE_ROWS:
         raise ValueError(f"must be at most {SAMPLE_ROWS} rows in order, each of a count above 0")
-    return Sample(rows, int(limit))
+    return CountedRows(rows, int(limit))
 
 
 def _total(hashes: Hashes) -> int:

@@ -59,7 +59,8 @@ def mix(numbers: Hashes) -> Hashes:
     """
     mixed = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    last: Hashes = mixed ^ (mixed >> np.uint64(31))
+    return last
 
 
 def unmix(mixed: Hashes) -> Hashes:
@@ -68,7 +69,8 @@ def unmix(mixed: Hashes) -> Hashes:
     numbers = numbers * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
     numbers = numbers ^ (numbers >> np.uint64(27)) ^ (numbers >> np.uint64(54))
     numbers = numbers * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
-    return numbers ^ (numbers >> np.uint64(30)) ^ (numbers >> np.uint64(60))
+    first: Hashes = numbers ^ (numbers >> np.uint64(30)) ^ (numbers >> np.uint64(60))
+    return first
 
 
 def integer_rows(ids: NDArray[Any]) -> Rows:
@@ -167,7 +169,7 @@ def read_columns(batch: object) -> dict[str, Any]:
         batch = dict(enumerate(batch))
     if not isinstance(batch, Mapping):
         return {"": batch}
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, value in batch.items():
         inner = read_columns(value) if isinstance(value, Mapping) else {"": value}
         columns |= {f"{name}.{entry}".rstrip("."): column for entry, column in inner.items()}

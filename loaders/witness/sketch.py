@@ -169,7 +169,7 @@ class Table:
         return hashes[places], names, times[places]
 
 
-class Sample:
+class CountedRows:
     """The rows with the smallest hashes, each with how many times it came: exact, and at random.
 
     A row that is among the smallest at the end was so whenever it came, so its count misses
@@ -190,14 +190,14 @@ class Sample:
 
     def add(self, rows: Rows, chosen: NDArray[np.int64], digests: Hashes) -> None:
         """Add the chosen rows of a batch, with digests of their contents."""
-        other = Sample(np.zeros(len(chosen), ROW))
+        other = CountedRows(np.zeros(len(chosen), ROW))
         other.rows["hash"] = rows.hashes[chosen, 0]
         other.rows["count"] = 1
         other.rows["digest"] = digests
         other.rows["name"] = rows.names[chosen]
         self.merge(other)
 
-    def merge(self, other: Sample) -> None:
+    def merge(self, other: CountedRows) -> None:
         """Add what another sample holds; above the smaller limit of both, counts are not exact and
         go.
         """
@@ -216,7 +216,7 @@ class Sample:
             self.rows["count"] = np.add.reduceat(rows["count"], starts)
         self.cut(SAMPLE_ROWS)
 
-    def cut(self, size: int) -> Sample:
+    def cut(self, size: int) -> CountedRows:
         """Keep the rows with the ``size`` smallest hashes; return the sample."""
         if len(self.rows) > size:
             self.rows = self.rows[:size].copy()

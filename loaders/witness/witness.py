@@ -109,7 +109,8 @@ class Witness:
         self.reports: list[WitnessReport] = []
         """Reports of the epochs that ended, the newest last, at most 64."""
         self._key = key
-        self._expected = _expected_rows(loader)
+        self._expected: Any
+        self._expected, rules = _read_loader(loader)
         if expected is not None:
             is_list = isinstance(expected, Epoch | int | list | tuple | range)
             is_list |= hasattr(expected, "dtype") or not hasattr(expected, "__getitem__")
@@ -117,19 +118,8 @@ class Witness:
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
         self._group, self._rank, self._world = _process_group(timeout_s)
-        sampler = getattr(loader, "sampler", None)
-        if getattr(sampler, "replacement", False) is True:
-            tail = tail or "repeat"
-        parts = (loader, sampler, getattr(loader, "batch_sampler", None))
-        is_ours = any(type(part).__module__.startswith("fuelrail.") for part in parts)
-        self._rules = Rules(
-            tail=tail,
-            drops=1 if is_ours else _droppable_rows(loader),
-            pads=is_ours,
-            shuffles=_shuffles(loader),
-            content=content,
-            groups=_rank_groups(groups, self._world),
-        )
+        groups = _rank_groups(groups, self._world)
+        self._rules = rules._replace(tail=tail or rules.tail, content=content, groups=groups)
         self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
         self._is_resumed = False
@@ -394,38 +384,32 @@ def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
     return listed
 
 
-def _expected_rows(loader: Any) -> int | None:
-    """Return the length of a loader's dataset where its sampler draws each row once."""
-    batches = getattr(loader, "batch_sampler", None)
-    batches = getattr(
-        batches, "batch_sampler", batches
-    )  # Accelerate's are around that of all ranks
-    sampler = getattr(batches, "sampler", None)
-    dataset = getattr(loader, "dataset", None)
-    names = ("SequentialSampler", "RandomSampler", "SeedableRandomSampler", "DistributedSampler")
-    if type(sampler).__name__ not in names or not hasattr(dataset, "__getitem__"):
-        return None
-    if getattr(sampler, "replacement", False):
-        return None
-    size = len(dataset)
-    ranks = getattr(sampler, "num_replicas", 1)
-    return size if abs(len(sampler) * ranks - size) < ranks else None
-
-
-def _droppable_rows(loader: Any) -> int:
-    """Return how many rows a loader says that it may leave out: those that do not fill a batch, of
-    a dataset without length in each worker.
+def _read_loader(loader: Any) -> tuple[int | None, Rules]:
+    """Return the length of a loader's dataset where its sampler draws each row once, and what is
+    allowed by what the loader and its sampler say.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), sampler)
-    if not any(getattr(part, "drop_last", False) is True for part in parts):
-        return 0
-    batch = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
-    places = 1 if sampler is not None else max(getattr(loader, "num_workers", 0), 1)
-    return int(batch) * places
-
-
-def _shuffles(loader: Any) -> bool:
-    """Return whether a loader's sampler shuffles."""
+    batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
-    return getattr(sampler, "shuffle", False) is True or type(sampler).__name__ == "RandomSampler"
+    parts = (loader, sampler, batches)
+    is_ours = any(type(part).__module__.startswith("fuelrail.") for part in parts)
+    drops = int(is_ours)
+    if any(getattr(part, "drop_last", False) is True for part in parts):
+        drops = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None) or 1
+        if batches is None:  # each worker drops its own
+            drops *= max(getattr(loader, "num_workers", 0), 1)
+    rules = Rules(
+        tail="repeat" if getattr(sampler, "replacement", False) is True else None,
+        drops=drops,
+        pads=is_ours,
+        shuffles=getattr(sampler, "shuffle", False) is True
+        or type(sampler).__name__ == "RandomSampler",
+    )
+    # Accelerate's samplers of batches are around the one that draws for all ranks.
+    source: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    names = ("SequentialSampler", "RandomSampler", "SeedableRandomSampler", "DistributedSampler")
+    if type(source).__name__ not in names or rules.tail == "repeat":
+        return None, rules
+    ranks = getattr(source, "num_replicas", 1)
+    is_whole = abs(len(source) * ranks - len(dataset)) < ranks
+    return len(dataset) if is_whole else None, rules

@@ -54,8 +54,14 @@ def check_clean_epochs(seed: int, count: int) -> None:
             previous = records
 
 
+@pytest.mark.costly
 def test_clean_epochs_raise_no_alarm() -> None:
-    check_clean_epochs(0, 2_000)
+    check_clean_epochs(0, 100)
+
+
+@pytest.mark.slow
+def test_2000_clean_epochs_raise_no_alarm() -> None:
+    check_clean_epochs(6, 2_000)
 
 
 @pytest.mark.long
@@ -69,6 +75,7 @@ def kinds(report: WitnessReport) -> dict[str, tuple[set, list[int]]]:
     return {fault.kind: (set(fault.rows), fault.ranks) for fault in report.faults}
 
 
+@pytest.mark.costly
 @settings(max_examples=100)
 @given(st.data())
 def test_an_injected_fault_is_named_with_its_rows_and_ranks(data) -> None:
@@ -152,6 +159,7 @@ def test_what_may_happen_at_the_end_is_as_it_was_said(tail) -> None:
     assert bool(judged(dropped, 101, tail=tail, drops=8).faults) == (tail != "drop")
 
 
+@pytest.mark.costly
 def test_many_faults_are_counted() -> None:
     shares = share(200_000, 2, 500, pads=True, drops=False)
     del shares[0][:40], shares[1][:40]

@@ -98,6 +98,7 @@ def test_1000_histories_of_our_order_have_no_fault(monkeypatch) -> None:
         check_history(seed, monkeypatch)
 
 
+@pytest.mark.costly
 def test_histories_of_our_order_have_no_fault(monkeypatch) -> None:
     for seed in range(10_000, 10_020):
         check_history(seed, monkeypatch)

@@ -29,6 +29,8 @@ import fuelrail as fr
 if TYPE_CHECKING:
     from fuelrail.loaders.witness.witness import Witness
 
+pytestmark = pytest.mark.process  # two start workers
+
 SIZE = 48
 GROUPED = ("same_order", "same_rows", "uneven", "different_rows")
 BATCH = 4

@@ -17,7 +17,7 @@ from fuelrail.loaders.witness.sketch import (
     LARGE,
     SAMPLE_ROWS,
     SMALL,
-    Sample,
+    CountedRows,
     Table,
 )
 
@@ -47,6 +47,7 @@ def test_mixing_can_be_undone(numbers) -> None:
     )
 
 
+@pytest.mark.costly
 @settings(max_examples=50)
 @given(st.data())
 def test_the_difference_of_two_multisets_is_named_exactly(data) -> None:
@@ -104,8 +105,8 @@ def test_a_table_that_no_rows_made_ends() -> None:
     assert not table.surplus().is_whole
 
 
-def sample_of(ids) -> Sample:
-    sample = Sample()
+def sample_of(ids) -> CountedRows:
+    sample = CountedRows()
     for start in range(0, len(ids), 97):
         rows = integer_rows(np.asarray(ids[start : start + 97]))
         chosen = sample.select(rows.hashes[:, 0])
@@ -113,6 +114,7 @@ def sample_of(ids) -> Sample:
     return sample
 
 
+@pytest.mark.costly
 @settings(max_examples=50)
 @given(st.integers(0, 4000), st.integers(1, 8), st.integers(0, 2**32))
 def test_a_sample_counts_exactly_and_merges_as_a_union(count, ranks, seed) -> None:
@@ -121,7 +123,7 @@ def test_a_sample_counts_exactly_and_merges_as_a_union(count, ranks, seed) -> No
     counts = Counter(hashes)
     smallest = sorted(counts)[:SAMPLE_ROWS]
     whole = sample_of(ids)
-    merged = Sample()
+    merged = CountedRows()
     for rank in range(ranks):
         merged.merge(sample_of(ids[rank::ranks]))
     for sample in (whole, merged):

@@ -15,6 +15,7 @@ from fuelrail.loaders.integrations.witness import (
 )
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # other people's warnings are theirs
 ]

@@ -140,6 +140,20 @@ def test_loaders_of_torch_raise_no_alarm(loader) -> None:
     assert [report.is_complete for report in watched.reports] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (("dp", "tp"), [[0, 1, 2], [3, 4, 5]]),
+        (("tp", "dp"), [[0, 3], [1, 4], [2, 5]]),
+        (("pp", "tp"), [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+def test_groups_are_the_model_axes_of_a_device_mesh(names, groups, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    mesh = SimpleNamespace(mesh=torch.arange(6).reshape(2, 3), mesh_dim_names=names)
+    assert fr.witness([], groups=mesh)._rules.groups == groups
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_raise_no_alarm(workers) -> None:
@@ -162,6 +176,7 @@ def test_an_epoch_that_is_left_early_starts_anew() -> None:
     assert len(list(watched)) == math.ceil(61 / 4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("is_text", [False, True], ids=["integer", "text"])
 def test_memory_and_state_do_not_grow(is_text) -> None:
     def batches():
@@ -223,6 +238,7 @@ LEAVES = st.one_of(
 )
 
 
+@pytest.mark.costly
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from([*state_after(2), "other"]), LEAVES, max_size=4))
 def test_a_state_of_a_stranger_is_taken_or_refused(changes) -> None:
@@ -303,6 +319,7 @@ def test_records_of_all_ranks_are_checked(tmp_path, monkeypatch, capsys) -> None
     assert (code, out) == (2, "") and "one of each rank is needed" in err
 
 
+@pytest.mark.costly
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6), st.binary(max_size=6), st.booleans())
 def test_a_damaged_file_is_checked_or_refused(tmp_path, place, data, is_cut) -> None:
@@ -346,7 +363,10 @@ def test_ranks_over_gloo_name_faults(tmp_path) -> None:
     assert [fault["kind"] for fault in report["faults"]] == ["same_rows", "repeated"]
     (report,) = ranks_say("one row lost", 2, tmp_path)
     found = {fault["kind"]: (fault["count"], fault["ranks"]) for fault in report["faults"]}
-    assert found == {"missing": (1, []), "repeated": (2, [0, 1])}  # and one that fills the last batch
+    assert found == {
+        "missing": (1, []),
+        "repeated": (2, [0, 1]),
+    }  # and one that fills the last batch
     ranks_say("raised on all", 2, tmp_path)
 
 
