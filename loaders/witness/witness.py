@@ -200,7 +200,7 @@ class Witness:
         known after a resume.
         """
         state = self._epoch.state()
-        return encode_record(merge_epochs(self._gather(state)).state() if gather else state)
+        return encode_record(self._merge(self._gather(state)).state() if gather else state)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on with the epoch of a state: the next iteration is its rest.
@@ -211,13 +211,15 @@ class Witness:
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
             raise LedgerError("a list of a witness's states is empty")
-        merged = merge_epochs([decode_record(item, "a witness's state") for item in states]).state()
+        merged = self._merge([decode_record(item, "a witness's state") for item in states]).state()
         is_own = (merged.ranks, merged.world) == ([self._rank], self._world)
-        is_of_all = len(merged.ranks) == merged.world
+        is_of_all = len(set(merged.ranks)) == merged.world
         # A batch over all ranks has as many rows as before.
         largest_batch = -(-merged.largest_batch * merged.world // self._world)
         # The part before is counted by one rank: the one that saw it, or the first.
-        own = merged if is_own or (is_of_all and self._rank == 0) else self._start(merged.epoch)
+        first = 0 if self._rules.groups is None else self._rules.groups[0][0]
+        is_counter = is_own or (is_of_all and self._rank == first)
+        own = merged if is_counter else self._start(merged.epoch)
         own.ranks = [self._rank]
         own.world = self._world
         own.batches = [max(merged.batches)]
@@ -229,6 +231,16 @@ class Witness:
         is_over = is_of_all and expected is not None and merged.rows >= expected.record.rows
         self._epoch = self._start(merged.epoch + 1) if is_over else own
         self._is_resumed = True
+
+    def _merge(self, records: Sequence[Epoch]) -> Epoch:
+        """Return one record of several ranks; of those that see the same rows the first one counts."""
+        records = sorted(records, key=lambda record: record.ranks)
+        groups = self._rules.groups if len(records) == self._world else None
+        firsts = range(len(records)) if groups is None else [group[0] for group in groups]
+        merged = merge_epochs([records[first] for first in firsts])
+        merged.ranks = [rank for record in records for rank in record.ranks]
+        merged.batches = [count for record in records for count in record.batches]
+        return merged
 
     def _start(self, epoch: int) -> Epoch:
         return Epoch(epoch=epoch, ranks=[self._rank], world=self._world, batches=[0])

@@ -200,6 +200,9 @@ def test_memory_and_state_do_not_grow(is_text) -> None:
     assert len(json.dumps(watched.state_dict())) < 20_000
 
 
+IDS = [{"id": [row, row + 1]} for row in range(0, 40, 2)]
+
+
 def state_after(steps: int) -> dict:
     watched = fr.witness(DataLoader(Rows(), 4))
     list(itertools.islice(watched, steps))
@@ -222,6 +225,25 @@ def test_one_of_several_ranks_states_is_not_enough(monkeypatch) -> None:
     watched.load_state_dict(state)
     list(watched)
     assert "only one rank's part" in watched.reports[0].notes[0]
+
+
+def test_a_group_that_sees_the_same_rows_counts_once_over_a_resume(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    states = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        watched = fr.witness(IDS, groups=[[1, 0]])
+        list(itertools.islice(watched, 5))
+        states.append(watched.state_dict())
+    records = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        watched = fr.witness(IDS[5:], groups=[[1, 0]], expected=40)
+        watched.load_state_dict(states)
+        list(watched)
+        records += watched._previous
+    report = type(watched)._judge(watched, records)
+    assert report.faults == [] and report.rows == 40
 
 
 LEAVES = st.one_of(
@@ -280,9 +302,6 @@ def test_what_is_wrong_with_a_state_is_said(changes, said) -> None:
 def write(folder: Path, batches: list, **options) -> Path:
     list(fr.witness(batches, folder=folder, on_fault="ignore", **options))
     return folder
-
-
-IDS = [{"id": [row, row + 1]} for row in range(0, 40, 2)]
 
 
 def test_two_runs_are_compared_by_their_records(tmp_path) -> None:
