@@ -26,6 +26,7 @@
     ├── DecoderError           a decoder or its device that fails, or wrong pixels without an error
     ├── BadSamplesError        more bad samples than the policy allows
     ├── LedgerError            a ledger of a run that was changed, or cannot be written
+    ├── WitnessError           rows of an epoch that came twice, never, or on the wrong rank
     ├── StateMismatchError     loader state of another dataset, order, version or augmentation
     └── StageError             an exception in a loader stage, with its origin
 """
@@ -250,6 +251,10 @@ class LedgerError(FuelrailError):
     def __init__(self, text: str = "", record: int | None = None) -> None:
         super().__init__(text)
         self.record = record
+
+
+class WitnessError(FuelrailError):
+    """An epoch whose rows are not those that the ranks should have seen."""
 
 
 class StateMismatchError(FuelrailError):

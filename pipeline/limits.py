@@ -49,6 +49,7 @@ YAML_VALUES: Final = Limit("a text of YAML, aliases counted each time", _MIB, "v
 YAML_DEPTH: Final = Limit("a text of YAML, aliases followed", 64, "levels")
 NAMES: Final = Limit("a file of keys or weights, which an order names", 512 * _MIB)
 LEDGER: Final = Limit("a ledger", 256 * _MIB)
+WITNESS: Final = Limit("a witness's record of an epoch", 16 * _MIB)
 TABLE: Final = Limit(
     "of a source: a column in a row group of Parquet, a table of feather, a record batch of Arrow",
     512 * _MIB,
@@ -57,6 +58,6 @@ TABLE_OF_LOG: Final = Limit("of a source: a compressed table of Arrow of one log
 
 LIMITS: Final = (
     *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, MASKS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
-    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, TABLE, TABLE_OF_LOG),
+    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, WITNESS, TABLE, TABLE_OF_LOG),
 )
 """All of them, in the order of the table."""

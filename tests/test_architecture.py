@@ -42,6 +42,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "loaders": [
         {"decode", "distributed"},
+        {"witness"},
         {"storage"},
         {"records"},
         {"schedule"},

@@ -171,6 +171,8 @@ class TestImports:
         brought_by |= {
             name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")
         }
+        brought_by |= {"pytorch_lightning": "lightning", "transformers": "transformers"}
+        brought_by["lightning"] = "lightning"
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in (

@@ -18,8 +18,8 @@ from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePo
 from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
 from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
 from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
-from fuelrail.loaders.view import ViewOptions as ViewOptions
 from fuelrail.loaders.view import view as view
+from fuelrail.loaders.witness.witness import witness as witness
 from fuelrail.pipeline import errors as errors
 from fuelrail.pipeline.channels.logits import Logits as Logits
 from fuelrail.pipeline.errors import FuelrailError as FuelrailError

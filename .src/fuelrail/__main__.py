@@ -84,6 +84,10 @@ _COMMANDS: dict[str, _Entry] = {
         "read the ledger of a run: what its weights have seen",
         "fuelrail[torch]",
     ),
+    "witness": _Entry(
+        "fuelrail.loaders.witness.command",
+        "check which rows all ranks of a run saw, or where two runs part",
+    ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",

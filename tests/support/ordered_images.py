@@ -76,7 +76,7 @@ def main() -> None:
     assert means == [number * 2 for number in range(NUM_IMAGES)]
     try:
         fr.DataLoader("dataset", 2)
-    except fr.FuelrailError as error:
+    except fr.errors.FuelrailError as error:
         print(error)
 
 

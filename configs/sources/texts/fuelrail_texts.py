@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         report = import_texts(args.dataset, args.layer, args.files, by=args.by, count=args.count)
-    except fr.FuelrailError as error:
+    except fr.errors.FuelrailError as error:
         raise SystemExit(f"fuelrail-texts: {error}") from error
     sys.stdout.write(report.as_text())
 

@@ -336,7 +336,7 @@ def test_changed_bytes_end_in_one_sentence_or_in_other_values(tmp_path, form):
             )
             data[position] = rng.randrange(256)
         path.write_bytes(data)
-        with contextlib.suppress(fr.FuelrailError):
+        with contextlib.suppress(fr.errors.FuelrailError):
             scan(tmp_path)
 
 

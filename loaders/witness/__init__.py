@@ -1,0 +1,1 @@
+"""Which rows a loader gave, on which ranks: any loader's."""

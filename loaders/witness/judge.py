@@ -1,0 +1,440 @@
+"""Whether ranks saw what they should in an epoch: each row once, as many batches, equal groups."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from fuelrail.loaders.witness.record import Epoch, add_sums, merge_epochs
+from fuelrail.loaders.witness.rows import id_rows, row_names
+from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, CountedRows, Surplus, Table
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.text import Printed, text_of
+
+Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
+Content: TypeAlias = Literal["equal", "random"]
+
+MAX_NAMED: Final = 1000
+_CHUNK: Final = 1 << 18
+_SHOWN: Final = 5
+_SAID: Final = {
+    "missing": "never came",
+    "repeated": "came again",
+    "unexpected": "should not be there",
+}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Something that is wrong with the rows of an epoch.
+
+    Attributes:
+        kind: "missing" (rows that never came), "repeated" (that came again), "unexpected" (that
+            should not be there), "uneven" (ranks with another number of batches), "same_rows"
+            (ranks that should differ and saw the same), "different_rows" (ranks of one group that
+            should agree), "same_order" (a shuffled order that repeats), "content" (rows whose
+            content changed), "same_content" (augmentation that repeats), "shared_noise" (random
+            numbers that several rows have in common), "keys" (ids of several kinds).
+        text: a sentence.
+        count: number of rows, or of ranks where it is about these.
+        rows: ids of rows, at most a thousand.
+        ranks: ranks that it is about; empty where a table can not tell.
+    """
+
+    kind: str
+    text: str
+    count: int = 0
+    rows: list[int | str] = []
+    ranks: list[int] = []
+
+
+class WitnessReport(Printed, msgspec.Struct, frozen=True):
+    """What all ranks saw of an epoch.
+
+    Attributes:
+        epoch: number of the epoch.
+        rows: rows of all ranks; a group that works on the same rows counts once.
+        expected: number of rows that were expected; None where it is not known.
+        ranks: number of ranks that took part.
+        batches: batches of each rank.
+        is_complete: whether all ranks came to the epoch's end; else nothing is said about rows
+            that did not come.
+        faults: what is wrong.
+        notes: what is not a fault: rows that fill the last batch, rows left out of it.
+    """
+
+    epoch: int
+    rows: int
+    expected: int | None
+    ranks: int
+    batches: list[int]
+    is_complete: bool
+    faults: list[Fault] = []
+    notes: list[str] = []
+
+    def as_text(self) -> str:
+        """Return the report as lines of text."""
+        state = "" if self.is_complete else ", not at its end"
+        size = "" if self.expected is None else f" of {self.expected:,}"
+        lines = [f"epoch {self.epoch}{state}: {self.rows:,}{size} rows on {self.ranks} ranks"]
+        lines += [f"FAULT {fault.text}" for fault in self.faults]
+        lines += [f"note: {note}" for note in self.notes]
+        if not self.faults:
+            is_each_once = self.is_complete and self.expected is not None and not self.notes
+            lines.append("ok: each row came once" if is_each_once else "ok: no fault was seen")
+        return text_of(lines)
+
+
+class Expected(NamedTuple):
+    """The rows that an epoch should have.
+
+    Attributes:
+        record: of an epoch with these rows; without a table where only their number is known.
+        ids: the rows' ids, where they were listed.
+    """
+
+    record: Epoch
+    ids: Sequence[Any] | None = None
+
+
+def expect(value: Any, kind: str | None) -> Expected | None:
+    """Return what an epoch should have: from a number of rows, a list of ids, or an epoch's record.
+
+    A number stands for the integers below it where ids are integers, else for a count alone.
+    Raises ConfigError.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Epoch):
+        return Expected(value)
+    ids = value
+    if isinstance(value, int | np.integer):
+        if value < 0:
+            raise ConfigError(f"expected={value} rows must be 0 or more")
+        if kind != "integer":
+            return Expected(Epoch(rows=int(value)))
+        ids = range(int(value))
+    record = Epoch(rows=len(ids))
+    for start in range(0, len(ids), _CHUNK):
+        part = ids[start : start + _CHUNK]
+        rows = id_rows(np.asarray(part) if isinstance(ids, range) else part)
+        if record.kind not in (None, rows.kind):
+            raise ConfigError("expected= must be a list of integers, or of texts, not of both")
+        record.kind = rows.kind  # type: ignore[assignment]
+        if record.table is None:
+            record.table = Table(LARGE, has_names=rows.kind == "text")
+        record.table.add(rows)
+        total = rows.hashes.sum(axis=0, dtype=np.uint64)
+        record.sums = add_sums(record.sums, total.tolist())
+    return Expected(record, ids)
+
+
+class Rules(NamedTuple):
+    """What is allowed in an epoch.
+
+    Attributes:
+        expected: the rows it should have.
+        tail: "exact": each row once; "pad": the last batch may be filled up with rows that came
+            already; "drop": rows that do not fill the last batch may be left out; "repeat": rows
+            may come again and be left out anywhere; None: as the loader and the number of ranks
+            imply.
+        drops: how many rows each rank's loader says that it may leave out.
+        pads: whether the loader is known to fill up the last batch, on one rank too.
+        shuffles: whether the loader says that it shuffles.
+        content: "equal": a row's content is the same whenever it comes; "random": it never is;
+            None: contents are not compared.
+        groups: lists of ranks that should see the same rows; None: all ranks differ.
+    """
+
+    expected: Expected | None = None
+    tail: Tail | None = None
+    drops: int = 0
+    pads: bool = False
+    shuffles: bool = False
+    content: Content | None = None
+    groups: Sequence[Sequence[int]] | None = None
+
+
+def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()) -> WitnessReport:
+    """Return what the records of all ranks say about an epoch.
+
+    Args:
+        records: one of each rank; the table may be in the first for all.
+        rules: what is allowed.
+        previous: those of the epoch before; may be empty.
+    """
+    counted = list(records)
+    if rules.groups is not None:
+        by_rank = {record.ranks[0]: record for record in records}
+        present = [[rank for rank in group if rank in by_rank] for group in rules.groups]
+        rules = rules._replace(groups=[group for group in present if group])
+        counted = [by_rank[group[0]] for group in rules.groups or ()]
+    total = merge_epochs(counted)
+    total.is_complete = all(record.is_complete for record in records)
+    findings: list[Fault | str] = []
+    kinds = sorted({record.kind for record in records if record.kind is not None})
+    if len(kinds) > 1:
+        findings.append(Fault("keys", f"ids are of several kinds: {', '.join(kinds)}"))
+    else:
+        findings += _compare_ranks(records, counted, rules, is_complete=total.is_complete)
+        if rules.tail != "repeat":
+            findings += _compare_rows(counted, total, rules)
+        findings += _compare_orders(records, previous, rules)
+        if rules.content is not None:
+            before = merge_epochs(previous).sample if previous else CountedRows()
+            findings += _compare_contents(total, before, rules.content)
+            findings += _compare_noise(counted, total) if rules.content == "random" else []
+    return WitnessReport(
+        epoch=total.epoch,
+        rows=total.rows,
+        expected=None if rules.expected is None else rules.expected.record.rows,
+        ranks=len(records),
+        batches=[record.batches[0] for record in records],
+        is_complete=total.is_complete,
+        faults=[finding for finding in findings if isinstance(finding, Fault)],
+        notes=[finding for finding in findings if isinstance(finding, str)],
+    )
+
+
+def _compare_ranks(
+    records: Sequence[Epoch], counted: Sequence[Epoch], rules: Rules, *, is_complete: bool
+) -> Iterator[Fault]:
+    """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
+    sequences = {record.ranks[0]: record.sequence for record in records}
+    for group in rules.groups or ():
+        usual = Counter(sequences[rank] for rank in group).most_common(1)[0][0]
+        ranks = sorted(rank for rank in group if sequences[rank] != usual)
+        if ranks:
+            text = (
+                f"{_ranks_text(group)} should see the same rows in the same order, and "
+                f"{_ranks_text(ranks)} saw others"
+            )
+            yield Fault("different_rows", text, count=len(ranks), ranks=ranks)
+    batches = {record.ranks[0]: record.batches[0] for record in counted}
+    usual_count = Counter(batches.values()).most_common(1)[0][0]
+    ranks = sorted(rank for rank, count in batches.items() if count != usual_count)
+    if ranks and is_complete:
+        shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
+        text = f"ranks have another number of batches: {usual_count:,} on most, {shown}"
+        yield Fault("uneven", text, count=len(ranks), ranks=ranks)
+    by_sums = defaultdict(list)
+    for record in counted:
+        if record.own_rows == record.rows > 1:
+            by_sums[record.sums].append(record)
+    for equal in by_sums.values():
+        if len(equal) > 1:
+            ranks = sorted(record.ranks[0] for record in equal)
+            sample = equal[0].sample.rows
+            names = row_names(equal[0].kind, sample["hash"], sample["name"])
+            text = (
+                f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
+                "them out: the sampler or the shards do not depend on the rank"
+            )
+            yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
+
+
+def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
+    """Find rows that came twice or never."""
+    expected = None if rules.expected is None else rules.expected.record
+    if not total.is_known:
+        yield "only one rank's part of the epoch is known from before the resume"
+        return
+    has_ids = expected is not None and (expected.table or expected.before) is not None
+    if expected is not None and has_ids and total.kind not in (None, expected.kind):
+        yield Fault(
+            "keys",
+            f"ids are of kind {total.kind}, and those of expected= of {expected.kind}: give key=",
+        )
+        return
+    if expected is not None and has_ids and total.is_complete:
+        if (total.rows, total.sums) == (expected.rows, expected.sums):
+            return
+        surplus, error = _subtract(total, expected)
+        net = total.rows - expected.rows
+        repeated = int(surplus.times[surplus.times > 0].sum()) if surplus.is_whole else max(net, 0)
+        if not surplus.is_whole and surplus.estimate - abs(net) > error:
+            repeated = max((surplus.estimate + net) // 2, repeated)
+        missing = repeated - net
+    else:
+        surplus = _count_sample(total)
+        repeated = surplus.estimate
+        missing = 0
+        if expected is not None and total.is_complete and (surplus.is_whole or not repeated):
+            missing = expected.rows - total.rows + repeated
+    kind = total.kind or (expected.kind if expected is not None else None)
+    names = row_names(kind, surplus.hashes, surplus.names)
+    is_more = surplus.times > 0
+    is_listed = np.ones(len(names), bool)
+    ids = None if rules.expected is None else rules.expected.ids
+    if isinstance(ids, range):
+        is_listed = np.array([name in ids for name in names], bool)
+    elif ids is not None and len(names):
+        hashes = id_rows(ids).hashes[:, 0]
+        is_listed = np.isin(surplus.hashes, hashes)
+        places = np.flatnonzero(np.isin(hashes, surplus.hashes)).tolist()
+        texts = {int(hashes[place]): str(ids[place]) for place in places if kind == "text"}
+        pairs = zip(surplus.hashes.tolist(), names, strict=True)
+        names = [texts.get(digest, name) for digest, name in pairs]
+    foreign = int(surplus.times[is_more & ~is_listed].sum())
+    repeated -= foreign
+    foreign += max(-missing, 0)
+    missing = max(missing, 0)
+    masks = {
+        "missing": surplus.times < 0,
+        "repeated": is_more & is_listed,
+        "unexpected": is_more & ~is_listed,
+    }
+    rows = {
+        fault: [names[place] for place in np.flatnonzero(mask)] for fault, mask in masks.items()
+    }
+    size = total.rows - repeated + missing
+    if not foreign and _may_be_padding(counted, total, rules, surplus, size):
+        yield f"{_rows_text(rows['repeated'], repeated)} came again to fill the last batch"
+        repeated = 0
+    drops = 0
+    if rules.tail == "drop" or (rules.drops and rules.tail is None):
+        drops = max(rules.drops, total.largest_batch)
+    if missing <= len(counted) * drops and missing > 0 == repeated == foreign:
+        yield f"{_rows_text(rows['missing'], missing)} did not fill a batch and were left out"
+        return
+    counts = {"missing": missing, "repeated": repeated, "unexpected": foreign}
+    for fault, count in counts.items():
+        if not count:
+            continue
+        hashes = surplus.hashes[masks[fault]]
+        ranks = [
+            item.ranks[0] for item in counted if np.isin(item.sample.rows["hash"], hashes).any()
+        ]
+        about = "" if surplus.is_whole else "about "
+        text = f"{about}{_rows_text(rows[fault], count)} {_SAID[fault]}"
+        text += f", on {_ranks_text(ranks)}" if ranks else ""
+        if fault == "repeated" and count >= total.rows - total.own_rows > 0:
+            text += "; as many came before the resume, so it may have started over"
+        yield Fault(fault, text, count=count, rows=rows[fault][:MAX_NAMED], ranks=ranks)
+
+
+def _subtract(total: Epoch, expected: Epoch) -> tuple[Surplus, float]:
+    """Compare an epoch with the rows that are expected, by their tables; return the error of an
+    estimate too.
+    """
+    tables = [expected.table, total.table]
+    if total.before or expected.before or expected.table is None:
+        tables = [expected.fold(), total.fold()]
+    difference = Table(1)
+    difference.cells = -tables[0].cells if tables[0] is not None else difference.cells
+    if tables[1] is not None:
+        difference.cells += tables[1].cells
+    surplus = difference.surplus()
+    return surplus, 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
+
+
+def _count_sample(total: Epoch) -> Surplus:
+    """Find rows that came again by the samples of all ranks, where no list of rows is known."""
+    sample = total.sample
+    rows = sample.rows[sample.rows["count"] > 1]
+    times = rows["count"] - 1
+    repeated = int(times.sum())
+    if sample.limit < ALL:
+        share = repeated / max(int(sample.rows["count"].sum()), 1)
+        repeated = round(share * total.rows)
+    is_whole = sample.limit == ALL
+    return Surplus(rows["hash"], rows["name"], times, is_whole=is_whole, estimate=repeated)
+
+
+def _may_be_padding(
+    counted: Sequence[Epoch], total: Epoch, rules: Rules, surplus: Surplus, size: int
+) -> bool:
+    """Return whether rows that came again are those that make ranks or batches equally long.
+
+    torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
+    all ranks then have as many rows. ``size``: number of different rows, with those that are missing.
+    """
+    ranks = len(counted)
+    repeated = int(surplus.times[surplus.times > 0].sum())
+    is_allowed = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
+    is_even = len({record.own_rows for record in counted}) == 1
+    if not (repeated and is_allowed and is_even and total.is_complete):
+        return False
+    batch = max(ranks * total.largest_batch, 1)
+    if surplus.is_whole:
+        return repeated in (-size % ranks, -size % batch)
+    # By as many rows of a sample as a batch may have.
+    return repeated <= 4 + 4 * batch * SAMPLE_ROWS / max(total.rows, 1)
+
+
+def _compare_orders(
+    records: Sequence[Epoch], previous: Sequence[Epoch], rules: Rules
+) -> Iterator[Fault | str]:
+    before = {record.ranks[0]: record.sequence for record in previous}
+    ranks = sorted(
+        record.ranks[0]
+        for record in records
+        if record.is_complete and record.rows > 1 and before.get(record.ranks[0]) == record.sequence
+    )
+    if ranks:
+        text = (
+            f"{_ranks_text(ranks)} saw the rows in the same order as in epoch {previous[0].epoch}"
+        )
+        if rules.shuffles:
+            text += ": call set_epoch(epoch) on the sampler before each epoch"
+        yield Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text
+
+
+def _compare_contents(total: Epoch, before: CountedRows, content: Content) -> Iterator[Fault]:
+    """Compare contents of the rows in the samples, within the epoch and with the one before."""
+    rows = total.sample.rows
+    _, here, there = np.intersect1d(rows["hash"], before.rows["hash"], return_indices=True)
+    is_alike = rows["digest"][here] == before.rows["digest"][there]
+    if content == "equal":
+        kind = "content"
+        is_wrong = (rows["count"] > 1) & (rows["alike"] < rows["count"] - 1)
+        is_wrong[here[~is_alike]] = True
+        said = "changed under the same id"
+    else:
+        kind = "same_content"
+        is_wrong = rows["alike"] > 0
+        is_wrong[here[is_alike]] = True
+        said = "should be random and is the same as before: augmentation repeats"
+    if is_wrong.any():
+        names = row_names(total.kind, rows["hash"][is_wrong], rows["name"][is_wrong])
+        text = f"the content of {_rows_text(names, len(names))} {said}"
+        yield Fault(kind, text, len(names), names[:MAX_NAMED])
+
+
+def _compare_noise(counted: Sequence[Epoch], total: Epoch) -> Iterator[Fault]:
+    """Find rows that have random numbers in common."""
+    by_entry: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for record in counted:
+        for name, digests in record.noise.items():
+            for identity, digest in digests.items():
+                by_entry[name][digest].add(identity)
+    for name, identities in by_entry.items():
+        shared = set().union(*(rows for rows in identities.values() if len(rows) > 1))
+        if not shared:
+            continue
+        rows = total.sample.rows
+        rows = rows[[identity in shared for identity in rows["hash"].tolist()]]
+        names = row_names(total.kind, rows["hash"], rows["name"])
+        text = (
+            f"{_rows_text(names, len(shared))} have the same random numbers in entry '{name}' as "
+            "other rows: each worker and rank needs a seed of its own"
+        )
+        yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}{' and more' if len(ranks) > _SHOWN else ''}"
+
+
+def _rows_text(names: Sequence[int | str], count: int) -> str:
+    if not names:
+        return f"{count:,} row{'s' if count != 1 else ''}"
+    shown = ", ".join(map(str, names[:_SHOWN]))
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f"{count:,} row{'s' if count != 1 else ''} ({shown}{more})"
