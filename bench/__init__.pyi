@@ -5,14 +5,20 @@ from fuelrail.bench.annotation.run import AnnotateReport as AnnotateReport
 from fuelrail.bench.annotation.run import annotate as annotate
 from fuelrail.bench.planner.scenario import PlanOptions as PlanOptions
 from fuelrail.bench.planner.scenario import Scenario as Scenario
-from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
+from fuelrail.bench.studies.diagnose.run import (
+    DiagnoseOptions as DiagnoseOptions,
+)
 from fuelrail.bench.studies.diagnose.run import diagnose as diagnose
 from fuelrail.bench.studies.diff import DiffOptions as DiffOptions
 from fuelrail.bench.studies.diff import diff as diff
 from fuelrail.bench.studies.loader.measure import bench_loader as bench_loader
 from fuelrail.bench.studies.loader.report import LoaderOptions as LoaderOptions
-from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
-from fuelrail.bench.studies.order.describe import describe_order as describe_order
+from fuelrail.bench.studies.order.describe import (
+    DescribeOptions as DescribeOptions,
+)
+from fuelrail.bench.studies.order.describe import (
+    describe_order as describe_order,
+)
 from fuelrail.bench.studies.plan.run import plan as plan
 from fuelrail.bench.studies.runs.attest import attest as attest
 from fuelrail.bench.studies.runs.history import run_diff as run_diff
@@ -30,8 +36,12 @@ from fuelrail.bench.trainer.distill.student import divergence as divergence
 from fuelrail.bench.trainer.own import LoopOptions as LoopOptions
 from fuelrail.bench.trainer.own import evaluate as evaluate
 from fuelrail.bench.trainer.own import train as train
-from fuelrail.bench.trainer.strategies.parallel import parallelise as parallelise
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings as ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import (
+    parallelise as parallelise,
+)
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings as ParallelSettings,
+)
 from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
 from fuelrail.bench.trainer.weights import load_weights as load_weights
 from fuelrail.bench.trainer.weights import save_weights as save_weights

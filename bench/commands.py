@@ -64,7 +64,8 @@ class BatchOption(Settings, frozen=True, kw_only=True):
     """The flag of ``inspect`` that needs a loader."""
 
     batch: Annotated[
-        bool, flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")
+        bool,
+        flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning"),
     ] = False
 
 
@@ -90,7 +91,13 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         image = _SHOWN_IMAGE
         note = f"\nimg is 64 x 64 here: {error}\n"
-    loader = DataLoader(dataset, 2, split=split, num_workers=1, transforms=Transforms(image=image))
+    loader = DataLoader(
+        dataset,
+        2,
+        split=split,
+        num_workers=1,
+        transforms=Transforms(image=image),
+    )
     sys.stdout.write(f"{loader.describe()}\n{note}")
     return 0
 

@@ -19,7 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.host import default_memory_bytes, default_num_workers
+from fuelrail.pipeline.runtime.host import (
+    default_memory_bytes,
+    default_num_workers,
+)
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import Budget
@@ -93,7 +96,11 @@ def make_tuner(
         )
     fixed = batches_in_flight(Tuning(cpus, 0), batch_size)
     num_ready = memory_bytes // batch_bytes - fixed
-    return Autotuner(start, Tuning(cpus, max(ready, min(num_ready, _MOST_READY))), fewest=fewest)
+    return Autotuner(
+        start,
+        Tuning(cpus, max(ready, min(num_ready, _MOST_READY))),
+        fewest=fewest,
+    )
 
 
 class _Window(NamedTuple):
@@ -135,7 +142,8 @@ class Autotuner:
         self.tuning = start
         self._fewest = fewest
         self.limits = Tuning(
-            max(start.num_workers, limits.num_workers), max(start.ready, limits.ready)
+            max(start.num_workers, limits.num_workers),
+            max(start.ready, limits.ready),
         )
         self._window_s = window_s
         self._window_batches = window_batches
@@ -218,7 +226,9 @@ class Autotuner:
         change = f"{_say(trial.before)} -> {_say(self.tuning)}"
         if window.rate >= _GAIN * trial.rate or window.waiting < _HUNGRY:
             _LOG.info(
-                "autotune: kept %s, %.0f %% faster", change, 100 * (window.rate / trial.rate - 1)
+                "autotune: kept %s, %.0f %% faster",
+                change,
+                100 * (window.rate / trial.rate - 1),
             )
             self._ideas = iter(())
             self._next_rest = _REST_WINDOWS
@@ -252,7 +262,10 @@ class Autotuner:
         now = self.tuning
         limits = self.limits
         more = now._replace(
-            num_workers=min(now.num_workers + max(1, now.num_workers // 4), limits.num_workers)
+            num_workers=min(
+                now.num_workers + max(1, now.num_workers // 4),
+                limits.num_workers,
+            )
         )
         fewer = now._replace(
             num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8))

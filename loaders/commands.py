@@ -149,7 +149,11 @@ def _turbo() -> Finding:
         install = how_to_install("fuelrail[opencv]")
         return Finding("decoder=turbo", "OpenCV is not installed", install)
     opencv = (
-        _version("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless")
+        _version(
+            "opencv-python-headless",
+            "opencv-python",
+            "opencv-contrib-python-headless",
+        )
         or "OpenCV"
     )
     return Finding("decoder=turbo", f"ready: {_version('simplejpeg')}, {opencv}")
@@ -164,7 +168,8 @@ def _native() -> Finding:
             loaded,
         )
     return Finding(
-        "native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it"
+        "native JPEG",
+        "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it",
     )
 
 
@@ -202,15 +207,24 @@ def _dali() -> list[Finding]:
     dali = Finding("decoder=dali", state, advice)
     if importlib.util.find_spec("torch") is None:
         install = how_to_install("fuelrail[torch]")
-        return [dali, Finding("GPU decoding", "none: torch is not installed", install)]
+        return [
+            dali,
+            Finding("GPU decoding", "none: torch is not installed", install),
+        ]
 
     import torch
 
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else "; this torch is built without CUDA"
-        return [dali, Finding("GPU decoding", f"none: torch finds no GPU{built}")]
+        return [
+            dali,
+            Finding("GPU decoding", f"none: torch finds no GPU{built}"),
+        ]
     engine = dali_install.gpu_engine()
-    return [dali, Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice)]
+    return [
+        dali,
+        Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice),
+    ]
 
 
 def _jpegtran() -> Finding:
@@ -224,7 +238,8 @@ def _jpegtran() -> Finding:
             ),
         )
     return Finding(
-        "jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster"
+        "jpegtran",
+        "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster",
     )
 
 

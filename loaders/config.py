@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Never, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    Never,
+    TypeAlias,
+)
 
 import msgspec
 import numpy as np
@@ -192,7 +200,8 @@ class Budget(CheckedSettings, frozen=True):
 
     cpus: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, must_be("a number of bytes of 1 or more, or None")
+        Annotated[int, Meta(ge=1)] | None,
+        must_be("a number of bytes of 1 or more, or None"),
     ] = None
 
 
@@ -269,7 +278,8 @@ class Transforms(Settings, frozen=True):
 
     image: ImageAugment | None = None
     camera_groups: Annotated[
-        dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")
+        dict[str, CameraGroup] | None,
+        must_be("a dict of group name to CameraGroup, or None"),
     ] = None
     cameras: Annotated[
         tuple[str, ...] | dict[str, tuple[str, ...]] | None,
@@ -282,7 +292,8 @@ class Transforms(Settings, frozen=True):
         must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path"),
     ] = False
     select: Annotated[
-        tuple[str, ...] | None, must_be("a list of names of channels and attributes, or None")
+        tuple[str, ...] | None,
+        must_be("a list of names of channels and attributes, or None"),
     ] = None
     undistort: Undistort | None = None
     normalize: Normalize | None = None
@@ -425,7 +436,8 @@ class Arguments(Settings, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
     num_workers: Annotated[
-        Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"] | Budget | None, _WORKERS
+        Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"] | Budget | None,
+        _WORKERS,
     ]
     prefetch_factor: Annotated[int, Meta(ge=1), _COUNT]
     pin_memory: Annotated[bool | None, must_be("True, False or None")]
@@ -450,7 +462,13 @@ class Arguments(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
-        for name in ("batch_size", "seed", "num_workers", "prefetch_factor", "mix"):
+        for name in (
+            "batch_size",
+            "seed",
+            "num_workers",
+            "prefetch_factor",
+            "mix",
+        ):
             msgspec.structs.force_setattr(self, name, _plain(getattr(self, name)))
         backend: object = self.storage
         if isinstance(backend, str) and not backend.endswith((".yaml", ".yml")):
@@ -537,7 +555,11 @@ class UnlikeTorch:
             if name in ("collate_fn", "drop_last", "pin_memory"):
                 return getattr(self._arguments, name)
             why = f", which torch's has: {_TORCH_ONLY[name]}" if name in _TORCH_ONLY else ""
-            raise AttributeError(f"DataLoader has no attribute {name!r}{why}", name=name, obj=self)
+            raise AttributeError(
+                f"DataLoader has no attribute {name!r}{why}",
+                name=name,
+                obj=self,
+            )
 
     def __getitem__(self, _: object) -> Never:
         """Refuse to be a dataset: batches come in the loader's order."""

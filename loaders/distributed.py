@@ -119,7 +119,8 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
         if name in data_axes:
             rank = rank * size + coordinate
     return World(
-        rank, math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes)
+        rank,
+        math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes),
     )
 
 
@@ -153,7 +154,10 @@ def _megatron_world() -> World | None:
         return None
     # Without context parallelism: its ranks split one sample's sequence, so they need the same
     # sample.
-    return World(rank=state.get_data_parallel_rank(), size=state.get_data_parallel_world_size())
+    return World(
+        rank=state.get_data_parallel_rank(),
+        size=state.get_data_parallel_world_size(),
+    )
 
 
 class _Claim(msgspec.Struct, frozen=True):

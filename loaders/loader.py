@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, groupby, islice
@@ -36,12 +43,28 @@ from fuelrail.loaders.distributed import (
     resolve_world,
 )
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
-from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
+from fuelrail.loaders.schedule.datasets import (
+    DatasetLike,
+    open_all,
+    require_lidar,
+)
+from fuelrail.loaders.schedule.layers import (
+    check_epoch,
+    check_views,
+    open_layers,
+)
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
-from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
-from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
+from fuelrail.loaders.schedule.schedule import (
+    Schedule,
+    ScheduleRequest,
+    make_schedule,
+)
+from fuelrail.loaders.schedule.state import (
+    decode_state,
+    settings_of_state,
+    state_at,
+)
 from fuelrail.loaders.serving.client import serve_elsewhere
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.buffers import Memory, pageable
@@ -50,7 +73,13 @@ from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
+from fuelrail.pipeline.order.batching import (
+    Batching,
+    Cursor,
+    Walk,
+    WorkerShard,
+    World,
+)
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
@@ -253,7 +282,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             choose_points(opened, options.transforms.points) for opened in self.datasets.values()
         ]
         self._schedule, self._batching = _choose_samples(
-            options, datasets=self.datasets, order=self.order, points=points, world=self.world
+            options,
+            datasets=self.datasets,
+            order=self.order,
+            points=points,
+            world=self.world,
         )
         sources = self._schedule.sources
         self.where = self._schedule.where
@@ -264,7 +297,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._bad = BadSamples(options.bad_samples, sources, self.where, self.world.rank)
         transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(
-            options, points=points, sources=sources, bad=self._bad, transfer=transfer
+            options,
+            points=points,
+            sources=sources,
+            bad=self._bad,
+            transfer=transfer,
         )
         self.selected = self._make.channels.channels
         self.layers = tuple(next(iter(self._schedule.layers.values()), ()))
@@ -273,7 +310,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         settings = self._make.content(options, len(self.dataset.manifest.cameras))
         self._identity = msgspec.structs.replace(self._schedule.identity, settings=settings)
         self._ledger = RunLedger(
-            options.ledger, self._identity, self._batching, self._make.decoder.name
+            options.ledger,
+            self._identity,
+            self._batching,
+            self._make.decoder.name,
         )
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
@@ -503,7 +543,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 self._batches += 1
                 self._position = walk.after(handed_out)
                 self._ledger.hand_out(
-                    walk.after(handed_out - 1), self._position, partial(batch_digest, batch)
+                    walk.after(handed_out - 1),
+                    self._position,
+                    partial(batch_digest, batch),
                 )
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.tune(tuning)
@@ -578,7 +620,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             groups=self._make.groups,
         )
         self._runner.start(
-            tasks, self._left_out.stages(self.stages()), [stream.session for stream in streams]
+            tasks,
+            self._left_out.stages(self.stages()),
+            [stream.session for stream in streams],
         )
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
@@ -586,7 +630,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         the position stays.
         """
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
-        steps = groupby(self.where.scheduled(walk), lambda sample: (sample.epoch, sample.step))
+        steps = groupby(
+            self.where.scheduled(walk),
+            lambda sample: (sample.epoch, sample.step),
+        )
         scheduled = chain.from_iterable(samples for _, samples in islice(steps, count))
         self._run(walk, scheduled)
         try:
@@ -596,7 +643,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def batches_from(self, place: Cursor, num_batches: int) -> Generator[Any]:
         """Yield the batches after a number of them from a place on, epoch by epoch, without end."""
-        self.__setstate__((Walk(place, self._batching).cursor(num_batches), self._position, False))
+        self.__setstate__(
+            (
+                Walk(place, self._batching).cursor(num_batches),
+                self._position,
+                False,
+            )
+        )
         while True:
             yield from self
 
@@ -619,7 +672,13 @@ def _choose_samples(
         "retry": storage.retry,
     }
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
-    check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
+    check_views(
+        layers,
+        options.seed,
+        transforms.content(),
+        is_mix=is_mix,
+        window=options.window,
+    )
     global_batch = options.batch_size * world.size
     chosen = {
         name: choose(
@@ -673,7 +732,10 @@ def make_loader(
     storage = arguments.storage
     opened = {
         name: open_dataset(
-            location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry
+            location,
+            storage_options=options,
+            cache_dir=storage.cache_dir,
+            retry=storage.retry,
         )
         for name, (location, options) in places.items()
     }

@@ -366,18 +366,30 @@ class Batch(TypedDict, total=False):
     intrinsics: Annotated[Tensor, "[B, (T,) N, 3, 3] float32", "K of the output image"]
     dist: Annotated[Tensor, "[B, (T,) N, 14] float32", _DIST]
     ida_mat: Annotated[
-        Tensor, "[B, (T,) N, 4, 4] float32", "stored pixels to output pixels, homogeneous"
+        Tensor,
+        "[B, (T,) N, 4, 4] float32",
+        "stored pixels to output pixels, homogeneous",
     ]
     cam2ego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "static extrinsics"]
     cam2keyego: Annotated[
-        Tensor, "[B, (T,) N, 4, 4] float32", "camera at its exposure to ego at the sample's time"
+        Tensor,
+        "[B, (T,) N, 4, 4] float32",
+        "camera at its exposure to ego at the sample's time",
     ]
     ego2img: Annotated[
-        Tensor, "[B, (T,) N, 4, 4] float32", "ego to (u d, v d, d, 1) of the output image"
+        Tensor,
+        "[B, (T,) N, 4, 4] float32",
+        "ego to (u d, v d, d, 1) of the output image",
     ]
-    lidar2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "first lidar at its time to the same"]
+    lidar2img: Annotated[
+        Tensor,
+        "[B, (T,) N, 4, 4] float32",
+        "first lidar at its time to the same",
+    ]
     lidar2ego: Annotated[
-        Tensor, "[B, (T,) 4, 4] float32", "first lidar at its time to ego, not augmented"
+        Tensor,
+        "[B, (T,) 4, 4] float32",
+        "first lidar at its time to ego, not augmented",
     ]
     ego2global: Annotated[
         Tensor,
@@ -385,28 +397,38 @@ class Batch(TypedDict, total=False):
         "ego pose; absent where the source of the dataset knew none",
     ]
     ego2key: Annotated[
-        Tensor, "[B, T, 4, 4] float32", "ego at the frame's time to ego at the time of frame 0"
+        Tensor,
+        "[B, T, 4, 4] float32",
+        "ego at the frame's time to ego at the time of frame 0",
     ]
     bda_mat: Annotated[Tensor, "[B, 4, 4] float32", "stored ego frame to augmented ego frame"]
     timestamp_ns: Annotated[Tensor, "[B, (T)] int64", "the time of the sample or the frame"]
     img_timestamp_ns: Annotated[Tensor, "[B, (T,) N] int64", "each camera's exposure"]
     gt_boxes_3d: Annotated[list[Tensor], "list of [M, 7] float32", _BOXES]
     gt_labels_3d: Annotated[
-        list[Tensor], "list of [M] int64", "class, -1 outside the dataset's classes"
+        list[Tensor],
+        "list of [M] int64",
+        "class, -1 outside the dataset's classes",
     ]
     gt_velocity: Annotated[
         list[Tensor],
         "list of [M, 3] float32",
         "m/s over ground, axes of `box_frame`, NaN if unknown",
     ]
-    gt_valid: Annotated[list[Tensor], "list of [M] bool", "has lidar or radar points, or unknown"]
+    gt_valid: Annotated[
+        list[Tensor],
+        "list of [M] bool",
+        "has lidar or radar points, or unknown",
+    ]
     gt_mask: Annotated[Tensor, "[B, M] bool", "static batches: which rows are boxes"]
     instance_id: Annotated[list[Tensor], "list of [M] int64", "track"]
     points: Annotated[list[Tensor], "list of (T of) [P, C] float32", _POINTS]
     points_mask: Annotated[Tensor, "[B, P] bool", "static batches: which rows are points"]
     sample_key: Annotated[list[str], "list of str", "name of the sample"]
     sample_token: Annotated[
-        list[str], "list of str", "the source's own name of it: nuScenes' token, the key in a tar"
+        list[str],
+        "list of str",
+        "the source's own name of it: nuScenes' token, the key in a tar",
     ]
     clip_id: Annotated[list[str], "list of str", "clip of the sample"]
     frame: Annotated[Tensor, "[B] int64", "number in the clip"]
@@ -416,14 +438,22 @@ class Batch(TypedDict, total=False):
         Tensor, "[B, T] int64", "row of the dataset's index that is shown"
     ]
     valid: Annotated[
-        Tensor, "[B] bool", "False: a repeated sample (`drop_last=False`, lanes that ended)"
+        Tensor,
+        "[B] bool",
+        "False: a repeated sample (`drop_last=False`, lanes that ended)",
     ]
     lane: Annotated[Tensor, "[B] int64", "with lanes: the lane of the global batch"]
     prev_exists: Annotated[
-        Tensor, "[B] bool", "with lanes: the lane showed the frame before; False: forget the past"
+        Tensor,
+        "[B] bool",
+        "with lanes: the lane showed the frame before; False: forget the past",
     ]
     dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
-    seed: Annotated[int, "int", "of a sample before `transform`: take randomness from it only"]
+    seed: Annotated[
+        int,
+        "int",
+        "of a sample before `transform`: take randomness from it only",
+    ]
     view: Annotated[
         Tensor,
         "[2 B] int64",
@@ -440,17 +470,25 @@ class Batch(TypedDict, total=False):
         "in packs: the pack of each of the S samples; S takes the place of B everywhere",
     ]
     pack_offsets: Annotated[
-        Tensor, "[B + 1] int32", "in packs: the first sample of each pack, and S"
+        Tensor,
+        "[B + 1] int32",
+        "in packs: the first sample of each pack, and S",
     ]
     cu_seqlens: Annotated[
-        Tensor, "[S + 1] int32", "in packs: the first token of each sample, and their number"
+        Tensor,
+        "[S + 1] int32",
+        "in packs: the first token of each sample, and their number",
     ]
     max_seqlen: Annotated[int, "int", "in packs: the largest number of tokens of a sample"]
     position_ids: Annotated[
-        Tensor, "[tokens] int64", "in packs: the place of each token in its sample"
+        Tensor,
+        "[tokens] int64",
+        "in packs: the place of each token in its sample",
     ]
     sequence_ids: Annotated[
-        Tensor, "[tokens] int32", "in packs: the sample of each token, 0 .. S - 1"
+        Tensor,
+        "[tokens] int32",
+        "in packs: the sample of each token, 0 .. S - 1",
     ]
     epoch: Annotated[int, "int", "number of the epoch"]
     step: Annotated[int, "int", "number of the global batch in the epoch"]

@@ -58,7 +58,8 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation")] = 0
     frames: Annotated[
-        tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")
+        tuple[int, ...],
+        flag("draw a temporal window: offsets from the sample, such as -2 -1 0"),
     ] = (0,)
     select: Annotated[
         tuple[str, ...] | None,
@@ -69,7 +70,8 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
         flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
     ] = None
     output: Annotated[
-        str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")
+        str | None,
+        flag("picture to write (default: contact_sheet.png)", metavar="PNG"),
     ] = None
 
 
@@ -183,7 +185,11 @@ def view(
     window = None if options.frames == (0,) else FrameWindow(options.frames)
     with needs("a view of a sample"):  # torch, which the checks above do without
         from fuelrail.loaders.loader import DataLoader
-        from fuelrail.loaders.viewer.batch import Picture, draw_sample, values_of
+        from fuelrail.loaders.viewer.batch import (
+            Picture,
+            draw_sample,
+            values_of,
+        )
 
     try:
         with DataLoader(

@@ -16,7 +16,14 @@ import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, find_fault, flag, load_yaml, preset_files, presets
+from fuelrail.pipeline.settings import (
+    Settings,
+    find_fault,
+    flag,
+    load_yaml,
+    preset_files,
+    presets,
+)
 from fuelrail.pipeline.text import json_text
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -201,8 +208,14 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
                 values += kind.values
         return {"choices": values}
     if isinstance(types[0], inspect.ListType | inspect.VarTupleType):
-        return {"nargs": "+", **_arguments(list(_plain_types(types[0].item_type, {})), field)}
-    if inspect.FloatType in kinds and kinds <= {inspect.FloatType, inspect.IntType}:
+        return {
+            "nargs": "+",
+            **_arguments(list(_plain_types(types[0].item_type, {})), field),
+        }
+    if inspect.FloatType in kinds and kinds <= {
+        inspect.FloatType,
+        inspect.IntType,
+    }:
         return {"type": float}
     if inspect.IntType in kinds and kinds <= {
         inspect.IntType,
@@ -223,7 +236,8 @@ class PrintOptions(Settings, frozen=True, kw_only=True):
     """How a command prints its report."""
 
     json: Annotated[
-        bool, flag("print JSON instead of text; JSON lines where there is progress to report")
+        bool,
+        flag("print JSON instead of text; JSON lines where there is progress to report"),
     ] = False
 
 

@@ -169,7 +169,11 @@ class ShardError(FuelrailError):
         self.key = key
         address = [
             f"{label} {value}"
-            for label, value in (("shard", shard), ("offset", offset), ("sample", key))
+            for label, value in (
+                ("shard", shard),
+                ("offset", offset),
+                ("sample", key),
+            )
             if value is not None
         ]
         super().__init__(f"{message} ({', '.join(address)})" if address else message)

@@ -17,7 +17,10 @@ def read_public_names(stub: Path) -> dict[str, tuple[str, str]]:
     for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
-                places[alias.asname or alias.name] = (statement.module or "", alias.name)
+                places[alias.asname or alias.name] = (
+                    statement.module or "",
+                    alias.name,
+                )
         elif isinstance(statement, ast.Assign):  # a name that is another one in its module
             (target,) = statement.targets
             places[ast.unparse(target)] = places.pop(ast.unparse(statement.value))
@@ -38,7 +41,9 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         if module == package:  # a module of the package itself
             return import_module(f"{package}.{attribute}")
 
-        from fuelrail.pipeline.errors import needs  # here, for `import fuelrail` alone is light
+        from fuelrail.pipeline.errors import (
+            needs,
+        )  # here, for `import fuelrail` alone is light
 
         with needs(f"{package}.{name}"):
             value = getattr(import_module(module), attribute)

@@ -39,11 +39,13 @@ SAMPLE: Final = Limit("a sample: its span, and what its compressed members decod
 LOGITS: Final = Limit("the arrays of one channel of logits in a sample", 128 * _MIB)
 LOGITS_OF_SAMPLE: Final = Limit("the arrays of all logits of a sample", 512 * _MIB)
 MASKS_OF_SAMPLE: Final = Limit(
-    "the pixels of all masks of a sample, and of its other images that no camera took", 512 * _MIB
+    "the pixels of all masks of a sample, and of its other images that no camera took",
+    512 * _MIB,
 )
 ATTRIBUTES: Final = Limit("a group of rows of `attributes.parquet`", 256 * _MIB)
 UNTYPED: Final = Limit(
-    "a text of JSON or YAML: settings, states, setups of a ledger, a channel of texts", 16 * _MIB
+    "a text of JSON or YAML: settings, states, setups of a ledger, a channel of texts",
+    16 * _MIB,
 )
 YAML_VALUES: Final = Limit("a text of YAML, aliases counted each time", _MIB, "values")
 YAML_DEPTH: Final = Limit("a text of YAML, aliases followed", 64, "levels")
@@ -57,7 +59,15 @@ TABLE: Final = Limit(
 TABLE_OF_LOG: Final = Limit("of a source: a compressed table of Arrow of one log", 1024 * _MIB)
 
 LIMITS: Final = (
-    *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, MASKS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
+    *(
+        MEMBER,
+        SAMPLE,
+        LOGITS,
+        LOGITS_OF_SAMPLE,
+        MASKS_OF_SAMPLE,
+        ATTRIBUTES,
+        UNTYPED,
+    ),
     *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, WITNESS, TABLE, TABLE_OF_LOG),
 )
 """All of them, in the order of the table."""

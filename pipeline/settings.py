@@ -25,7 +25,12 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.limits import UNTYPED, YAML_DEPTH, YAML_VALUES
-from fuelrail.pipeline.text import MAX_VALUE, fault_in_words, requirement_in_words, shortened
+from fuelrail.pipeline.text import (
+    MAX_VALUE,
+    fault_in_words,
+    requirement_in_words,
+    shortened,
+)
 
 if TYPE_CHECKING:
     import yaml
@@ -183,10 +188,16 @@ def presets() -> PresetsReport:
     for kind, folder in _PRESETS.items():
         for file in sorted((_CONFIGS / folder).glob("*.yaml")):
             comment = itertools.takewhile(
-                lambda line: line.startswith("#"), file.read_text("utf-8").splitlines()
+                lambda line: line.startswith("#"),
+                file.read_text("utf-8").splitlines(),
             )
             entries.append(
-                Preset(kind, file.stem, " ".join(line.lstrip("# ") for line in comment), str(file))
+                Preset(
+                    kind,
+                    file.stem,
+                    " ".join(line.lstrip("# ") for line in comment),
+                    str(file),
+                )
             )
     return PresetsReport(entries)
 
@@ -295,7 +306,12 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
             value, msgspec.Struct | Mapping
         ):
             raise TypeError(f"got {type(value).__name__}")
-    except (msgspec.ValidationError, AttributeError, TypeError, UnicodeError) as failure:
+    except (
+        msgspec.ValidationError,
+        AttributeError,
+        TypeError,
+        UnicodeError,
+    ) as failure:
         place = f"{name}={_short(value)}"
         rule = _allowed(annotation)
         if rule is not None:
@@ -361,7 +377,9 @@ def _short(value: object) -> str:
 
 
 @cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+def _fields(
+    kind: type[msgspec.Struct],
+) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
 
@@ -377,7 +395,11 @@ def convert(value: object, to: type[T], where: str) -> T:
 
 
 def read_pairs(
-    subject: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str
+    subject: str,
+    text: str,
+    names: Sequence[str],
+    number: Callable[[str], N],
+    rule: str,
 ) -> dict[str, N]:
     """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
     numbers: dict[str, N] = {}
@@ -437,7 +459,10 @@ def _check_yaml(number: int, limit: Limit) -> None:
 
 
 def _expanded_nodes(
-    node: yaml.Node, sizes: dict[int, tuple[int, int] | None], *, takes_merges: bool
+    node: yaml.Node,
+    sizes: dict[int, tuple[int, int] | None],
+    *,
+    takes_merges: bool,
 ) -> tuple[int, int]:
     """Return the nodes from one on, aliases counted each time, and its levels.
 
@@ -559,7 +584,11 @@ def explain(error: Exception, data: bytes | bytearray | memoryview, to: object) 
 
 
 def find_fault(
-    error: msgspec.ValidationError, value: object, to: object, *, names_none: bool = True
+    error: msgspec.ValidationError,
+    value: object,
+    to: object,
+    *,
+    names_none: bool = True,
 ) -> SettingFault:
     """Say in words why ``value`` could not be converted to the type ``to``.
 
@@ -592,7 +621,12 @@ def find_fault(
             hint = f"; allowed here: {', '.join(names)}"
             if is_unknown:
                 hint += did_you_mean(field[2], names)
-        return SettingFault(path, words, hint=hint, unknown_field=field[2] if is_unknown else None)
+        return SettingFault(
+            path,
+            words,
+            hint=hint,
+            unknown_field=field[2] if is_unknown else None,
+        )
     enum_value = re.fullmatch(r"Invalid (?:enum )?value (.+)", text, re.DOTALL)
     if enum_value is None and not text.startswith("Expected "):
         return SettingFault(path, words)

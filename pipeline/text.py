@@ -87,7 +87,10 @@ def differing(
 
 
 def differences(
-    first_object: Mapping[str, Any], second_object: Mapping[str, Any], first: str, second: str
+    first_object: Mapping[str, Any],
+    second_object: Mapping[str, Any],
+    first: str,
+    second: str,
 ) -> str:
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
@@ -180,8 +183,16 @@ def requirement_in_words(text: str) -> str:
     """Return in words what msgspec says a value must be: its message without the place."""
     text = " ".join(text.split())
     text = _EXPECTED.sub(_expected_in_words, text)
-    text = re.sub(r"Object missing required field `([^`]+)`", r"the field '\1' is missing", text)
-    text = re.sub(r"Object contains unknown field `([^`]+)`", r"the field '\1' is unknown", text)
+    text = re.sub(
+        r"Object missing required field `([^`]+)`",
+        r"the field '\1' is missing",
+        text,
+    )
+    text = re.sub(
+        r"Object contains unknown field `([^`]+)`",
+        r"the field '\1' is unknown",
+        text,
+    )
     return re.sub(r"Invalid (?:enum )?value (.+)", r"\1 is not allowed", text)
 
 

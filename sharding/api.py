@@ -33,7 +33,11 @@ from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
-from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
+from fuelrail.sharding.verify.inspect import (
+    Description,
+    describe_dataset,
+    describe_sample,
+)
 from fuelrail.sharding.write.break_even import BreakEven
 
 if TYPE_CHECKING:
@@ -215,7 +219,10 @@ def shard(
 
 
 def check_source(
-    source: str, *, options: Mapping[str, Any] | None = None, recipe: Recipe | None = None
+    source: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
 ) -> SourceReport:
     """Scan a source and write nothing: what :func:`shard` would find wrong, and what it would keep
     and drop.
@@ -331,7 +338,11 @@ def verify(
         repair = (repair,)
     else:
         repair = tuple(repair)
-    options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
+    options = convert(
+        {"deep": deep, "workers": workers, "repair": repair},
+        VerifyOptions,
+        "verify",
+    )
     if repair and is_url(dataset):
         raise ConfigError(
             f"repair needs a folder, got '{shown_url(str(dataset))}': run the command that "
@@ -403,7 +414,9 @@ def _run(
     check_main_guard()
     name = engine if isinstance(engine, str) else None
     options = convert(
-        {"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options"
+        {"workers": workers, "engine": name, "ray_address": ray_address},
+        EngineOptions,
+        "options",
     )
     start = time.monotonic()
     chosen = make_engine(options) if engine is None or isinstance(engine, str) else engine

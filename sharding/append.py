@@ -30,7 +30,12 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Lineage, Manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Lineage,
+    Manifest,
+)
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
@@ -80,7 +85,9 @@ class Piece(NamedTuple):
 
 
 def append(
-    locations: Sequence[str], out: str | os.PathLike[str], progress: Quiet | None = None
+    locations: Sequence[str],
+    out: str | os.PathLike[str],
+    progress: Quiet | None = None,
 ) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
@@ -107,8 +114,16 @@ def append(
                 first.manifest.compression.get("layout"),
                 second.manifest.compression.get("layout"),
             ),
-            ("order unit", first.manifest.order_unit, second.manifest.order_unit),
-            ("zstd dictionary (SHA-256)", _dictionary_digest(first), _dictionary_digest(second)),
+            (
+                "order unit",
+                first.manifest.order_unit,
+                second.manifest.order_unit,
+            ),
+            (
+                "zstd dictionary (SHA-256)",
+                _dictionary_digest(first),
+                _dictionary_digest(second),
+            ),
         ):
             if first_value != second_value:
                 raise SourceError(
@@ -118,7 +133,8 @@ def append(
                 )
     pieces = _deal_shards(datasets)
     recipe = Recipe(
-        source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]}
+        source="append",
+        source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]},
     )
     finished = load_finished(output, recipe)
     with output.writing(), Workspace(output) as work:
@@ -132,7 +148,11 @@ def append(
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
         for number, (dataset, old, new) in enumerate(pieces):
             was_there = bring_shard(
-                datasets[dataset], old, output, new, was_finished=finished is not None
+                datasets[dataset],
+                old,
+                output,
+                new,
+                was_finished=finished is not None,
             )
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
@@ -170,7 +190,12 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
 
 
 def bring_shard(
-    source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, was_finished: bool
+    source: Dataset,
+    old: ShardEntry,
+    out: Output,
+    new: ShardEntry,
+    *,
+    was_finished: bool,
 ) -> bool:
     """Copy or link a shard and its DALI index into OUT, unless OUT has them: as a link of the
     source's, or with their digest; returns whether it had.
@@ -187,7 +212,12 @@ def bring_shard(
 
 
 def _bring_file(
-    source: Dataset, old: str, out: Output, entry: FileEntry, *, was_finished: bool
+    source: Dataset,
+    old: str,
+    out: Output,
+    entry: FileEntry,
+    *,
+    was_finished: bool,
 ) -> bool:
     new = entry.name
     if out.size(new) == entry.bytes:
@@ -242,7 +272,10 @@ def _copy_file(source: Dataset, old: str, out: Output, entry: FileEntry) -> None
 
 
 def _publish_version(
-    work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece], recipe: Recipe
+    work: Workspace,
+    datasets: Sequence[Dataset],
+    pieces: Sequence[Piece],
+    recipe: Recipe,
 ) -> Manifest:
     """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
@@ -259,7 +292,13 @@ def _publish_version(
     first = manifests[0]
     dictionary = first.file(DICTIONARY_FILE)
     if dictionary is not None:
-        _bring_file(datasets[0], dictionary.name, work.out, dictionary, was_finished=True)
+        _bring_file(
+            datasets[0],
+            dictionary.name,
+            work.out,
+            dictionary,
+            was_finished=True,
+        )
     cameras = [
         msgspec.structs.replace(
             camera,
@@ -285,7 +324,11 @@ def _publish_version(
             "recipe": msgspec.to_builtins(recipe),
             "facts": {
                 "appended": [
-                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance}
+                    {
+                        "name": m.name,
+                        "fingerprint": m.fingerprint,
+                        "provenance": m.provenance,
+                    }
                     for m in manifests
                 ]
             },
@@ -342,7 +385,8 @@ def take_attributes(
     for dataset, rows in runs:
         for first in range(0, len(rows), ROWS_PER_GROUP):
             rows_taken = disk.take(
-                tables[dataset], np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64)
+                tables[dataset],
+                np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64),
             )
             columns = [
                 rows_taken[name]

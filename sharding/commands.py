@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
+from fuelrail.pipeline.cli import (
+    Command,
+    PrintOptions,
+    add_flags,
+    from_flags,
+    given_flags,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
@@ -45,7 +51,11 @@ _OUT: Final = _Argument(
     "run to resume",
 )
 _PRINT: Final = "pipeline.cli:PrintOptions"
-_WRITE: Final = ("sharding.planning.recipe:Recipe", "sharding.engines:EngineOptions", _PRINT)
+_WRITE: Final = (
+    "sharding.planning.recipe:Recipe",
+    "sharding.engines:EngineOptions",
+    _PRINT,
+)
 
 COMMANDS: Final[dict[str, Command]] = {}
 
@@ -53,7 +63,9 @@ Run: TypeAlias = "Callable[[argparse.Namespace], int]"
 
 
 def _command(
-    *arguments: _Argument, options: Sequence[str] = (), frees_memory: bool = False
+    *arguments: _Argument,
+    options: Sequence[str] = (),
+    frees_memory: bool = False,
 ) -> Callable[[Run], Run]:
     """Make a command of the function ``run_WORD`` that follows.
 
@@ -70,12 +82,19 @@ def _command(
             parser.description = " ".join(details.split())
         for argument in arguments:
             parser.add_argument(
-                argument.name, metavar=argument.metavar, nargs=argument.nargs, help=argument.help
+                argument.name,
+                metavar=argument.metavar,
+                nargs=argument.nargs,
+                help=argument.help,
             )
         for option in options:
             module_name, name = option.split(":")
             module = importlib.import_module(f"fuelrail.{module_name}")
-            add_flags(parser, getattr(module, name), names=getattr(module, "FLAGS", None))
+            add_flags(
+                parser,
+                getattr(module, name),
+                names=getattr(module, "FLAGS", None),
+            )
 
     def register(run: Run) -> Run:
         summary, _, details = (run.__doc__ or "").partition("\n\n")
@@ -91,7 +110,9 @@ def _command(
 
 
 def _print_text(
-    args: argparse.Namespace, report: Any, options: type[PrintOptions] = PrintOptions
+    args: argparse.Namespace,
+    report: Any,
+    options: type[PrintOptions] = PrintOptions,
 ) -> int:
     sys.stdout.write(report.as_json() if from_flags(args, options).json else report.as_text())
     return 0
@@ -114,14 +135,20 @@ def run_synth(args: argparse.Namespace) -> int:
     options = from_flags(args, SynthOptions)
     with bar("rendering captures") as update:
         report = synth(
-            args.out, options, progress=lambda done, total: update(completed=done, total=total)
+            args.out,
+            options,
+            progress=lambda done, total: update(completed=done, total=total),
         )
     sys.stdout.write(report.as_text())
     return 0
 
 
 @_command(
-    _Argument("source", "KIND:PATH", "source to read, such as nuscenes:DATAROOT: folder or URL"),
+    _Argument(
+        "source",
+        "KIND:PATH",
+        "source to read, such as nuscenes:DATAROOT: folder or URL",
+    ),
     _OUT._replace(nargs="?"),
     options=["sharding.api:SourceOptions", *_WRITE],
     frees_memory=True,
@@ -129,7 +156,10 @@ def run_synth(args: argparse.Namespace) -> int:
 def run_shard(args: argparse.Namespace) -> int:
     """Convert a source (such as nuScenes) into a Fuelrail dataset."""
     from fuelrail.sharding.api import SourceOptions, check_source, shard
-    from fuelrail.sharding.sources.registry import options_of_texts, parse_source
+    from fuelrail.sharding.sources.registry import (
+        options_of_texts,
+        parse_source,
+    )
 
     source = from_flags(args, SourceOptions)
     pairs = (
@@ -140,7 +170,9 @@ def run_shard(args: argparse.Namespace) -> int:
         return _print_text(
             args,
             check_source(
-                args.source, options=source_options, recipe=_shared_options(args)["recipe"]
+                args.source,
+                options=source_options,
+                recipe=_shared_options(args)["recipe"],
             ),
         )
     if args.out is None:
@@ -151,12 +183,19 @@ def run_shard(args: argparse.Namespace) -> int:
     return _run_with_progress(
         args,
         lambda progress: shard(
-            args.source, args.out, options=source_options, progress=progress, **options
+            args.source,
+            args.out,
+            options=source_options,
+            progress=progress,
+            **options,
         ),
     )
 
 
-@_command(_Argument("kind", "KIND", "one kind (default: all)", nargs="?"), options=[_PRINT])
+@_command(
+    _Argument("kind", "KIND", "one kind (default: all)", nargs="?"),
+    options=[_PRINT],
+)
 def run_sources(args: argparse.Namespace) -> int:
     """List the kinds of sources, their options, and what to install."""
     from fuelrail.sharding.sources.registry import sources
@@ -191,13 +230,15 @@ def run_reshard(args: argparse.Namespace) -> int:
         if refused:
             raise append_refuses("--append", refused[0])
         return _run_with_progress(
-            args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress)
+            args,
+            lambda progress: reshard(args.datasets, args.out, append=True, progress=progress),
         )
     selection = from_flags(args, FuelrailOptions)
     options = _shared_options(args)
     options |= {"points": selection.points, "cameras": selection.cameras}
     return _run_with_progress(
-        args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)
+        args,
+        lambda progress: reshard(args.datasets, args.out, progress=progress, **options),
     )
 
 
@@ -290,7 +331,12 @@ def run_forget(args: argparse.Namespace) -> int:
 
 @_command(
     _DATASET,
-    _Argument("key", "KEY", "sample key (default: describe the whole dataset)", nargs="?"),
+    _Argument(
+        "key",
+        "KEY",
+        "sample key (default: describe the whole dataset)",
+        nargs="?",
+    ),
     options=["sharding.api:InspectOptions", _PRINT],
 )
 def run_inspect(args: argparse.Namespace) -> int:
@@ -299,7 +345,11 @@ def run_inspect(args: argparse.Namespace) -> int:
 
     return _print_text(
         args,
-        inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics),
+        inspect(
+            args.dataset,
+            args.key,
+            statistics=from_flags(args, InspectOptions).statistics,
+        ),
     )
 
 
@@ -358,7 +408,9 @@ def _configure_layer(parser: argparse.ArgumentParser) -> None:
     rebase.add_argument("layer", metavar="LAYER", help="folder of the layer")
     rebase.add_argument("base", metavar="DATASET", help="folder or URL of the new base")
     rebase.add_argument(
-        "out", metavar="OUT", help="folder of the new layer: new, empty, or of an interrupted run"
+        "out",
+        metavar="OUT",
+        help="folder of the new layer: new, empty, or of an interrupted run",
     )
     add_flags(rebase, PrintOptions)
 

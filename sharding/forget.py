@@ -39,7 +39,11 @@ from fuelrail.pipeline.format.dataset import (
     read_members,
 )
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, open_shards, open_tables
+from fuelrail.pipeline.format.index.tables import (
+    file_entry,
+    open_shards,
+    open_tables,
+)
 from fuelrail.pipeline.format.layers import (
     EITHER,
     INDEXED,
@@ -65,7 +69,11 @@ from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
 from fuelrail.pipeline.sample.schema import META, decode_meta, encode_meta
 from fuelrail.pipeline.settings import flag
 from fuelrail.pipeline.storage.files import open_file, read_file, sync_folder
-from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
+from fuelrail.pipeline.storage.filesystem import (
+    default_cache_folder,
+    is_url,
+    shown_url,
+)
 from fuelrail.pipeline.text import Printed, escaped
 from fuelrail.sharding.append import bring_shard, take_attributes
 from fuelrail.sharding.output.folder import (
@@ -78,11 +86,26 @@ from fuelrail.sharding.output.folder import (
 from fuelrail.sharding.output.resume import check_same_recipe
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
-from fuelrail.sharding.traces import DeletedTimes, cut_member, deleted_times, holders, is_cut
+from fuelrail.sharding.traces import (
+    DeletedTimes,
+    cut_member,
+    deleted_times,
+    holders,
+    is_cut,
+)
 from fuelrail.sharding.verify.statistics import STATISTICS_FILE
 from fuelrail.sharding.write.layers.finish import publish_rows
-from fuelrail.sharding.write.packer import FramedPacker, Packed, RawMember, ShardPacker
-from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
+from fuelrail.sharding.write.packer import (
+    FramedPacker,
+    Packed,
+    RawMember,
+    ShardPacker,
+)
+from fuelrail.sharding.write.publish import (
+    publish_tables,
+    write_attributes,
+    write_index,
+)
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import publish_listing
 
@@ -106,19 +129,34 @@ class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail forget``."""
 
     clips: Annotated[
-        str, flag("file of the clips, and keys of samples, to delete: one a line", metavar="FILE")
+        str,
+        flag(
+            "file of the clips, and keys of samples, to delete: one a line",
+            metavar="FILE",
+        ),
     ]
     layer: Annotated[
         tuple[str, ...],
-        flag("folder of a layer, which follows; repeatable", repeat=True, metavar="LAYER"),
+        flag(
+            "folder of a layer, which follows; repeatable",
+            repeat=True,
+            metavar="LAYER",
+        ),
     ] = ()
     cache: Annotated[
         tuple[str, ...],
-        flag("cache_dir of loaders, to be purged; repeatable", repeat=True, metavar="FOLDER"),
+        flag(
+            "cache_dir of loaders, to be purged; repeatable",
+            repeat=True,
+            metavar="FOLDER",
+        ),
     ] = ()
     receipt: Annotated[
         str | None,
-        flag("JSON file for the receipt (default: DATASET-forgot-DIGEST.json)", metavar="FILE"),
+        flag(
+            "JSON file for the receipt (default: DATASET-forgot-DIGEST.json)",
+            metavar="FILE",
+        ),
     ] = None
 
 
@@ -484,7 +522,11 @@ def _write_note(out: FolderOutput, noted: _Noted) -> None:
 
 
 def _load_finished_report(
-    file: Path, names: list[str], outs: Sequence[FolderOutput], *, is_started: bool
+    file: Path,
+    names: list[str],
+    outs: Sequence[FolderOutput],
+    *,
+    is_started: bool,
 ) -> ForgetReport | None:
     """Return the receipt of a call that has done all of this; None where something is to be done.
 
@@ -560,7 +602,10 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     target = FolderOutput(str(out.work / _BEFORE))
     shutil.rmtree(target.root, ignore_errors=True)
     target.temporary.mkdir(parents=True)
-    for name in [*(entry.name for entry in source.manifest.files), MANIFEST_FILE]:
+    for name in [
+        *(entry.name for entry in source.manifest.files),
+        MANIFEST_FILE,
+    ]:
         link_or_copy(out.root, target, name)
     sync_folder(target.root)
     held = holders(source, part.clips, part.rows)
@@ -577,7 +622,10 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
         touched = np.union1d(touched, table.samples[near].astype(np.int64))
     hit = {shard.name for shard in source.shards if _select_inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
-    _write_note(out, msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)))
+    _write_note(
+        out,
+        msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)),
+    )
     _write_version(part, base=base, hit=hit, keys=keys, out=next_version)
 
 
@@ -623,7 +671,11 @@ def _move_files(next_version: FolderOutput, out: FolderOutput, names: Sequence[s
 
 
 def _write_version(
-    part: _Part, base: _Part, hit: Collection[str], keys: frozenset[str], out: FolderOutput
+    part: _Part,
+    base: _Part,
+    hit: Collection[str],
+    keys: frozenset[str],
+    out: FolderOutput,
 ) -> None:
     """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to
     write again.
@@ -638,38 +690,70 @@ def _write_version(
         out.temporary,
         source.index.names,
         source.index.codecs,
-        _write_shards(part, kept_rows=kept_rows, hit=hit, keys=keys, out=out, entries=entries),
+        _write_shards(
+            part,
+            kept_rows=kept_rows,
+            hit=hit,
+            keys=keys,
+            out=out,
+            entries=entries,
+        ),
     )
     if source.attributes_file().exists:
-        write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept_rows)]))
+        write_attributes(
+            out.temporary,
+            take_attributes(out.temporary, [source], [(0, kept_rows)]),
+        )
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         rows_of_base = read_rows(source)
         rows_left = np.delete(
-            np.arange(len(source)) if rows_of_base is None else np.asarray(rows_of_base), base.rows
+            np.arange(len(source)) if rows_of_base is None else np.asarray(rows_of_base),
+            base.rows,
         )
         files = publish_rows(
             out,
             out.temporary,
-            np.where(rows_left == NO_ROW, NO_ROW, rows_left - np.searchsorted(rows, rows_left)),
+            np.where(
+                rows_left == NO_ROW,
+                NO_ROW,
+                rows_left - np.searchsorted(rows, rows_left),
+            ),
         )
         facts = manifest.provenance.get("facts")
         facts = {**facts} if isinstance(facts, dict) else {}
         changed = {
             "base": BaseEntry.from_dataset(open_dataset(base.out.root)),
-            "provenance": {**manifest.provenance, "facts": facts | _state_deletion(source, rows)},
+            "provenance": {
+                **manifest.provenance,
+                "facts": facts | _state_deletion(source, rows),
+            },
         }
     else:  # of the old recipe nothing: it may name what is deleted
-        recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
-        facts_known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
+        recipe = Recipe(
+            source="forget",
+            source_options={"fingerprint": manifest.fingerprint},
+        )
+        facts_known = {
+            "poses": manifest.has_poses,
+            "calibration": manifest.has_calibration,
+        }
         facts = {
             **_state_deletion(source, rows),
             **{name: "none" for name, is_known in facts_known.items() if not is_known},
         }
-        changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}
+        changed = {
+            "provenance": {
+                "recipe": msgspec.to_builtins(recipe),
+                "facts": facts,
+            }
+        }
         files = [entry for entry in manifest.files if entry.name == DICTIONARY_FILE]
     make = partial(
-        msgspec.structs.replace, manifest, lineage=Lineage.from_parents([manifest]), **changed
+        msgspec.structs.replace,
+        manifest,
+        lineage=Lineage.from_parents([manifest]),
+        **changed,
     )
     num_clips = {}
     for split in source.splits:
@@ -714,10 +798,18 @@ def _write_shards(
         rows = [source.index.row(number) for number in shard_rows.tolist()]
         if old.name in hit:
             packed = _repack_shard(
-                part, old=old.name, new=name, number=len(entries), rows=rows, keys=keys, out=out
+                part,
+                old=old.name,
+                new=name,
+                number=len(entries),
+                rows=rows,
+                keys=keys,
+                out=out,
             )
             new = publish_listing(
-                out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing
+                out,
+                new._replace(bytes=packed.num_bytes, sha256=packed.sha256),
+                packed.listing,
             )
             rows = packed.rows
         elif name != old.name:
@@ -747,7 +839,11 @@ def _repack_shard(
             packer: ShardPacker = FramedPacker(target, number, level, buffer)
         else:
             packer = ShardPacker(
-                file=target, number=number, level=level, dictionary=source.dictionary, buffer=buffer
+                file=target,
+                number=number,
+                level=level,
+                dictionary=source.dictionary,
+                buffer=buffer,
             )
         for row in rows:
             shard.seek(row.offset)
@@ -768,7 +864,11 @@ def _repack_shard(
                 if row.clip_id in part.clips and is_cut(entry.name, channels):
                     times = part.clips[row.clip_id]
                     data = cut_member(
-                        entry.name, data=raw[entry.name], row=row, times=times, channels=channels
+                        entry.name,
+                        data=raw[entry.name],
+                        row=row,
+                        times=times,
+                        channels=channels,
                     )
                 if data is not None:
                     members.append(RawMember(entry.name, entry.codec, data))

@@ -28,7 +28,11 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
-from fuelrail.pipeline.format.index.tables import open_attributes, open_tables, write_tables
+from fuelrail.pipeline.format.index.tables import (
+    open_attributes,
+    open_tables,
+    write_tables,
+)
 from fuelrail.pipeline.format.layers import (
     NO_ROW,
     BaseEntry,
@@ -40,8 +44,17 @@ from fuelrail.pipeline.format.layers import (
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry
 from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, OrderInputs, order_digest
-from fuelrail.sharding.write.publish import ROWS_PER_GROUP, write_attributes, write_index
+from fuelrail.sharding.forget import (
+    MAX_RECEIPT_BYTES,
+    ForgetReport,
+    OrderInputs,
+    order_digest,
+)
+from fuelrail.sharding.write.publish import (
+    ROWS_PER_GROUP,
+    write_attributes,
+    write_index,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.attributes_file import AttributesFile
@@ -91,7 +104,9 @@ class _Deletion(NamedTuple):
 
 
 def as_it_was(
-    place: str | os.PathLike[str], fingerprint: str, receipts: Sequence[str | os.PathLike[str]] = ()
+    place: str | os.PathLike[str],
+    fingerprint: str,
+    receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> Dataset:
     """Open a dataset as it was when it had a fingerprint; as it is where no receipts lead there.
 
@@ -159,7 +174,12 @@ def _read_receipts(
         try:
             data = read_file(file, MAX_RECEIPT_BYTES)
             report = msgspec.json.decode(data, type=ForgetReport)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (
+            OSError,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:
             if number >= len(receipts):  # another file that has such a name
                 continue
             why = (
@@ -204,7 +224,10 @@ def _rebuild_tables(
         num_rows = len(order) + len(inputs.rows)
         rows = np.array(inputs.rows, np.int64)
         counts = {len(inputs.rows), len(names), len(inputs.frames)}
-        counts |= {len(inputs.timestamps_ns), *map(len, inputs.attributes.values())}
+        counts |= {
+            len(inputs.timestamps_ns),
+            *map(len, inputs.attributes.values()),
+        }
         is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
         num_samples = sum(map(sum, inputs.splits.values()))
         has_last = not len(rows) or rows[-1] < num_rows
@@ -236,7 +259,7 @@ def _rebuild_tables(
 
     def rows_as_they_were() -> Iterator[IndexRow]:
         for number in order.tolist():
-            yield dataset.index.row(number) if number >= 0 else deleted[-1 - number]
+            yield (dataset.index.row(number) if number >= 0 else deleted[-1 - number])
 
     write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
     if dataset.attributes_file().exists:
@@ -287,7 +310,11 @@ def _rebuild_attributes(
         values = [row.get(field.name) for row in deleted]
         try:
             column = pa.array(values, field.type)
-        except (pa.ArrowException, TypeError, OverflowError):  # of another type than JSON has
+        except (
+            pa.ArrowException,
+            TypeError,
+            OverflowError,
+        ):  # of another type than JSON has
             column = pa.array([str(value) for value in values]).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]

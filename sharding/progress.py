@@ -50,7 +50,12 @@ class Quiet:
     def scanned(self, info: ScanInfo) -> None:
         """Take the result of the source's scan."""
         report = None if info.report is None else info.report.builtins()
-        self.show("scanned", clips=len(info.clips), samples=info.num_samples, report=report)
+        self.show(
+            "scanned",
+            clips=len(info.clips),
+            samples=info.num_samples,
+            report=report,
+        )
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Take the shards that will be made, in this order, and their approximate size in bytes."""
@@ -211,7 +216,11 @@ def bar(title: str) -> Iterator[Callable[..., None]]:
             done = 0
 
             def update(
-                *, total: int, completed: int | None = None, advance: int = 0, description: str = ""
+                *,
+                total: int,
+                completed: int | None = None,
+                advance: int = 0,
+                description: str = "",
             ) -> None:
                 nonlocal done
                 done = done + advance if completed is None else completed

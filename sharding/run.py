@@ -18,15 +18,28 @@ from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.index.blocks import BlockFile
-from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable
+from fuelrail.pipeline.format.index.shards import (
+    SHARDS_FILE,
+    ShardEntry,
+    ShardTable,
+)
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    load_manifest,
+)
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import save_npy
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.engines.local import LocalEngine
-from fuelrail.sharding.output.folder import Output, check_out, if_whole, open_output
+from fuelrail.sharding.output.folder import (
+    Output,
+    check_out,
+    if_whole,
+    open_output,
+)
 from fuelrail.sharding.output.resume import (
     check_cut,
     check_same_samples,
@@ -38,7 +51,13 @@ from fuelrail.sharding.output.resume import (
     shards_of,
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
-from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.planning.plan import (
+    Plan,
+    assign_splits,
+    make_plan,
+    select_rows,
+    selection,
+)
 from fuelrail.sharding.sources.adapter.classes import NUSCENES10, SOURCE
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import (
@@ -48,11 +67,19 @@ from fuelrail.sharding.sources.registry import (
     naming,
     parse_source,
 )
-from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter, uncompressed_share
+from fuelrail.sharding.sources.shared.scan_table import (
+    ScanTable,
+    ScanWriter,
+    uncompressed_share,
+)
 from fuelrail.sharding.write.break_even import break_even
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
-from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
+from fuelrail.sharding.write.images import (
+    jpegtran_version,
+    stored_channel,
+    stored_share,
+)
 from fuelrail.sharding.write.member_check import check_rows
 from fuelrail.sharding.write.records import is_whole, load_record
 from fuelrail.sharding.write.shard_writer import WriteJob
@@ -127,7 +154,10 @@ def shard(
     source = make_source(spec)
     jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
     recipe = msgspec.structs.replace(
-        recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran
+        recipe,
+        source=spec.kind,
+        source_options=source.options,
+        jpegtran=jpegtran,
     )
     load_finished(output, recipe)  # refused before anything is read
     with output.writing(), Workspace(output) as work:
@@ -149,7 +179,12 @@ def shard(
         if source.reads == "clip" and numbers:
             bands = Bands(numbers, work.folder / "staging")
             job = _stage_shards(
-                work, scan=scan, plan=planned.plan, job=job, bands=bands, num_workers=num_workers
+                work,
+                scan=scan,
+                plan=planned.plan,
+                job=job,
+                bands=bands,
+                num_workers=num_workers,
             )
         num_written = _make_shards(
             work,
@@ -286,7 +321,10 @@ def _load_stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry
 
 
 def _plan_dataset(
-    work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None
+    work: Workspace,
+    scan: _Scan,
+    started: RunState | None,
+    finished: Sequence[ShardEntry] | None,
 ) -> _Planned:
     """Plan the dataset, and write `plan_rows` and `selection` into the workspace.
 
@@ -379,7 +417,11 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
 
 
 def _make_job(
-    work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None
+    work: Workspace,
+    spec: SourceSpec,
+    scan: _Scan,
+    plan: Plan,
+    dictionary: Dictionary | None,
 ) -> WriteJob:
     info = scan.info
     recipe = scan.recipe
@@ -403,7 +445,12 @@ def _make_job(
 
 
 def _stage_shards(
-    work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int
+    work: Workspace,
+    scan: _Scan,
+    plan: Plan,
+    job: WriteJob,
+    bands: Bands,
+    num_workers: int,
 ) -> WriteJob:
     """Bring the clips of these shards into the work folder; returns the job that reads them
     there.
@@ -443,7 +490,9 @@ def _make_shards(
     making = [job.shards[number] for number in numbers]
     num_bytes = int(planned.shard_bytes[list(numbers)].sum())
     progress.planned(
-        sum(shard.num_samples for shard in making), [shard.stem for shard in making], num_bytes
+        sum(shard.num_samples for shard in making),
+        [shard.stem for shard in making],
+        num_bytes,
     )
     num_written = len(numbers)
     try:

@@ -112,7 +112,10 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
         deleted = samples[is_deleted]
         clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
         clips[clip_id] = DeletedTimes(
-            frames[deleted], times_ns[deleted], _find_spans(times_ns[samples], is_deleted), spans
+            frames[deleted],
+            times_ns[deleted],
+            _find_spans(times_ns[samples], is_deleted),
+            spans,
         )
     return clips
 
@@ -135,7 +138,11 @@ def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -
         times = clips[row.clip_id]
         for name, data in _read_raw(source, number, fields).items():
             cut = cut_member(
-                name, data=data, row=row, times=times, channels=source.manifest.extra_channels
+                name,
+                data=data,
+                row=row,
+                times=times,
+                channels=source.manifest.extra_channels,
             )
             if cut is not data:
                 held.append(number)
@@ -156,7 +163,11 @@ def is_cut(name: str, channels: tuple[Channel, ...]) -> bool:
 
 
 def cut_member(
-    name: str, data: Buffer, row: IndexRow, times: DeletedTimes, channels: tuple[Channel, ...]
+    name: str,
+    data: Buffer,
+    row: IndexRow,
+    times: DeletedTimes,
+    channels: tuple[Channel, ...],
 ) -> Buffer | None:
     """Return a member without what it holds of deleted samples; itself where that is nothing, None:
     it goes.
@@ -180,7 +191,8 @@ def cut_member(
         points = kind.decode(data, channel)
         measured_ns = _compute_measured_ns(points, channel, row.timestamp_ns)
         keep = ~_is_inside(
-            measured_ns, np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns
+            measured_ns,
+            np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns,
         )
         return data if keep.all() else kind.encode(points[keep], channel)
     if name == EGO.field and channel.columns == EGO.columns:

@@ -33,7 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _OTHER_LANE: Final = re.compile(
-    rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE
+    rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b",
+    re.MULTILINE,
 )
 _ALL_COSTLY: Final = "\npytestmark = pytest.mark.costly\n"
 # Where Hypothesis keeps the settings of a test; what it decorates has no public place to change them.
@@ -42,7 +43,10 @@ _EXAMPLES: Final = "_hypothesis_internal_use_settings"
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files without a test of the lanes asked for before they are imported: that takes seconds."""
-    if not collection_path.match("test_*.py") or config.option.markexpr not in ("unit", "long"):
+    if not collection_path.match("test_*.py") or config.option.markexpr not in (
+        "unit",
+        "long",
+    ):
         return None
     text = collection_path.read_text(encoding="utf-8")
     if config.option.markexpr == "long":
@@ -85,7 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 setattr(
                     item.function,
                     _EXAMPLES,
-                    settings(example_settings, max_examples=min(example_settings.max_examples, 5)),
+                    settings(
+                        example_settings,
+                        max_examples=min(example_settings.max_examples, 5),
+                    ),
                 )
 
 
@@ -96,7 +103,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatasetMaker]:
+def tiny_dataset(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[DatasetMaker]:
     """What makes each small dataset once: ``tiny_dataset({"train": (4, 3)}, size=(64, 48)).root``, also ``.raw``.
 
     They are read only. A test that writes takes a copy: ``tiny_dataset(splits, copy_to=tmp_path / "d")``.

@@ -111,7 +111,9 @@ def test_every_word_has_a_command_with_help_and_flags_of_structs(invoke, word) -
             assert flags[field] == action.option_strings[-1]
 
 
-def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def parsers(
+    parser: argparse.ArgumentParser,
+) -> Iterator[argparse.ArgumentParser]:
     """Yield a command's parser and those of its subcommands."""
     yield parser
     for action in parser._actions:
@@ -126,7 +128,10 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
         (("inspect", "x", "--bacth"), "--batch"),
         (("bench", "train", "x", "--stpes", "3"), "--steps"),
         (("top", "--7"), None),
-        (("bench", "loader", "x", "--steps", "3"), None),  # an option of `bench train`
+        (
+            ("bench", "loader", "x", "--steps", "3"),
+            None,
+        ),  # an option of `bench train`
         (("bench", "loader", "--foo", "x"), None),
     ],
 )
@@ -139,7 +144,9 @@ def test_an_unknown_option_names_the_one_that_was_meant(invoke, words, suggestio
     assert ("did you mean" in err) is (suggestion is not None)
 
 
-def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) -> None:
+def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(
+    invoke,
+) -> None:
     code, out, err = invoke("shrad")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == "fuelrail: error: unknown command 'shrad'; did you mean shard?"
@@ -153,16 +160,34 @@ def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) 
     [
         (["--verison"], "unknown option '--verison'; did you mean --version?"),
         (["-version"], "unknown option '-version'; did you mean --version?"),
-        (["-x", "inspect"], "unknown option '-x'; a command comes before its options"),
+        (
+            ["-x", "inspect"],
+            "unknown option '-x'; a command comes before its options",
+        ),
         (["version"], "unknown command 'version'; did you mean --version?"),
         (["help"], "unknown command 'help'; did you mean --help?"),
         (["--hlep"], "unknown option '--hlep'; did you mean --help?"),
-        (["--bogus"], "unknown option '--bogus'; a command comes before its options"),
-        (["shard", "--hepl"], "unrecognized arguments: --hepl; did you mean --help?"),
-        (["verify", "--deeep"], "unrecognized arguments: --deeep; did you mean --deep?"),
+        (
+            ["--bogus"],
+            "unknown option '--bogus'; a command comes before its options",
+        ),
+        (
+            ["shard", "--hepl"],
+            "unrecognized arguments: --hepl; did you mean --help?",
+        ),
+        (
+            ["verify", "--deeep"],
+            "unrecognized arguments: --deeep; did you mean --deep?",
+        ),
         (["shard"], "the following arguments are required: KIND:PATH"),
-        (["shard", "x:y", "--workers", "1e3"], "--workers must be a whole number; got '1e3'"),
-        (["bench", "loader", "x", "--seconds", "y"], "--seconds must be a number; got 'y'"),
+        (
+            ["shard", "x:y", "--workers", "1e3"],
+            "--workers must be a whole number; got '1e3'",
+        ),
+        (
+            ["bench", "loader", "x", "--seconds", "y"],
+            "--seconds must be a number; got 'y'",
+        ),
         (
             ["bench", "trian"],
             (
@@ -234,7 +259,11 @@ def test_an_error_in_the_making_of_the_parser_is_one_too(invoke, word, monkeypat
 
     word(lambda options: 0)
     monkeypatch.setattr(cli, "_load", missing)
-    assert invoke("try") == (2, "", "fuelrail: error: the library for it is not installed\n")
+    assert invoke("try") == (
+        2,
+        "",
+        "fuelrail: error: the library for it is not installed\n",
+    )
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(word) -> None:
@@ -273,7 +302,11 @@ def test_a_real_interrupt_is_130_too() -> None:
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=280)
-    assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
+    assert (process.returncode, out, err) == (
+        130,
+        "",
+        "fuelrail: interrupted\n",
+    )
 
 
 def test_options_may_come_between_the_arguments(invoke, dataset, tmp_path) -> None:
@@ -310,7 +343,10 @@ def test_a_reader_that_goes_away_is_not_a_fault() -> None:
         "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", script],
+        cwd=SOURCE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -346,7 +382,9 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"]
+    "engine",
+    [[], ["--engine", "processes", "--workers", "2"]],
+    ids=["threads", "processes"],
 )
 def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(
     tmp_path: Path, engine
@@ -356,7 +394,11 @@ def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(
     A line for each of 250 shards is more than the pipe and the reader hold: the command cannot end before it is closed.
     """
     build_nuscenes(
-        tmp_path / "source", {"a": 250}, cameras=("CAM_FRONT",), num_points=0, num_tracks=0
+        tmp_path / "source",
+        {"a": 250},
+        cameras=("CAM_FRONT",),
+        num_points=0,
+        num_tracks=0,
     )
     words = [
         "shard",
@@ -431,8 +473,14 @@ def dataset(tmp_path_factory) -> Path:
             ("order", "describe", "DS", "--buffer=99999999999999999999"),
             "1000000000",
         ),
-        (("verify", "DS", "--workers", "0"), "--workers 0: must be a whole number from 1 to 1024"),
-        (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
+        (
+            ("verify", "DS", "--workers", "0"),
+            "--workers 0: must be a whole number from 1 to 1024",
+        ),
+        (
+            ("verify", "DS", "--workers", "99999999999999999999"),
+            "--workers 99999999999999999999: ",
+        ),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),
         (
@@ -451,13 +499,22 @@ def dataset(tmp_path_factory) -> Path:
             ("layer", "rebase", "DS", "DS", "s3://bucket/x"),
             "the output of rebase must be a folder of this machine",
         ),
-        (("verify", "DS", "--repair", "nuscenes"), "source 'nuscenes' must be KIND:PATH"),
-        (("sources", "nuscens"), "error: this names an unknown kind 'nuscens'; known kinds: "),
+        (
+            ("verify", "DS", "--repair", "nuscenes"),
+            "source 'nuscenes' must be KIND:PATH",
+        ),
+        (
+            ("sources", "nuscens"),
+            "error: this names an unknown kind 'nuscens'; known kinds: ",
+        ),
         (
             ("shard", "mcap:DS", "out"),
             "has no logs: it is empty, or none of its files ends with .mcap",
         ),
-        (("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"), "dataset.json' is a file"),
+        (
+            ("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"),
+            "dataset.json' is a file",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
@@ -492,7 +549,10 @@ def test_shells_complete_commands_options_and_values(line, offered, unwanted, tm
         "COMP_TYPE": "9",
         "IFS": "\n",
     }
-    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
+    variables |= {
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
     process = start(env={**os.environ, **variables})
     process.communicate()
     completions = {text.strip() for text in (tmp_path / "out").read_text().splitlines()}

@@ -78,7 +78,12 @@ def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> No
         "view DATA --select never": "has no channel or attribute 'never'",
         "view DATA --frames 1 2": "different offsets with 0 among them",
     }
-    run_without(["torch"], {case: (2, message) for case, message in cases.items()}, data, tmp_path)
+    run_without(
+        ["torch"],
+        {case: (2, message) for case, message in cases.items()},
+        data,
+        tmp_path,
+    )
 
 
 @pytest.mark.process
@@ -88,9 +93,17 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
     data = str(tiny_dataset({"train": (4, 3)}).root)
     bench = "pip install -e '.[bench]'"
     cases = {
-        **dict.fromkeys(["reshard DATA again --seed 1", "verify DATA", "inspect DATA"], (0, "")),
         **dict.fromkeys(
-            ["bench train DATA", "plan --model gpt2", "order describe DATA", "top http://x"],
+            ["reshard DATA again --seed 1", "verify DATA", "inspect DATA"],
+            (0, ""),
+        ),
+        **dict.fromkeys(
+            [
+                "bench train DATA",
+                "plan --model gpt2",
+                "order describe DATA",
+                "top http://x",
+            ],
             (2, bench),
         ),
     }
@@ -114,7 +127,10 @@ def test_commands_name_the_extra_that_brings_torch_or_opencv(tiny_dataset, tmp_p
         "reshard DATA again --seed 1": (0, ""),
         "verify DATA": (0, ""),
         "inspect DATA": (0, ""),
-        "reshard DATA smaller --images resize=0.5": (2, "pip install -e '.[opencv]'"),
+        "reshard DATA smaller --images resize=0.5": (
+            2,
+            "pip install -e '.[opencv]'",
+        ),
         "synth drive": (2, "`fuelrail synth` needs cv2"),
         "view DATA": (2, "pip install -e '.[torch]'"),
         "plan --model gpt2": (2, "pip install -e '.[bench]'"),
@@ -141,7 +157,9 @@ for face, name in ((fr, "DataLoader"), (bench, "train")):
 
 
 @pytest.mark.process
-def test_a_table_of_images_is_read_by_torchs_loader_without_opencv_and_webdataset(tmp_path) -> None:
+def test_a_table_of_images_is_read_by_torchs_loader_without_opencv_and_webdataset(
+    tmp_path,
+) -> None:
     code = f"{BLOCK}import support.ordered_images\nsupport.ordered_images.main()"
     (refused,) = run_program(code, ["cv2", "webdataset"], tmp_path)
     assert refused.startswith("fuelrail.DataLoader needs cv2")
@@ -153,7 +171,9 @@ def test_a_table_of_images_is_read_by_torchs_loader_without_opencv_and_webdatase
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/quickstart.md"])
 def test_the_first_commands_need_the_extras_that_the_page_names_and_no_more(page, tmp_path) -> None:
     (block,) = re.findall(
-        r"```(?:sh)?\n(pip install .*?fuelrail synth .*?)```", page_text(page), re.DOTALL
+        r"```(?:sh)?\n(pip install .*?fuelrail synth .*?)```",
+        page_text(page),
+        re.DOTALL,
     )
     install, *commands = [line.partition("#")[0].strip() for line in block.splitlines()]
     extras = re.search(r"\[(.+?)\]", install)[1].split(",")
@@ -233,7 +253,10 @@ def run_program(code: str, packages: list[str], folder: Path = SOURCE) -> list[s
 
 
 def run_without(
-    packages: list[str], cases: dict[str, tuple[int, str]], data: str, folder: Path
+    packages: list[str],
+    cases: dict[str, tuple[int, str]],
+    data: str,
+    folder: Path,
 ) -> None:
     """Run command lines, to exit code and part of the message, where the packages cannot be imported."""
     case_words = json.dumps(

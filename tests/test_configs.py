@@ -37,7 +37,9 @@ def test_it_loads(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((CONFIGS / "images").glob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((CONFIGS / "images").glob("*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_image_presets_draw_maps_of_their_size(path):
     preset = load_yaml(path, ImageAugment)

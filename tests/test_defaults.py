@@ -23,7 +23,10 @@ OPT_IN = " of the source is stored on request; `fuelrail sources KIND` lists it"
 LOADER = {
     "shuffle": (None, NOTHING),  # the stored order, or what `order` says
     "seed": (0, NOTHING),
-    "drop_last": (False, "repeats samples to fill the last batch; `valid` says which"),
+    "drop_last": (
+        False,
+        "repeats samples to fill the last batch; `valid` says which",
+    ),
     "num_workers": (None, NOTHING),
     "prefetch_factor": (2, NOTHING),
     "pin_memory": (None, NOTHING),
@@ -52,8 +55,14 @@ TRANSFORMS = {
     "cameras": (None, NOTHING),
     "pixels": (fr.PixelAugment(), NOTHING),
     "ego": (fr.BevAugment(), NOTHING),
-    "points": (False, "lidar points; `describe()` does not decode them unless they are selected"),
-    "select": (None, "channels and attributes but labels; `describe()` lists what can be selected"),
+    "points": (
+        False,
+        "lidar points; `describe()` does not decode them unless they are selected",
+    ),
+    "select": (
+        None,
+        "channels and attributes but labels; `describe()` lists what can be selected",
+    ),
     "undistort": (None, NOTHING),
     "normalize": (None, NOTHING),
     "decoder": ("auto", NOTHING),
@@ -66,7 +75,10 @@ TRANSFORMS = {
 }
 IMAGE = {
     "train": (False, NOTHING),  # random fields are refused without it
-    "resize": ("cover", "what is beyond the aspect of the size that was asked for"),
+    "resize": (
+        "cover",
+        "what is beyond the aspect of the size that was asked for",
+    ),
     "resize_jitter": (None, NOTHING),
     "resize_range": (None, NOTHING),
     "crop_y": ("bottom", "the upper rows, of a size that was asked for"),
@@ -125,14 +137,20 @@ FRAMES = {
     "classes": ("source", NOTHING),
     "missing_camera": ("error", NOTHING),
     "damaged_image": ("error", NOTHING),
-    "max_damaged": ("0.01", NOTHING),  # of images that `damaged_image` leaves out
+    "max_damaged": (
+        "0.01",
+        NOTHING,
+    ),  # of images that `damaged_image` leaves out
     "check_images": ("head", NOTHING),
     "rate": ("0.0", NOTHING),
     "points": ("true", NOTHING),
     "cameras": ("none", NOTHING),
 }
 VIDEO = {
-    "video_quality": ("90", "what JPEG loses of frames of video; the manifest names the quality"),
+    "video_quality": (
+        "90",
+        "what JPEG loses of frames of video; the manifest names the quality",
+    ),
     "frames": ("all", NOTHING),
 }
 LOGS = {
@@ -142,8 +160,14 @@ LOGS = {
     "lidars": ("none", NOTHING),
     "radars": ("none", f"radar{OPT_IN}"),
     "camera_infos": ("none", NOTHING),
-    "levels": ("none", f"pictures of 16 bits, whose range nobody knows{REPORT}"),
-    "reference": ("none", f"messages of sensors between the reference's{REPORT}"),
+    "levels": (
+        "none",
+        f"pictures of 16 bits, whose range nobody knows{REPORT}",
+    ),
+    "reference": (
+        "none",
+        f"messages of sensors between the reference's{REPORT}",
+    ),
     "offsets_ms": ("none", NOTHING),
     "tolerance_ms": ("25.0", f"messages that are too far from a frame{REPORT}"),
     "ego_frame": ("base_link", NOTHING),
@@ -185,21 +209,33 @@ SOURCES = {
         **FRAMES,
         **VIDEO,
         "root": ("none", NOTHING),
-        "ignore_zeros": ("false", NOTHING),  # a tar that goes on behind its end is an error
+        "ignore_zeros": (
+            "false",
+            NOTHING,
+        ),  # a tar that goes on behind its end is an error
         "pixel_origin": ("center", NOTHING),
         "camera_axes": ("optical", NOTHING),
         "boxes_in": ("ego", NOTHING),
         "lidar_columns": ("('x', 'y', 'z', 'intensity')", NOTHING),
         "time_base": ("unix", NOTHING),
         "ego_origin": ("unknown", NOTHING),
-        "reference": ("none", f"files of sensor_data between the reference's{REPORT}"),
-        "tolerance_ms": ("50.0", f"files that are too far from a frame{REPORT}"),
+        "reference": (
+            "none",
+            f"files of sensor_data between the reference's{REPORT}",
+        ),
+        "tolerance_ms": (
+            "50.0",
+            f"files that are too far from a frame{REPORT}",
+        ),
         "max_gap_s": ("0.5", NOTHING),
     },
     "mcap": LOGS,
     "nuscenes": {
         **FRAMES,
-        "classes": ("nuscenes10", "names of other categories: their boxes stay, with label -1"),
+        "classes": (
+            "nuscenes10",
+            "names of other categories: their boxes stay, with label -1",
+        ),
         "version": ("none", NOTHING),  # several versions are an error
         "sweeps": ("0", f"lidar sweeps between keyframes{OPT_IN}"),
         "dangling_links": ("error", NOTHING),
@@ -212,7 +248,10 @@ SOURCES = {
     "rosbag2": LOGS,
     "t4": {
         **FRAMES,
-        "missing_camera": ("mask", f"images that are marked as not valid{REPORT}"),
+        "missing_camera": (
+            "mask",
+            f"images that are marked as not valid{REPORT}",
+        ),
         "boxes2d": ("false", f"boxes in images{OPT_IN}"),
         "vehicle_state": ("false", f"signals of the vehicle{OPT_IN}"),
         "series": ("false", NOTHING),
@@ -239,8 +278,14 @@ SOURCES = {
         "intrinsics": ("none", NOTHING),
         "cam2ego": ("none", NOTHING),
         "ego2global": ("none", NOTHING),
-        "first_samples": ("1000", f"members and values that the first samples lack{REPORT}"),
-        "ignore_zeros": ("false", NOTHING),  # a tar that goes on behind its end is an error
+        "first_samples": (
+            "1000",
+            f"members and values that the first samples lack{REPORT}",
+        ),
+        "ignore_zeros": (
+            "false",
+            NOTHING,
+        ),  # a tar that goes on behind its end is an error
         "gather": ("false", NOTHING),  # a sample in two places is an error
         "clip": ("none", NOTHING),
     },
@@ -259,7 +304,10 @@ def test_the_loader_has_the_defaults_of_the_table() -> None:
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_settings_have_the_defaults_of_the_table(kind) -> None:
-    required = {fr.ImageAugment: {"height": 8, "width": 8}, fr.PointSweeps: {"num_sweeps": 1}}
+    required = {
+        fr.ImageAugment: {"height": 8, "width": 8},
+        fr.PointSweeps: {"num_sweeps": 1},
+    }
     defaults = msgspec.structs.asdict(kind(**required.get(kind, {})))
     for name in required.get(kind, {}):
         del defaults[name]

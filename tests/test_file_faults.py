@@ -19,7 +19,11 @@ import xxhash
 
 from fuelrail import ImageAugment, OrderSpec, bench
 from fuelrail.bench.studies.runs.replay import saved_states
-from fuelrail.bench.trainer.checkpoints.store import VERSION, DamagedError, Store
+from fuelrail.bench.trainer.checkpoints.store import (
+    VERSION,
+    DamagedError,
+    Store,
+)
 from fuelrail.loaders.schedule.ledger import identity_of
 from fuelrail.loaders.schedule.state import decode_state
 from fuelrail.pipeline.channels.kinds import KINDS
@@ -134,14 +138,22 @@ def read_setting(place: Place, data: bytes) -> None:
 
 def read_checkpoint(place: Place, data: bytes) -> None:
     xxh3 = xxhash.xxh3_64_hexdigest(f"{VERSION}\n".encode() + data)
-    sealed = b'{"version":%d,"xxh3":"%s","manifest":%s}' % (VERSION, xxh3.encode(), data)
+    sealed = b'{"version":%d,"xxh3":"%s","manifest":%s}' % (
+        VERSION,
+        xxh3.encode(),
+        data,
+    )
     name = "step-00000001.0123456789abcdef"
     written(place.folder / "checkpoints" / name / "checkpoint.json", sealed)
     Store(str(place.folder / "checkpoints")).read(name)
 
 
 def read_receipt(place: Place, data: bytes) -> None:
-    as_it_was(place.folder / "d", "0" * 64, [written(place.folder / "FILE.json", data)])
+    as_it_was(
+        place.folder / "d",
+        "0" * 64,
+        [written(place.folder / "FILE.json", data)],
+    )
 
 
 def read_cache(place: Place, data: bytes) -> None:
@@ -171,7 +183,12 @@ def read_texts(_: Place, data: bytes) -> None:
 
 def read_work(place: Place, data: bytes) -> None:
     written(place.folder / "out" / ".fuelrail" / "FILE.json", data)
-    read_json(FolderOutput(str(place.folder / "out")), ".fuelrail/FILE.json", RunState, "remove it")
+    read_json(
+        FolderOutput(str(place.folder / "out")),
+        ".fuelrail/FILE.json",
+        RunState,
+        "remove it",
+    )
 
 
 def read_yaml_settings(place: Place, data: bytes) -> None:
@@ -192,7 +209,12 @@ def manifest_value(place: Place) -> dict[str, Any]:
 
 
 def layer_value(place: Place) -> dict[str, Any]:
-    base = {"fingerprint": "0" * 64, "name": "d", "num_samples": 1, "sensors": []}
+    base = {
+        "fingerprint": "0" * 64,
+        "name": "d",
+        "num_samples": 1,
+        "sensors": [],
+    }
     value = {**manifest_value(place), "format": "fuelrail-layer", "base": base}
     return {**value, "view": {"kind": "fixed"}}
 
@@ -204,7 +226,13 @@ def meta_value(place: Place) -> dict[str, Any]:
 
 def checkpoint_value(_: Place) -> dict[str, Any]:
     progress = {"loader": {}, "schedule": 0, "scaler": {}}
-    return {"step": 1, "world_size": 1, "identity": {}, "progress": progress, "files": {}}
+    return {
+        "step": 1,
+        "world_size": 1,
+        "identity": {},
+        "progress": progress,
+        "files": {},
+    }
 
 
 def receipt_value(_: Place) -> dict[str, Any]:
@@ -238,9 +266,21 @@ FILES: dict[str, tuple[Read, Callable[[Place], Any], str]] = {
         "FILE.json",
     ),
     "ledger record": (read_record, setup_of, "FILE.json"),
-    "identity": (read_identity, lambda place: setup_of(place)["identity"], "FILE.json"),
-    "settings of a run": (read_setting, lambda place: setup_of(place)["loader"], "FILE.json"),
-    "loader state": (read_state, lambda place: dict(place.state), "loader state"),
+    "identity": (
+        read_identity,
+        lambda place: setup_of(place)["identity"],
+        "FILE.json",
+    ),
+    "settings of a run": (
+        read_setting,
+        lambda place: setup_of(place)["loader"],
+        "FILE.json",
+    ),
+    "loader state": (
+        read_state,
+        lambda place: dict(place.state),
+        "loader state",
+    ),
     "checkpoint": (read_checkpoint, checkpoint_value, "checkpoint.json"),
     "states": (
         lambda place, data: saved_states(written(place.folder / "FILE.json", data)),
@@ -259,7 +299,11 @@ FILES: dict[str, tuple[Read, Callable[[Place], Any], str]] = {
         lambda _: {"train": ["clip"]},
         "FILE.json",
     ),
-    "settings": (read_yaml_settings, lambda _: {"seed": 1, "kind": "shuffled"}, "FILE.json"),
+    "settings": (
+        read_yaml_settings,
+        lambda _: {"seed": 1, "kind": "shuffled"},
+        "FILE.json",
+    ),
     "table of a source": (
         lambda _, data: foreign.read_json(data, "table 'FILE.json'", Owner),
         lambda _: {"name": "a", "ages": {"cat": 1}},
@@ -276,7 +320,10 @@ def wrong_values(good: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, {**good, "colour": 3}
         for name, value in good.items():
             inner_path = f"{path}.{name}".lstrip(".")
-            yield f"{inner_path} left out", {key: good[key] for key in good if key != name}
+            yield (
+                f"{inner_path} left out",
+                {key: good[key] for key in good if key != name},
+            )
             for place, wrong in wrong_values(value, inner_path):
                 yield place, {**good, name: wrong}
     elif isinstance(good, list) and good:
@@ -304,7 +351,10 @@ def test_what_is_wrong_in_a_file_is_said_in_words(name, place, capfd) -> None:
             message = OWN_COMMAND.sub("", str(error))
         else:
             continue
-        assert not [word for word in FORBIDDEN if word in message], (path, message)
+        assert not [word for word in FORBIDDEN if word in message], (
+            path,
+            message,
+        )
         if "must be" in message or "is missing" in message or "is unknown" in message:
             assert called in message, (path, message)
         field = path.removesuffix(" left out").rpartition(".")[2]

@@ -25,7 +25,11 @@ from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.runtime import top
-from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics, parse
+from fuelrail.pipeline.runtime.metrics import (
+    MetricsServer,
+    loader_metrics,
+    parse,
+)
 from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import DATASET, MACHINE, log, report_of, steps
 from support.compare_runs import compare_report_of, contestant
@@ -156,7 +160,10 @@ def structure(markdown):
     """Kinds of tokens, those of text left out; the target of a link is a file beside the report."""
     kinds = []
     for token in MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown):
-        kinds += [token.type, *(part.type for part in token.children or [] if part.type != "text")]
+        kinds += [
+            token.type,
+            *(part.type for part in token.children or [] if part.type != "text"),
+        ]
         targets = [part.attrs["href"] for part in token.children or [] if "href" in part.attrs]
         assert all(re.fullmatch(r"[\w.%~/-]+/report\.html", target) for target in targets)
     return kinds
@@ -202,7 +209,11 @@ def test_markdown_with_hostile_names_has_the_structure_of_any_other(reports):
 
 def test_a_terminal_gets_hostile_names_as_text(reports):
     console = Console(
-        file=io.StringIO(), soft_wrap=True, markup=False, highlight=False, width=10_000
+        file=io.StringIO(),
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+        width=10_000,
     )
     print_report(reports[1], console)
     text = console.file.getvalue()
@@ -238,7 +249,8 @@ def metrics():
     from fuelrail.loaders.storage.protocol import StorageStats
 
     return loader_metrics(
-        Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE}
+        Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)),
+        {"rank": HOSTILE, "job": HOSTILE},
     )
 
 
@@ -267,7 +279,10 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
             lambda text: re.sub(r"fuelrail_stage_threads\{.*\n", "", text),
             "fuelrail_stage_threads lacks",
         ),
-        (lambda text: re.sub(r"(fuelrail_stage_queue\{[^\n]*\}) \S+", r"\1 NaN", text), "is nan"),
+        (
+            lambda text: re.sub(r"(fuelrail_stage_queue\{[^\n]*\}) \S+", r"\1 NaN", text),
+            "is nan",
+        ),
         (
             lambda text: re.sub(r"(fuelrail_batches_total\{[^\n]*\}) \S+", r"\1 +Inf", text),
             "is inf",
@@ -282,7 +297,14 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
             "999 stages",
         ),
     ],
-    ids=["a metric lacks", "NaN", "Inf", "too large", "another format", "endless stages"],
+    ids=[
+        "a metric lacks",
+        "NaN",
+        "Inf",
+        "too large",
+        "another format",
+        "endless stages",
+    ],
 )
 def test_top_refuses_metrics_of_no_loader_in_a_sentence(change, said, monkeypatch, capsys):
     with MetricsServer(metrics, port=0) as server:
@@ -353,7 +375,10 @@ def test_a_command_prints_and_writes_hostile_names_as_text(
     position = 2 if word in {"bench", "order"} else 1
     command = [word, *options]
     command.insert(position, str(hostile_dataset))
-    places = {"OUT": str(tmp_path), "SMALL": str(hostile_dataset.parent / "small")}
+    places = {
+        "OUT": str(tmp_path),
+        "SMALL": str(hostile_dataset.parent / "small"),
+    }
     main([re.sub("OUT|SMALL", lambda match: places[match.group()], part) for part in command])
     said = "".join(capfd.readouterr())
     assert "Traceback" not in said

@@ -28,7 +28,10 @@ def test_tests_are_in_the_lanes_of_what_they_use() -> None:
             if isinstance(node, ast.Import):
                 used |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                used |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+                used |= {
+                    str(node.module),
+                    *(f"{node.module}.{alias.name}" for alias in node.names),
+                }
         for lane, pattern in LANES.items():
             if any(re.fullmatch(pattern, name) for name in used):
                 assert f"pytest.mark.{lane}" in text, (

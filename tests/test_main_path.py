@@ -47,7 +47,17 @@ def world(folder):
 @pytest.fixture(scope="module")
 def dataset(folder, world):
     assert (
-        main(["shard", f"nuscenes:{world}", str(folder / "dataset"), *SHARD, "--workers", "2"]) == 0
+        main(
+            [
+                "shard",
+                f"nuscenes:{world}",
+                str(folder / "dataset"),
+                *SHARD,
+                "--workers",
+                "2",
+            ]
+        )
+        == 0
     )
     return folder / "dataset"
 
@@ -62,10 +72,27 @@ def digests(root):
 
 def test_one_worker_writes_the_same_files_and_another_seed_another_order(folder, world, dataset):
     assert (
-        main(["shard", f"nuscenes:{world}", str(folder / "again"), *SHARD, "--workers", "1"]) == 0
+        main(
+            [
+                "shard",
+                f"nuscenes:{world}",
+                str(folder / "again"),
+                *SHARD,
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
     )
     assert digests(folder / "again") == digests(dataset)
-    command = ["shard", f"nuscenes:{world}", str(folder / "other"), *SHARD[:2], "--seed", "8"]
+    command = [
+        "shard",
+        f"nuscenes:{world}",
+        str(folder / "other"),
+        *SHARD[:2],
+        "--seed",
+        "8",
+    ]
     assert main(command) == 0
     first = open_dataset(dataset)
     second = open_dataset(folder / "other")

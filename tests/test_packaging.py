@@ -33,7 +33,13 @@ LOOK_FOR_COMPARE = (
     "bench/commands.py",
     "bench/studies/diff.py",
 )  # and say where it runs if it is not there
-FACE_FILES = ("__init__.py", "__init__.pyi", "__main__.py", "order.py", "py.typed")
+FACE_FILES = (
+    "__init__.py",
+    "__init__.pyi",
+    "__main__.py",
+    "order.py",
+    "py.typed",
+)
 PROGRAMS = (
     "recipes",
     "sources",
@@ -125,7 +131,9 @@ class TestImports:
                             f"{file.relative_to(ROOT)} imports {name}"
                         )
 
-    def test_nothing_that_ships_imports_what_stays_in_the_checkout(self) -> None:
+    def test_nothing_that_ships_imports_what_stays_in_the_checkout(
+        self,
+    ) -> None:
         for file, names in imported_by().items():
             if (
                 not stays_in_checkout(file)
@@ -163,7 +171,11 @@ class TestImports:
             ]
         )
         # What an extra brings under another name, so that it need not be installed for this test.
-        brought_by = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
+        brought_by = {
+            "PIL": "pillow-simd",
+            "nvidia": "nvidia-dali-cuda120",
+            "botocore": "s3fs",
+        }
         brought_by["rerun"] = "rerun-sdk"
         brought_by["mmdet3d"] = (
             "mmengine"  # only those who have it ask for its classes; it stands on mmengine
@@ -171,7 +183,10 @@ class TestImports:
         brought_by |= {
             name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")
         }
-        brought_by |= {"pytorch_lightning": "lightning", "transformers": "transformers"}
+        brought_by |= {
+            "pytorch_lightning": "lightning",
+            "transformers": "transformers",
+        }
         brought_by["lightning"] = "lightning"
         providers = packages_distributions()
         for file, names in imported_by().items():
@@ -214,7 +229,8 @@ class TestImports:
             "fsspec",
         )
         out = run_python(
-            "-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
+            "-c",
+            f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])",
         )
         assert out.splitlines()[-1] == "[]"
 
@@ -290,7 +306,9 @@ class TestLayout:
     def test_make_knows_its_words(self) -> None:
         targets = set(
             re.findall(
-                r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+                r"^([a-z-]+):",
+                (ROOT / "Makefile").read_text(encoding="utf-8"),
+                re.MULTILINE,
             )
         )
         assert targets >= {
@@ -429,7 +447,13 @@ def test_nothing_names_a_machine() -> None:
     )
     places.discard("/")
     pattern = re.compile(
-        "|".join([*map(re.escape, sorted(places)), r"/(?:home|Users)/\w", r"\b[A-Z]:\\\\?Users\b"])
+        "|".join(
+            [
+                *map(re.escape, sorted(places)),
+                r"/(?:home|Users)/\w",
+                r"\b[A-Z]:\\\\?Users\b",
+            ]
+        )
     )
     for file in repository_texts():
         if file == Path(__file__).resolve():
@@ -443,7 +467,18 @@ def built(tmp_path_factory) -> Path:
     """A folder with this checkout's wheel and sdist, built as pip would build them."""
     pytest.importorskip("hatchling", reason="the build backend is not installed here")
     out = tmp_path_factory.mktemp("dist")
-    run_python("-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(out), path=None)
+    run_python(
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-t",
+        "sdist",
+        "-d",
+        str(out),
+        path=None,
+    )
     return out
 
 
@@ -540,7 +575,12 @@ class TestBuild:
         ):
             command = [sys.executable, "-m", "fuelrail", "bench", *words]
             refused = subprocess.run(
-                command, cwd=tmp_path, env=site, capture_output=True, text=True, check=False
+                command,
+                cwd=tmp_path,
+                env=site,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             assert refused.returncode == 2
             assert "clone the repository" in refused.stderr
@@ -557,9 +597,16 @@ class TestBuild:
         pytest.importorskip("auditwheel", reason="the extra release is not installed here")
         if not wheel.name.endswith("-linux_x86_64.whl"):
             pytest.skip("the native decoder was not built for x86-64 here")
-        script = [ROOT / ".ci" / "repair-wheel", wheel.parent, tmp_path / "dist"]
+        script = [
+            ROOT / ".ci" / "repair-wheel",
+            wheel.parent,
+            tmp_path / "dist",
+        ]
         subprocess.run(
-            script, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, check=True
+            script,
+            env={**os.environ, "PYTHON": sys.executable},
+            capture_output=True,
+            check=True,
         )
         (repaired,) = (tmp_path / "dist").glob("*.whl")
         assert re.search(r"-py3-none-manylinux\w+_x86_64", repaired.name)
@@ -582,7 +629,10 @@ def test_no_plug_in_asks_an_index_for_fuelrail_by_its_name() -> None:
     assert len(asked) == 5
     for name, project in asked.items():
         extras = project.get("optional-dependencies", {}).values()
-        requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+        requirements = [
+            *project["dependencies"],
+            *itertools.chain.from_iterable(extras),
+        ]
         assert not [text for text in requirements if text.startswith("fuelrail")], name
     extras = PROJECT["optional-dependencies"]
     video = [text for text in extras["video"] if not text.startswith("fuelrail")]

@@ -59,7 +59,10 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def test_no_folder_of_the_documents_has_too_many_entries() -> None:
-    for folder in (ROOT / "docs", *(path for path in (ROOT / "docs").rglob("*") if path.is_dir())):
+    for folder in (
+        ROOT / "docs",
+        *(path for path in (ROOT / "docs").rglob("*") if path.is_dir()),
+    ):
         assert (
             len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= MAX_ENTRIES
         ), folder
@@ -68,10 +71,15 @@ def test_no_folder_of_the_documents_has_too_many_entries() -> None:
 def test_the_site_has_every_page() -> None:
     """Its build fails on a page that exists and is not in `nav`; here the other way is cheap to check: files exist."""
     nav = re.findall(
-        r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+        r"^ +- .+: (\S+\.md)$",
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    generated = {"index.md", *(f"reference/{name}.md" for name in ("commands", "names", "python"))}
+    generated = {
+        "index.md",
+        *(f"reference/{name}.md" for name in ("commands", "names", "python")),
+    }
     assert pages <= set(nav)
     assert all((ROOT / page).is_file() for page in set(nav) - pages - generated)
 
@@ -92,7 +100,11 @@ def test_readme_says_first_what_state_the_project_is_in() -> None:
     """Where it comes from, and whether a GPU has seen it, before any figure."""
     head = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())[:500]
     assert re.search(r"Status: .*not on the package index", head)
-    assert re.search(r"measured on CPUs.* nothing of it has run on a GPU", head, re.IGNORECASE)
+    assert re.search(
+        r"measured on CPUs.* nothing of it has run on a GPU",
+        head,
+        re.IGNORECASE,
+    )
 
 
 def test_no_page_promises_a_time_of_a_host() -> None:

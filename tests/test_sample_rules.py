@@ -123,7 +123,10 @@ def empty_points(raw):
 
 
 BROKEN = {
-    "nan_intrinsics": (change_geometry(intrinsics=((0, 0, 0), NAN)), "intrinsics[0] is [[nan,"),
+    "nan_intrinsics": (
+        change_geometry(intrinsics=((0, 0, 0), NAN)),
+        "intrinsics[0] is [[nan,",
+    ),
     "inf_cam_ego2global": (
         change_geometry(cam_ego2global=((1, 0, 3), INF)),
         "cam_ego2global[1] is",
@@ -132,27 +135,60 @@ BROKEN = {
         change_geometry(intrinsics=((0, 0, 0), 1e308)),
         "intrinsics[0] is [[1e+308,",
     ),
-    "zero_intrinsics": (change_geometry(intrinsics=(0, 0.0)), "intrinsics[0] is [[0.0,"),
+    "zero_intrinsics": (
+        change_geometry(intrinsics=(0, 0.0)),
+        "intrinsics[0] is [[0.0,",
+    ),
     "zero_cam2ego": (change_geometry(cam2ego=(1, 0.0)), "cam2ego[1] is [[0.0,"),
-    "skewed_cam2ego": (change_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)), "cam2ego[1] is"),
-    "far_ego2global": (change_geometry(ego2global=((0, 3), 1e308)), "ego2global[0] is"),
-    "nan_lidar2ego": (change_geometry(lidar2ego=(0, NAN)), "lidar2ego[0] is [[nan,"),
-    "inf_ego_velocity": (change_geometry(ego_velocity=(0, INF)), "ego_velocity[0] is inf"),
+    "skewed_cam2ego": (
+        change_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)),
+        "cam2ego[1] is",
+    ),
+    "far_ego2global": (
+        change_geometry(ego2global=((0, 3), 1e308)),
+        "ego2global[0] is",
+    ),
+    "nan_lidar2ego": (
+        change_geometry(lidar2ego=(0, NAN)),
+        "lidar2ego[0] is [[nan,",
+    ),
+    "inf_ego_velocity": (
+        change_geometry(ego_velocity=(0, INF)),
+        "ego_velocity[0] is inf",
+    ),
     "inf_dist": (change_geometry(dist=((0, 0), INF)), "dist[0] is [inf"),
     "nan_boxes": (change_boxes(boxes3d=((0, 0), NAN)), "boxes3d[0] is [nan,"),
     "box_without_size": (change_boxes(boxes3d=((1, 3), 0.0)), "boxes3d[1] is"),
-    "box_rotation": (change_boxes(rotation_wxyz=(0, 0.0)), "rotation_wxyz[0] is [0.0,"),
+    "box_rotation": (
+        change_boxes(rotation_wxyz=(0, 0.0)),
+        "rotation_wxyz[0] is [0.0,",
+    ),
     "inf_velocity": (change_boxes(velocity=((0, 1), INF)), "velocity[0] is"),
-    "label_9999": (change_boxes(label=(0, 9999)), "label[0] is 9999; allowed: -1 to 9"),
-    "label_negative": (change_boxes(label=(0, -30000)), "label[0] is -30000; allowed: -1 to 9"),
+    "label_9999": (
+        change_boxes(label=(0, 9999)),
+        "label[0] is 9999; allowed: -1 to 9",
+    ),
+    "label_negative": (
+        change_boxes(label=(0, -30000)),
+        "label[0] is -30000; allowed: -1 to 9",
+    ),
     "visibility_100": (
         change_boxes(visibility=(0, 100)),
         "visibility[0] is 100; allowed: -1 (unknown) or 1 to 4",
     ),
     "visibility_0": (change_boxes(visibility=(0, 0)), "visibility[0] is 0"),
-    "attribute_9999": (change_boxes(attribute=(0, 9999)), "attribute[0] is 9999; allowed: -1 to 1"),
-    "negative_img_wh": (change_geometry(img_wh=((0, 0), -(2**31))), "img_wh[0] is [-2147483648,"),
-    "zero_img_wh": (change_geometry(img_wh=((0, 1), 0)), "img_wh[0] is [48, 0]"),
+    "attribute_9999": (
+        change_boxes(attribute=(0, 9999)),
+        "attribute[0] is 9999; allowed: -1 to 1",
+    ),
+    "negative_img_wh": (
+        change_geometry(img_wh=((0, 0), -(2**31))),
+        "img_wh[0] is [-2147483648,",
+    ),
+    "zero_img_wh": (
+        change_geometry(img_wh=((0, 1), 0)),
+        "img_wh[0] is [48, 0]",
+    ),
     "points_of_3_columns": (
         set_member("lidar_top.npy", encode_points(np.zeros((2, 3), np.float32))),
         "its points have 3 columns, the manifest has 5",
@@ -165,7 +201,10 @@ BROKEN = {
         lambda raw: [*raw.items(), ("lidar_top.npy", raw["lidar_top.npy"])],
         "has this field twice",
     ),
-    "camera_twice": (set_member("cam_front.png", b"x"), "camera 'cam_front' has two images"),
+    "camera_twice": (
+        set_member("cam_front.png", b"x"),
+        "camera 'cam_front' has two images",
+    ),
     "geometry_of_fewer_cameras": (
         fewer_cameras,
         "cam_valid is [1], but of the cameras cam_front, cam_back",
@@ -258,7 +297,12 @@ def test_the_loader_refuses_it(broken):
 def test_the_loader_substitutes_it(broken, tmp_path):
     out, key, says = broken
     log = tmp_path / "bad.jsonl"
-    options = {"image": IMAGE, "points": True, "on_error": "substitute", "file": log}
+    options = {
+        "image": IMAGE,
+        "points": True,
+        "on_error": "substitute",
+        "file": log,
+    }
     loader = make_loader(out, 1, world=World(), shuffle=False, **options)
     keys = [batch["sample_key"][0] for batch in loader]
     assert len(keys) == 6
@@ -312,7 +356,10 @@ def test_verify_names_members_with_executable_endings(out, tmp_path, capsys, nam
     key = rewrite(out, 1, set_member(name, b"x")).key
     for deep in (False, True):
         (fault,) = verify(out, deep=deep, num_threads=1).faults
-        assert (fault.key, fault.text.startswith(f"member '{name}': names with '.")) == (key, True)
+        assert (
+            fault.key,
+            fault.text.startswith(f"member '{name}': names with '."),
+        ) == (key, True)
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
     assert name in capsys.readouterr().err
 
@@ -365,7 +412,10 @@ def manifest_edits(field):
         ("splits", "num_clips of split 'train' is 7, the index has 2"),
         ("classes", "the classes have 'car' 2 times; each is allowed once"),
         ("attributes", "the attributes have 'a' 2 times"),
-        ("sizes", "sizes of camera 'cam_front' are [[48, 32], [9, 9]], its images have [[48, 32]]"),
+        (
+            "sizes",
+            "sizes of camera 'cam_front' are [[48, 32], [9, 9]], its images have [[48, 32]]",
+        ),
     ],
 )
 def test_a_wrong_manifest_is_reported(out, field, says):
@@ -384,7 +434,10 @@ def test_a_wrong_manifest_is_reported(out, field, says):
 def test_wrong_attributes_are_reported(out, column, value, says):
     edit_attributes(out, column, 2, value)
     (fault,) = verify(out, deep=True, num_threads=1).faults
-    assert (fault.file, fault.key) == ("attributes.parquet", open_dataset(out).index.row(2).key)
+    assert (fault.file, fault.key) == (
+        "attributes.parquet",
+        open_dataset(out).index.row(2).key,
+    )
     assert says in fault.text
 
 
@@ -430,7 +483,10 @@ def test_cameras_without_an_image_may_be_unknown(tmp_path):
     )
     source.write("sample_data")
     shard_nuscenes(
-        tmp_path / "source", tmp_path / "out", splits={"train": 1.0}, missing_camera="mask"
+        tmp_path / "source",
+        tmp_path / "out",
+        splits={"train": 1.0},
+        missing_camera="mask",
     )
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
     batches = list(make_loader(tmp_path / "out", 1, image=IMAGE, world=World()))
@@ -451,7 +507,11 @@ def test_real_keyframes_break_no_rule(tmp_path):
 
 class TestRules:
     geometry = make_geometry(
-        np.random.default_rng(1), width=160, height=90, timestamp_ns=10**18, valid=(1, 0)
+        np.random.default_rng(1),
+        width=160,
+        height=90,
+        timestamp_ns=10**18,
+        valid=(1, 0),
     )
     rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), 2, 0)
 
@@ -517,7 +577,8 @@ def test_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
     )
     source.write("sample_annotation")
     with pytest.raises(
-        SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"
+        SourceError,
+        match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0",
     ):
         shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
     assert list((tmp_path / "out").glob("*.tar")) == []
@@ -527,10 +588,34 @@ def _limits(dtype):
     return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
-def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch):
+def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(
+    monkeypatch,
+):
     rng = np.random.default_rng(0)
-    rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), num_classes=3, num_attributes=2)
-    values = (NAN, INF, -INF, 0, 1, -1, -2, 2, 5, 1e-3, 1 + 1e-3, 1e6, 1e9, 1.1e9, 65_535, 65_536)
+    rig = Rig(
+        ("cam_front", "cam_back"),
+        (("lidar_top", 5),),
+        num_classes=3,
+        num_attributes=2,
+    )
+    values = (
+        NAN,
+        INF,
+        -INF,
+        0,
+        1,
+        -1,
+        -2,
+        2,
+        5,
+        1e-3,
+        1 + 1e-3,
+        1e6,
+        1e9,
+        1.1e9,
+        65_535,
+        65_536,
+    )
     records = {
         Geometry: make_geometry(rng, width=64, height=48, timestamp_ns=10**18, valid=(1, 1)),
         Boxes: make_boxes(rng, 4),

@@ -20,11 +20,18 @@ _DESCRIPTION = (
 class ModelOption(Settings, frozen=True, kw_only=True):
     """The model, which the function `fuelrail.bench.annotate` takes as an argument of its own."""
 
-    model: Annotated[str, flag("the function, or a class that makes it", metavar="MODULE:FUNCTION")]
+    model: Annotated[
+        str,
+        flag("the function, or a class that makes it", metavar="MODULE:FUNCTION"),
+    ]
 
 
 def print_annotated(
-    dataset: str, layer: str, model: ModelOption, options: AnnotateOptions, printing: PrintOptions
+    dataset: str,
+    layer: str,
+    model: ModelOption,
+    options: AnnotateOptions,
+    printing: PrintOptions,
 ) -> int:
     """Run the model, and print what was written."""
     print_text(annotate(dataset, layer, model.model, options), printing)

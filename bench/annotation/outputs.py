@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits, logits_entry, logits_store
+from fuelrail.pipeline.channels.logits import (
+    SAMPLED,
+    TOPK,
+    Logits,
+    logits_entry,
+    logits_store,
+)
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 
@@ -72,7 +78,10 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
             )
             if stored == "int8" and is_large:
                 scale = f"{name}{_SCALE}"
-                fixed = {"law": {"name": "fixed"}, "description": f"{name} is int8 times this"}
+                fixed = {
+                    "law": {"name": "fixed"},
+                    "description": f"{name} is int8 times this",
+                }
                 table.append(
                     {
                         **fixed,
@@ -103,7 +112,10 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
 
 
 def rows_of(
-    outputs: Mapping[str, Any], keys: Sequence[str], channels: Sequence[Channel], reduce: Reduction
+    outputs: Mapping[str, Any],
+    keys: Sequence[str],
+    channels: Sequence[Channel],
+    reduce: Reduction,
 ) -> list[dict[str, Any]]:
     """Return the values of each row as the table stores them.
 

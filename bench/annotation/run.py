@@ -37,7 +37,13 @@ from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.windows import FrameWindow, window_lookup
 from fuelrail.pipeline.runtime.stages import stage_error
-from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, load_yaml, make_options
+from fuelrail.pipeline.settings import (
+    CheckedSettings,
+    PathText,
+    flag,
+    load_yaml,
+    make_options,
+)
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.engines import RayAddress, check_address
@@ -64,7 +70,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     channels: Annotated[
         PathText | None,
         flag(
-            "YAML or JSON list of channels (default: from what the model returns)", metavar="FILE"
+            "YAML or JSON list of channels (default: from what the model returns)",
+            metavar="FILE",
         ),
     ] = None
     store: Annotated[
@@ -83,7 +90,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         flag("share of a sample's positions whose logits are stored: of the largest entropy"),
     ] = 1.0
     teacher: Annotated[
-        str | None, flag("name of the teacher's weights (default: their digest, where known)")
+        str | None,
+        flag("name of the teacher's weights (default: their digest, where known)"),
     ] = None
     view: Annotated[
         Literal["fixed", "per_view"],
@@ -92,7 +100,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
     transforms: Annotated[
-        Transforms | None, flag("size, augmentation, points, what is selected, ...")
+        Transforms | None,
+        flag("size, augmentation, points, what is selected, ..."),
     ] = None
     window: Annotated[
         FrameWindow | None,
@@ -102,7 +111,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         ),
     ] = None
     device: Annotated[
-        str | None, flag("device of the batches, such as cuda (of this local rank)")
+        str | None,
+        flag("device of the batches, such as cuda (of this local rank)"),
     ] = None
     workers: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -217,7 +227,11 @@ def annotate(
     if options.engine is None:
         work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
         with LayerWriter(
-            base, layer, channels=work.table(), view=work.view, recipe=work.recipe()
+            base,
+            layer,
+            channels=work.table(),
+            view=work.view,
+            recipe=work.recipe(),
         ) as writer:
             done = writer.written() & ~work.left_out
             num_kept = int(done.sum())
@@ -433,7 +447,8 @@ class _Annotation:
             of_split = slice(entry.first_sample, entry.first_sample + entry.num_samples)
             lacking = np.flatnonzero(~done[of_split][~self.left_out[of_split]])
             for _, batches in groupby(
-                np.unique(lacking // size).tolist(), lambda batch: batch // max_batches
+                np.unique(lacking // size).tolist(),
+                lambda batch: batch // max_batches,
             ):
                 numbers = list(batches)
                 pieces_found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
@@ -455,7 +470,10 @@ class _Annotation:
                 if not missing_rows:
                     continue
                 values = rows_of(
-                    self._outputs(batch), batch["sample_key"], writer.channels, self._reduction
+                    self._outputs(batch),
+                    batch["sample_key"],
+                    writer.channels,
+                    self._reduction,
                 )
                 for index in missing_rows:
                     writer.write(rows[index], values[index])
@@ -476,7 +494,8 @@ class _Annotation:
             model = self._model
             name = getattr(model, "__qualname__", type(model).__qualname__)
             raise stage_error(
-                f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error
+                f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}",
+                error,
             ) from error
         if not hasattr(outputs, "items") or not outputs:
             returned = "no outputs" if outputs == {} else type(outputs).__name__

@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +43,8 @@ def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:
         return None
     name = str(func)
     kind = next(
-        (kind for kind, words in _KINDS.items() if any(word in name for word in words)), None
+        (kind for kind, words in _KINDS.items() if any(word in name for word in words)),
+        None,
     )
     if kind is None:
         return None

@@ -195,9 +195,15 @@ def count_training_flop(model: nn.Module, inputs: Sequence[Tensor]) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         copies = {
             name: fake.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            for name, tensor in (
+                *model.named_parameters(),
+                *model.named_buffers(),
+            )
         }
         shapes = tuple(fake.from_tensor(tensor) for tensor in inputs)
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with (
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+        ):
             functional_call(model, copies, shapes).backward()
     return int(counter.get_total_flops())

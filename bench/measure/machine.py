@@ -121,7 +121,11 @@ def installed_gpus() -> list[Gpu]:
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     rows = [row.split(", ") for row in answer.stdout.splitlines()] if answer.returncode == 0 else []
     return [
-        Gpu(name=name, memory_bytes=int(mib) * 2**20 if mib.isdigit() else 0, driver=driver)
+        Gpu(
+            name=name,
+            memory_bytes=int(mib) * 2**20 if mib.isdigit() else 0,
+            driver=driver,
+        )
         for name, mib, driver in (row for row in rows if len(row) == 3)
     ]
 
@@ -149,7 +153,13 @@ def _commit() -> tuple[str | None, bool | None]:
     # Result files are what a measurement writes, also while it runs: they do not change what is
     # measured.
     status = _git(
-        root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results"
+        root,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":(exclude)bench/results",
     )
     return head or None, None if status is None else bool(status)
 
@@ -201,7 +211,11 @@ def peak_memory_bytes() -> int:
     from the one that it was forked from, so under a large parent a small process looks as large.
     """
     try:
-        match = re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+        match = re.search(
+            r"^VmHWM:\s*(\d+) kB",
+            _STATUS.read_text(encoding="ascii"),
+            re.MULTILINE,
+        )
     except OSError:
         match = None
     if match is not None:
@@ -259,7 +273,11 @@ class CpuWatch:
 
     def __init__(self, own_s: Callable[[], float] | None = None) -> None:
         self._count_s = own_s or _own_s
-        self._started_s, self._own_s, self._all_s = time.monotonic(), self._count_s(), all_cpu_s()
+        self._started_s, self._own_s, self._all_s = (
+            time.monotonic(),
+            self._count_s(),
+            all_cpu_s(),
+        )
 
     def use(self) -> CpuUse:
         """Return the use of the CPUs since the watch was made."""
@@ -272,7 +290,12 @@ class CpuWatch:
         other_cpus = None
         if self._all_s is not None and all_s is not None and whole_machine:
             other_cpus = max(0.0, (all_s - self._all_s) / seconds - own_cpus)
-        return CpuUse(seconds=seconds, own=own_cpus, others=other_cpus, usable=usable_cpus())
+        return CpuUse(
+            seconds=seconds,
+            own=own_cpus,
+            others=other_cpus,
+            usable=usable_cpus(),
+        )
 
 
 def _own_s() -> float:

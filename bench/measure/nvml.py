@@ -135,7 +135,8 @@ class NvmlWatch:
 
 
 def _summary(
-    index: int, samples: list[tuple[float, float, float | None, float | None, int, float]]
+    index: int,
+    samples: list[tuple[float, float, float | None, float | None, int, float]],
 ) -> GpuUse:
     kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
 

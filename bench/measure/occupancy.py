@@ -89,7 +89,9 @@ def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> W
             "smaller batch"
         )
     return Window(
-        num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short
+        num_warmup_steps=num_warmup_steps,
+        num_measured_steps=measured,
+        too_short=too_short,
     )
 
 

@@ -71,7 +71,14 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
             while count == 0 or time.perf_counter() - started_s < seconds:
                 work(next(numbers))
                 count += 1
-            laps.append((count, started_s, time.perf_counter(), time.thread_time() - cpu_s))
+            laps.append(
+                (
+                    count,
+                    started_s,
+                    time.perf_counter(),
+                    time.thread_time() - cpu_s,
+                )
+            )
         except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
             errors.append(error)
             start_line.abort()

@@ -16,7 +16,15 @@ import msgspec
 from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
-PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
+PHASES = (
+    "data_wait",
+    "host_to_device",
+    "forward",
+    "backward",
+    "all_reduce",
+    "optimiser",
+    "other",
+)
 
 _ENCODER = msgspec.json.Encoder()
 

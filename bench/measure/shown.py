@@ -43,7 +43,14 @@ def shown(
     better: Better | None = None,
 ) -> msgspec.Meta:
     """Say how a field shows: ``Annotated[float, shown("first batch", unit="s", digits=".2f")]``."""
-    entry = Shown(name=name, unit=unit, digits=digits, scale=scale, missing=missing, better=better)
+    entry = Shown(
+        name=name,
+        unit=unit,
+        digits=digits,
+        scale=scale,
+        missing=missing,
+        better=better,
+    )
     return msgspec.Meta(extra={"shown": entry})
 
 

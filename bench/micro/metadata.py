@@ -25,11 +25,20 @@ import pyarrow as pa
 import safetensors.numpy
 import torch.utils.data
 
-from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataroot
+from fuelrail.bench.micro.source import (
+    CAMERAS,
+    NUM_BOXES,
+    NUM_POINTS,
+    make_dataroot,
+)
 from fuelrail.bench.micro.timing import Effort, TimedContest, compare, main
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
-from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
+from fuelrail.pipeline.format.index.samples import (
+    ROWS_PER_BATCH,
+    SampleIndex,
+    write_index,
+)
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -83,7 +92,12 @@ def index_rows(count: int) -> Iterator[IndexRow]:
     """Yield rows of a dataset with six cameras and a lidar."""
     members = tuple(
         MemberEntry(
-            name=name, offset=4096 * i + 512, stored_bytes=3000, raw_bytes=3000, codec="raw", xxh3=0
+            name=name,
+            offset=4096 * i + 512,
+            stored_bytes=3000,
+            raw_bytes=3000,
+            codec="raw",
+            xxh3=0,
         )
         for i, name in enumerate(_FIELDS)
     )
@@ -108,7 +122,10 @@ def pyarrow_row(
     """Return the same row through pyarrow's own conversion to Python."""
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     for member in row["members"]:
-        member["name"], member["codec"] = names[member["name"]], codecs[member["codec"]]
+        member["name"], member["codec"] = (
+            names[member["name"]],
+            codecs[member["codec"]],
+        )
     return row
 
 

@@ -175,16 +175,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.rate")
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="where to write (default: in memory)"
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default: in memory)",
     )
     parser.add_argument(
-        "--source", type=Path, metavar="DATAROOT", help="a nuScenes dataroot instead of a made one"
+        "--source",
+        type=Path,
+        metavar="DATAROOT",
+        help="a nuScenes dataroot instead of a made one",
     )
     parser.add_argument(
-        "--case", choices=sorted(CASES), help="one of the comparisons alone (default: all)"
+        "--case",
+        choices=sorted(CASES),
+        help="one of the comparisons alone (default: all)",
     )
     parser.add_argument(
-        "--cpus", type=int, metavar="N", help="CPUs for every candidate (default: all there are)"
+        "--cpus",
+        type=int,
+        metavar="N",
+        help="CPUs for every candidate (default: all there are)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="a few frames, to see that it runs")
@@ -239,7 +250,8 @@ def _merged(path: Path, report: ShardingReport) -> ShardingReport:
         comparison.title: comparison for comparison in (*earlier.comparisons, *report.comparisons)
     }
     comparisons = sorted(
-        by_title.values(), key=lambda comparison: [*CASES, comparison.title].index(comparison.title)
+        by_title.values(),
+        key=lambda comparison: [*CASES, comparison.title].index(comparison.title),
     )
     return msgspec.structs.replace(report, **tables, comparisons=comparisons)
 
@@ -308,7 +320,9 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
 
 def _table(report: ShardingReport) -> str:
     plain = TimingReport(
-        benchmark="sharding", machine=report.machine, comparisons=report.comparisons
+        benchmark="sharding",
+        machine=report.machine,
+        comparisons=report.comparisons,
     )
     lines = [
         render(plain),

@@ -116,7 +116,11 @@ def _sweep(rng: np.random.Generator) -> bytes:
         0, 0.02, NUM_POINTS
     )
     flat = distance * np.cos(elevation)
-    columns = [flat * np.cos(azimuth), flat * np.sin(azimuth), distance * np.sin(elevation)]
+    columns = [
+        flat * np.cos(azimuth),
+        flat * np.sin(azimuth),
+        distance * np.sin(elevation),
+    ]
     intensity = rng.integers(0, 60, NUM_POINTS)
     return np.column_stack([*columns, intensity, ring]).astype("<f4").tobytes()
 
@@ -181,9 +185,11 @@ def write_tables(
             {
                 "token": c,
                 "channel": c,
-                "modality": {"CAM": "camera", "LIDAR": "lidar", "RADAR": "radar"}[
-                    c.partition("_")[0]
-                ],
+                "modality": {
+                    "CAM": "camera",
+                    "LIDAR": "lidar",
+                    "RADAR": "radar",
+                }[c.partition("_")[0]],
             }
             for c in sensors
         ),
@@ -233,7 +239,12 @@ def write_tables(
 
 
 def _sample_data(
-    num_frames: int, channels: list[str], size: tuple[int, int], num_files: int, *, full: bool
+    num_frames: int,
+    channels: list[str],
+    size: tuple[int, int],
+    num_files: int,
+    *,
+    full: bool,
 ) -> Iterator[dict[str, Any]]:
     for frame in range(num_frames):
         for number, token in enumerate(_sensor_tokens(frame, channels, full=full)):
@@ -282,7 +293,12 @@ def _annotations(num_frames: int) -> Rows:
                     "attribute_tokens": [_token(0, "attribute")] if place % 2 else [],
                     "translation": [round(frame + x, 3), round(y, 3), 1.0],
                     "size": [1.9, 4.6, 1.7],
-                    "rotation": [float(np.cos(yaw)), 0.0, 0.0, float(np.sin(yaw))],
+                    "rotation": [
+                        float(np.cos(yaw)),
+                        0.0,
+                        0.0,
+                        float(np.sin(yaw)),
+                    ],
                     "prev": _token(frame - 1, f"box{place}")
                     if near["prev"] and track(frame - 1, place) == track_start
                     else "",
@@ -298,7 +314,11 @@ def _annotations(num_frames: int) -> Rows:
     )
     return {
         "attribute": [
-            {"token": _token(0, "attribute"), "name": "vehicle.moving", "description": ""}
+            {
+                "token": _token(0, "attribute"),
+                "name": "vehicle.moving",
+                "description": "",
+            }
         ],
         "category": [
             {"token": _token(i, "category"), "name": name} for i, name in enumerate(_CATEGORIES)
@@ -323,7 +343,10 @@ def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
     """
     return [
         _token(frame, name)
-        for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))
+        for name in (
+            *channels,
+            *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)),
+        )
     ]
 
 

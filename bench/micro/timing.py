@@ -81,7 +81,9 @@ class TimingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None
+    title: str,
+    candidates: Mapping[str, Callable[[], object]],
+    effort: Effort | None = None,
 ) -> TimedContest:
     """Measure the candidates in turns.
 
@@ -123,7 +125,10 @@ def _calls_per_lap(work: Callable[[], object], min_lap_s: float) -> int:
     work()
     calls = 1
     while (took_s := _lap_s(work, calls)) < min_lap_s:
-        calls = max(calls * 2, min(calls * 10, int(calls * min_lap_s / max(took_s, 1e-9))))
+        calls = max(
+            calls * 2,
+            min(calls * 10, int(calls * min_lap_s / max(took_s, 1e-9))),
+        )
     return calls
 
 
@@ -204,7 +209,9 @@ def _duration(seconds: float) -> str:
 
 
 def main(
-    argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[TimedContest]]
+    argv: Sequence[str] | None,
+    benchmark: str,
+    measure: Callable[[Effort], Iterable[TimedContest]],
 ) -> int:
     """Run a benchmark from its command line: print the table and, with ``--out``, write the
     report as JSON.
@@ -212,7 +219,9 @@ def main(
     parser = argparse.ArgumentParser(prog=f"python -m fuelrail.bench.micro.{benchmark}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(
-        "--quick", action="store_true", help="call everything a few times, to see that it runs"
+        "--quick",
+        action="store_true",
+        help="call everything a few times, to see that it runs",
     )
     options = parser.parse_args(argv)
     comparisons = list(measure(QUICK if options.quick else Effort()))

@@ -121,7 +121,12 @@ def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
 def _gnu_tar(files: Files, tar: Path) -> None:
     names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
     # A file that is named again is to be copied again, as everybody does it, not linked.
-    options = ["--absolute-names", "--hard-dereference", "--null", "--files-from=-"]
+    options = [
+        "--absolute-names",
+        "--hard-dereference",
+        "--null",
+        "--files-from=-",
+    ]
     command = ["tar", "--create", *options, f"--file={tar}"]
     subprocess.run(command, input=names, check=True)
 
@@ -162,9 +167,15 @@ def write_webdataset(files: Files, folder: Path) -> None:
 def write_mds(files: Files, folder: Path) -> None:
     """Write with ``streaming.MDSWriter`` and hashes, as its guide recommends."""
     writer_type = importlib.import_module("streaming").MDSWriter
-    columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
+    columns = {
+        "key": "str",
+        **{path.parent.name.lower(): "bytes" for path in files[0][1]},
+    }
     with writer_type(
-        out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES
+        out=str(folder),
+        columns=columns,
+        hashes=["xxh3_64"],
+        size_limit=SHARD_BYTES,
     ) as writer:
         for key, paths in files:
             writer.write({"key": key, **_sample(paths)})
@@ -182,7 +193,10 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
     """
     lit = importlib.import_module("litdata")
     with _fresh(out) as folder:
-        cache = {"DATA_OPTIMIZER_CACHE_FOLDER": "cache", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data"}
+        cache = {
+            "DATA_OPTIMIZER_CACHE_FOLDER": "cache",
+            "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data",
+        }
         before = {name: os.environ.get(name) for name in cache}
         os.environ.update({name: str(folder / sub) for name, sub in cache.items()})
         try:
@@ -259,7 +273,10 @@ def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None
 
 
 def in_parts(
-    write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path
+    write: Callable[[Files, Path], None],
+    files: Files,
+    num_writers: int,
+    out: Path,
 ) -> None:
     """Run several writers, each in a forked process with its part of the frames and a folder of
     its own.

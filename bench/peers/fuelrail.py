@@ -52,7 +52,10 @@ class Fuelrail:
         with loader:
             while True:
                 for batch in loader:
-                    yield Batch([numbers[key] for key in batch["sample_key"]], batch["img"].numpy())
+                    yield Batch(
+                        [numbers[key] for key in batch["sample_key"]],
+                        batch["img"].numpy(),
+                    )
 
 
 PEER = Fuelrail()

@@ -10,7 +10,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker
+from fuelrail.bench.peers.peer import (
+    Batch,
+    Sample,
+    Work,
+    decode_sample,
+    prepare_worker,
+)
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, list[memoryview]])
 _BATCHES_AHEAD = 2
@@ -47,10 +53,15 @@ class Grain:
             .seed(work.seed)
             .shuffle()
             .repeat()
-            .batch(work.batch_size, drop_remainder=True, batch_fn=partial(_decode, work, decoding))
+            .batch(
+                work.batch_size,
+                drop_remainder=True,
+                batch_fn=partial(_decode, work, decoding),
+            )
         )
         options = grain.ReadOptions(
-            num_threads=work.num_workers, prefetch_buffer_size=_BATCHES_AHEAD * work.num_workers
+            num_threads=work.num_workers,
+            prefetch_buffer_size=_BATCHES_AHEAD * work.num_workers,
         )
         return iter(dataset.to_iter_dataset(options))
 

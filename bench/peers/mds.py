@@ -28,7 +28,10 @@ class Mds:
         ) as writer:
             for sample in samples:
                 writer.write(
-                    {"number": sample.number, **dict(zip(work.cameras, sample.images, strict=True))}
+                    {
+                        "number": sample.number,
+                        **dict(zip(work.cameras, sample.images, strict=True)),
+                    }
                 )
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
@@ -53,7 +56,10 @@ def _dataset_class() -> Any:
     class Samples(streaming.StreamingDataset):  # type: ignore[name-defined, misc]
         def __init__(self, folder: Path, work: Work, recipe: str) -> None:
             super().__init__(
-                local=str(folder), shuffle=True, shuffle_seed=work.seed, batch_size=work.batch_size
+                local=str(folder),
+                shuffle=True,
+                shuffle_seed=work.seed,
+                batch_size=work.batch_size,
             )
             self._work = work
             self._recipe = recipe

@@ -62,7 +62,10 @@ class Work(Settings, frozen=True):
         """Samples of a shard, in formats that have shards; few, so that each worker has several
         of a small dataset.
         """
-        return max(1, min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)))
+        return max(
+            1,
+            min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)),
+        )
 
 
 class Sample(NamedTuple):
@@ -126,7 +129,11 @@ class Entry(NamedTuple):
 
 PEERS: dict[str, Entry] = {
     OURS: Entry(
-        module="fuelrail", needs=(), install="", packages=(), recipes=("pillow", "restart", "turbo")
+        module="fuelrail",
+        needs=(),
+        install="",
+        packages=(),
+        recipes=("pillow", "restart", "turbo"),
     ),
     "loose": Entry(
         module="loose",
@@ -314,7 +321,13 @@ def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
 
 def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
-    _resize(picture, (picture.shape[1], picture.shape[0]), planes, cv2.INTER_AREA, bgr=True)
+    _resize(
+        picture,
+        (picture.shape[1], picture.shape[0]),
+        planes,
+        cv2.INTER_AREA,
+        bgr=True,
+    )
 
 
 def _cv2_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
@@ -338,7 +351,12 @@ def _sj_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
 
 
 def _resize(
-    picture: Any, source_wh: tuple[int, int], planes: NDArray[np.uint8], method: int, *, bgr: bool
+    picture: Any,
+    source_wh: tuple[int, int],
+    planes: NDArray[np.uint8],
+    method: int,
+    *,
+    bgr: bool,
 ) -> None:
     """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the
     planes.

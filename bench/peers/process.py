@@ -17,7 +17,13 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fuelrail.bench.peers.peer import Peer, Sample, Work, load_peer, prepare_worker
+from fuelrail.bench.peers.peer import (
+    Peer,
+    Sample,
+    Work,
+    load_peer,
+    prepare_worker,
+)
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -92,7 +98,11 @@ def perform(task: Task) -> Answer:
     """Do a task in this process."""
     peer = load_peer(task.peer)
     if task.action == "write":
-        peer.write(read_samples(open_dataset(task.dataset)), Path(task.folder), task.work)
+        peer.write(
+            read_samples(open_dataset(task.dataset)),
+            Path(task.folder),
+            task.work,
+        )
         return Written()
     return _check(peer, task) if task.action == "check" else _time(peer, task)
 
@@ -230,7 +240,13 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
 
 
 def describe_work(
-    dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int
+    dataset: Dataset,
+    *,
+    height: int,
+    width: int,
+    batch_size: int,
+    num_workers: int,
+    seed: int,
 ) -> Work:
     """Return the work that a dataset's samples make; raise ConfigError for one that cannot be
     compared.

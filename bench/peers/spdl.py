@@ -111,7 +111,10 @@ def _samples(shard: Path, work: Work) -> Iterator[RawSample]:
     for name, content in import_module("spdl.io").iter_tarfile(mapped):
         members[name.partition(".")[2]] = content
         if len(members) == len(work.cameras) + 1:
-            yield bytes(members[wds.NUMBER]), [members[f"{camera}.jpg"] for camera in work.cameras]
+            yield (
+                bytes(members[wds.NUMBER]),
+                [members[f"{camera}.jpg"] for camera in work.cameras],
+            )
             members = {}
 
 

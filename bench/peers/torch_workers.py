@@ -30,7 +30,9 @@ def worker_options(num_workers: int) -> dict[str, Any]:
     }
 
 
-def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], torch.Tensor]:
+def stack(
+    samples: Sequence[tuple[int, NDArray[np.uint8]]],
+) -> tuple[list[int], torch.Tensor]:
     """Collate samples, in a worker straight into shared memory, as torch's own does."""
     numbers = [number for number, _ in samples]
     tensors = [torch.from_numpy(images) for _, images in samples]
@@ -41,11 +43,17 @@ def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], 
         storage_type: Any = torch.UntypedStorage
         out = torch.empty(0, dtype=torch.uint8)
         set_memory: Any = out.set_
-        set_memory(storage_type._new_shared(int(np.prod(shape)), device="cpu"), 0, shape)  # noqa: SLF001
+        set_memory(
+            storage_type._new_shared(int(np.prod(shape)), device="cpu"),  # noqa: SLF001
+            0,
+            shape,
+        )
     return numbers, torch.stack(tensors, out=out)
 
 
-def endless(loader: Iterable[tuple[list[int], torch.Tensor]]) -> Iterator[Batch]:
+def endless(
+    loader: Iterable[tuple[list[int], torch.Tensor]],
+) -> Iterator[Batch]:
     """Yield a loader's batches, epoch after epoch."""
     while True:
         for numbers, images in loader:

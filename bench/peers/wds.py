@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample, pack_number, unpack_number
+from fuelrail.bench.peers.peer import (
+    Batch,
+    Sample,
+    Work,
+    new_sample,
+    pack_number,
+    unpack_number,
+)
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
@@ -55,7 +62,9 @@ class Webdataset:
 
         dataset = (
             webdataset.WebDataset(
-                sorted(map(str, folder.glob("*.tar"))), shardshuffle=1000, seed=work.seed
+                sorted(map(str, folder.glob("*.tar"))),
+                shardshuffle=1000,
+                seed=work.seed,
             )
             .shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER // 2)
             .map(partial(_decode, work, recipe))

@@ -27,8 +27,16 @@ from fuelrail.bench.planner.step_time import (
     has_range,
     step_time,
 )
-from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, num_blocks
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    ModelSettings,
+    num_blocks,
+)
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    ParallelSettings,
+    degrees_of,
+)
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +49,10 @@ scratch memory.
 TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
-_BUCKET_BYTES = (1 << 20, 25 << 20)  # of torch's DDP: the first one, and the others
+_BUCKET_BYTES = (
+    1 << 20,
+    25 << 20,
+)  # of torch's DDP: the first one, and the others
 _LARGEST = 3  # parts that a refusal names
 # What torch's memory tracker calls them, and what they are.
 _WORDS = {
@@ -117,13 +128,18 @@ def is_bound(scenario: Scenario, cluster: ClusterSettings, settings: ParallelSet
 
 
 def efficiency(
-    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None = None
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    settings: ParallelSettings | None = None,
 ) -> Efficiency:
     """Return the efficiencies of a scenario: its own, else those of its row; the best for a
     bound.
     """
     used = scenario.efficiency or efficiency_of(
-        cluster.device.name, scenario.precision, scenario.software, scenario.family
+        cluster.device.name,
+        scenario.precision,
+        scenario.software,
+        scenario.family,
     )
     return best_of(used) if is_bound(scenario, cluster, settings or ParallelSettings()) else used
 
@@ -221,7 +237,11 @@ class IndivisibleError(ConfigError):
 
 
 def fit(
-    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    settings: ParallelSettings,
+    *,
+    fits: bool = False,
 ) -> Fit:
     """Shape every stage and time a step.
 
@@ -329,7 +349,10 @@ def inputs_of(
         expert_parallel=scenario.expert_parallel or 1,
         stores_8_bits=scenario.precision == "fp8" and scenario.software == "nvidia",
     )
-    if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
+    if degrees.pp > 1 and settings.micro_batches not in (
+        None,
+        inputs.micro_batches,
+    ):
         raise ConfigError(
             f"parallel.micro_batches is {settings.micro_batches}, and a global batch of "
             f"{scenario.global_batch} is {inputs.micro_batches} micro-batches of "
@@ -342,7 +365,10 @@ def inputs_of(
 
 
 def check_state(
-    scenario: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float
+    scenario: Scenario,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    usable: float,
 ) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time
     for nothing.
@@ -429,7 +455,11 @@ def beside_teacher(
     result = []
     for shape in stages:
         beyond = max(0, teacher.pass_bytes - shape.kept_bytes)
-        memory = {**shape.memory, TEACHER_WEIGHTS: teacher.weights_bytes, "teacher's pass": beyond}
+        memory = {
+            **shape.memory,
+            TEACHER_WEIGHTS: teacher.weights_bytes,
+            "teacher's pass": beyond,
+        }
         result.append(
             msgspec.structs.replace(
                 shape,
@@ -558,7 +588,11 @@ def exchange_of(scenario: Scenario, degrees: Degrees, inputs: Inputs, blocks: fl
 
 
 def ring_of(
-    scenario: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float
+    scenario: Scenario,
+    degrees: Degrees,
+    inputs: Inputs,
+    hidden: float,
+    blocks: float,
 ) -> Traffic:
     """Return what context-parallel ranks pass on in a micro-batch, behind their attention (arXiv
     2310.01889).
@@ -619,12 +653,21 @@ def traffic_of(
         if axis == "dp_teacher":
             last = count / gathers_number
             yield group(
-                bytes=gathers / count, count=1 / last, times=count, hidden=taught, last=last
+                bytes=gathers / count,
+                count=1 / last,
+                times=count,
+                hidden=taught,
+                last=last,
             )
         elif not degrees.composed:
             number, last = buckets(shape.parameters * FP32, settings.bucket_mib)
             changed, changed_number = _sent(item for item in mine if item.kind == "broadcast")
-            yield group(bytes=reduced - changed, count=number, hidden=backward, last=last)
+            yield group(
+                bytes=reduced - changed,
+                count=number,
+                hidden=backward,
+                last=last,
+            )
             yield group(bytes=changed, count=changed_number, last=1.0)
         else:
             behind = (gathers - ahead) / count

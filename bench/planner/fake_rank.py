@@ -29,7 +29,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators, summed
+from fuelrail.bench.measure.collectives import (
+    Collective,
+    Counter,
+    LocalOperators,
+    summed,
+)
 from fuelrail.bench.planner.state import make_own
 from fuelrail.bench.planner.torch_private import (
     Bytes,
@@ -44,7 +49,11 @@ from fuelrail.bench.planner.torch_private import (
 )
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.gpt import VOCABULARY_PART
-from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    ModelSettings,
+    VitSettings,
+)
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.pipeline.errors import ConfigError
@@ -52,7 +61,11 @@ from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import (
+        Degrees,
+        ParallelSettings,
+        Precision,
+    )
     from fuelrail.bench.trainer.strategies.step import Parallel
 
 # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
@@ -160,10 +173,19 @@ def run_rank(
                         bias=False,
                         dtype=torch.bfloat16,
                     )
-                module.plan = {**module.plan, "head.vocabulary": VOCABULARY_PART}
+                module.plan = {
+                    **module.plan,
+                    "head.vocabulary": VOCABULARY_PART,
+                }
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
         hidden = (
-            _hidden(module, example=example, stage=stage, degrees=degrees, settings=model)
+            _hidden(
+                module,
+                example=example,
+                stage=stage,
+                degrees=degrees,
+                settings=model,
+            )
             if degrees.pp > 1
             else None
         )
@@ -177,7 +199,8 @@ def run_rank(
             part = parallel.models[0]
             part.to_empty(device="cpu")
             rank_inputs = tree_map(
-                lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), example
+                lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype),
+                example,
             )
             rank_inputs = (rank_inputs,) if isinstance(model, str) else rank_inputs
             received = None
@@ -186,11 +209,20 @@ def run_rank(
                     degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
                 )
                 received = torch.empty(
-                    hidden.shape, dtype=DTYPES[precision] if low else torch.float32
+                    hidden.shape,
+                    dtype=DTYPES[precision] if low else torch.float32,
                 )
-            passes = _Passes(parallel, rank_inputs, received, "fp32" if inputs.low else precision)
+            passes = _Passes(
+                parallel,
+                rank_inputs,
+                received,
+                "fp32" if inputs.low else precision,
+            )
             passes.reduces_each = inputs.low and degrees.dp_replicate == 1
-            return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and is_whole)
+            return passes.run(
+                min(2, inputs.micro_batches),
+                copied=degrees.data > 1 and is_whole,
+            )
 
 
 def _make_own_model(name: str) -> Any:
@@ -347,7 +379,11 @@ class _Passes:
         forward = _Memory(tracker)
         backward = _Memory(tracker)
         counters = [Counter(mesh) for _ in range(3)]
-        with forward, counters[0], autocast(torch.device("cpu"), self._precision):
+        with (
+            forward,
+            counters[0],
+            autocast(torch.device("cpu"), self._precision),
+        ):
             result = self._result()
         activation_bytes = bytes_by_kind(tracker, ROWS).get("Activation", (0, 0))
         with backward, counters[1]:
@@ -368,12 +404,16 @@ class _Passes:
             result = self._part(**named)
         else:
             result = self._part(self._received.requires_grad_(), **named)
-        return cast("Tensor", sum(result.values()) if isinstance(result, dict) else result)
+        return cast(
+            "Tensor",
+            sum(result.values()) if isinstance(result, dict) else result,
+        )
 
 
 def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:
     return np.array(
-        [[sizes.get(kind, (0, 0)) for kind in kinds] for sizes in noted], dtype=np.float64
+        [[sizes.get(kind, (0, 0)) for kind in kinds] for sizes in noted],
+        dtype=np.float64,
     )
 
 

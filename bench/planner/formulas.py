@@ -45,7 +45,10 @@ def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
     """Return the number of micro-batches whose activations a stage holds at once, in GPipe and
     1F1B.
     """
-    return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
+    return min(
+        micro_batches,
+        micro_batches if schedule == "GPipe" and pp > 1 else pp - stage,
+    )
 
 
 def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:

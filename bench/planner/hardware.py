@@ -150,10 +150,16 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
             f"device.peak_tflops.{kind}": (peak, _LARGEST_TFLOPS)
             for kind, peak in device.peak_tflops.items()
         },
-        "inside.gb_per_s": (cluster.inside.gb_per_s, device.memory_gb_per_s.value),
+        "inside.gb_per_s": (
+            cluster.inside.gb_per_s,
+            device.memory_gb_per_s.value,
+        ),
     }
     if cluster.between is not None:
-        limits["between.gb_per_s"] = (cluster.between.gb_per_s, _LARGEST_PORT_GB_PER_S)
+        limits["between.gb_per_s"] = (
+            cluster.between.gb_per_s,
+            _LARGEST_PORT_GB_PER_S,
+        )
     for name, (number, largest) in limits.items():
         if number.value > largest:
             raise ConfigError(

@@ -96,11 +96,13 @@ def draw_curves(
             point_found for count in counts if (point_found := point(case, count)) is not None
         ]
         rate = rate or next(
-            (point_found.samples_per_s / point_found.num_ranks for point_found in points), 0.0
+            (point_found.samples_per_s / point_found.num_ranks for point_found in points),
+            0.0,
         )
         points = [
             msgspec.structs.replace(
-                point_found, efficiency=point_found.samples_per_s / point_found.num_ranks / rate
+                point_found,
+                efficiency=point_found.samples_per_s / point_found.num_ranks / rate,
             )
             for point_found in points
         ]
@@ -233,7 +235,9 @@ def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) ->
 
     A cluster without a link between nodes scales to one node.
     """
-    from fuelrail.bench.planner.choice import is_bound  # needs torch, and the simulation does not
+    from fuelrail.bench.planner.choice import (
+        is_bound,
+    )  # needs torch, and the simulation does not
 
     max_devices = MAX_DEVICES if cluster.between is not None else cluster.devices_per_node
 
@@ -249,7 +253,13 @@ def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) ->
             devices_per_node=min(devices, cluster.devices_per_node),
         )
         try:
-            return _planned(scenario, cluster=grown, chosen=chosen, ranks=ranks, scaling=scaling)
+            return _planned(
+                scenario,
+                cluster=grown,
+                chosen=chosen,
+                ranks=ranks,
+                scaling=scaling,
+            )
         except ConfigError:  # it does not fit into memory, or does not divide the batch
             return None
 
@@ -266,10 +276,16 @@ def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) ->
 
 
 def _planned(
-    scenario: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    chosen: Fit,
+    ranks: int,
+    scaling: Scaling,
 ) -> Point:
     """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
-    from fuelrail.bench.planner.choice import fit  # needs torch, and the simulation does not
+    from fuelrail.bench.planner.choice import (
+        fit,
+    )  # needs torch, and the simulation does not
 
     batch = (
         scenario.global_batch
@@ -284,7 +300,8 @@ def _planned(
     if degrees.composed:
         shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
         how = msgspec.structs.replace(
-            how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards))
+            how,
+            mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)),
         )
     time = fit(sized, cluster, how).time.total
     step_s = max(time, *data_seconds(sized, cluster).values())

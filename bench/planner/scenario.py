@@ -30,7 +30,11 @@ from fuelrail.bench.trainer.strategies.settings import (
     Schedule,
     Strategy,
 )
-from fuelrail.pipeline.channels.logits import code_of, logits_entry, logits_store
+from fuelrail.pipeline.channels.logits import (
+    code_of,
+    logits_entry,
+    logits_store,
+)
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Above0, NotNegative, Settings, flag
@@ -106,13 +110,15 @@ class Facts(Settings, frozen=True, kw_only=True):
     """
 
     max_global_batch: Annotated[
-        Samples | None, flag("largest global batch that trains as well: ends weak scaling")
+        Samples | None,
+        flag("largest global batch that trains as well: ends weak scaling"),
     ] = None
     cameras: Annotated[Pixels | None, flag("images of a sample")] = None
     height: Annotated[Pixels | None, flag("height of an image in pixels")] = None
     width: Annotated[Pixels | None, flag("width of an image in pixels")] = None
     sequence: Annotated[
-        Tokens | None, flag("tokens of a GPT's sample (default: the model's own)")
+        Tokens | None,
+        flag("tokens of a GPT's sample (default: the model's own)"),
     ] = None
     sample_bytes: Annotated[Large | None, flag("stored bytes of a sample")] = None
     samples_per_epoch: Annotated[Large | None, flag("samples of an epoch")] = None
@@ -144,7 +150,8 @@ class Facts(Settings, frozen=True, kw_only=True):
         ),
     ] = None
     context_parallel: Annotated[
-        Ranks | None, flag("data-parallel ranks that share the tokens of a sample (default: 1)")
+        Ranks | None,
+        flag("data-parallel ranks that share the tokens of a sample (default: 1)"),
     ] = None
     attention: Annotated[
         Literal["fused", "unfused"] | None,
@@ -154,10 +161,12 @@ class Facts(Settings, frozen=True, kw_only=True):
         ),
     ] = None
     expert_parallel: Annotated[
-        Ranks | None, flag("data-parallel ranks that share the experts of a mixture (default: 1)")
+        Ranks | None,
+        flag("data-parallel ranks that share the experts of a mixture (default: 1)"),
     ] = None
     virtual_stages: Annotated[
-        Layers | None, flag("stages of a rank in Interleaved1F1B (default: the trainer's 2)")
+        Layers | None,
+        flag("stages of a rank in Interleaved1F1B (default: the trainer's 2)"),
     ] = None
     accelerator: Annotated[
         str | None,
@@ -314,11 +323,13 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
         ),
     ] = None
     cluster: Annotated[
-        str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")
+        str | None,
+        flag("cluster to train on: a name of configs/clusters, or a .yaml file"),
     ] = None
     global_batch: Annotated[Samples | None, flag("samples of an optimiser step")] = None
     micro_batch: Annotated[
-        Samples | None, flag("samples of a data-parallel rank at once (default: 1)")
+        Samples | None,
+        flag("samples of a data-parallel rank at once (default: 1)"),
     ] = None
     precision: Annotated[ComputeType | None, flag("compute type (default: bf16)")] = None
     strategy: Annotated[
@@ -326,7 +337,11 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
         flag("how ranks share the model; auto: the simplest strategy that fits (default)"),
     ] = None
     mesh: Annotated[
-        str | None, flag("degrees of a composed strategy, as in bench train", metavar="AXIS=N")
+        str | None,
+        flag(
+            "degrees of a composed strategy, as in bench train",
+            metavar="AXIS=N",
+        ),
     ] = None
     recompute: Annotated[Recompute | None, flag("activation checkpointing, with a strategy")] = None
     pipeline_schedule: Annotated[Schedule | None, flag("order of work in a pipeline")] = None
@@ -339,7 +354,10 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     ] = None
     data: Annotated[
         str | None,
-        flag("Fuelrail dataset: says bytes, cameras and number of samples", metavar="DATASET"),
+        flag(
+            "Fuelrail dataset: says bytes, cameras and number of samples",
+            metavar="DATASET",
+        ),
     ] = None
     split: Annotated[str, flag("split of --data")] = "train"
     loader_report: Annotated[
@@ -374,7 +392,8 @@ def with_options(scenario: Scenario | None, options: PlanOptions) -> Scenario:
     facts = _stated(options, Scenario.__struct_fields__)
     # The precision is the scenario's: automatic strategies and teachers have it too.
     how = _stated(
-        options, set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__)
+        options,
+        set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__),
     )
     if scenario is None:
         missing = [name for name in ("model", "cluster", "global_batch") if name not in facts]

@@ -22,9 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
-from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
-from fuelrail.bench.planner.formulas import chunks_in_flight, in_flight, passes_of, schedule_order
-from fuelrail.bench.planner.state import FP32, MOMENTS, expert_parameters, num_parameters
+from fuelrail.bench.planner.fake_rank import (
+    ROWS,
+    Inputs,
+    RankRun,
+    is_gather_of_weights,
+    run_rank,
+)
+from fuelrail.bench.planner.formulas import (
+    chunks_in_flight,
+    in_flight,
+    passes_of,
+    schedule_order,
+)
+from fuelrail.bench.planner.state import (
+    FP32,
+    MOMENTS,
+    expert_parameters,
+    num_parameters,
+)
 from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     ModelSettings,
@@ -115,7 +131,11 @@ def shape_of(
         degrees,
     )
     return ranks.shape(
-        settings, degrees, inputs, stage=rank // (degrees.data * degrees.tp), rank=rank
+        settings,
+        degrees,
+        inputs,
+        stage=rank // (degrees.data * degrees.tp),
+        rank=rank,
     )
 
 
@@ -142,7 +162,13 @@ def stages(
     numbers = _BLOCKS if blocks > _BLOCKS[-1] else (round(blocks),)
     spared = recomputed = 0
     if inputs.low:
-        spared = _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
+        spared = _spared(
+            model,
+            settings=settings,
+            degrees=degrees,
+            blocks=blocks,
+            inputs=inputs,
+        )
         if settings.recompute == "selective" and degrees.dp_shard > 1:
             outputs, recomputed = _second_products(model, degrees, blocks)
             spared += outputs
@@ -336,7 +362,12 @@ def _run(
         stores_8_bits=False,
     )
     return run_rank(
-        model, settings=how, degrees=degrees, inputs=small_inputs, rank=rank, precision=precision
+        model,
+        settings=how,
+        degrees=degrees,
+        inputs=small_inputs,
+        rank=rank,
+        precision=precision,
     )
 
 
@@ -480,11 +511,23 @@ class _Ranks:
         for phase in range(3):
             peaks: list[dict[str, float]] = []
             for run, half in zip(self._runs, self._halves, strict=True):
-                part = (run.forward, run.backward[:half], run.backward[-half - 1 :])[phase]
+                part = (
+                    run.forward,
+                    run.backward[:half],
+                    run.backward[-half - 1 :],
+                )[phase]
                 if not has_own_gradients:
                     part = _without_gradients(part, run.kinds)
                 sizes = part @ np.array([1, rows])
-                peaks.append(dict(zip(run.kinds, sizes[sizes.sum(axis=1).argmax()], strict=True)))
+                peaks.append(
+                    dict(
+                        zip(
+                            run.kinds,
+                            sizes[sizes.sum(axis=1).argmax()],
+                            strict=True,
+                        )
+                    )
+                )
             kinds = sorted({kind for peak in peaks for kind in peak})
             phases.append(
                 {kind: self._line([peak.get(kind, 0) for peak in peaks]) for kind in kinds}
@@ -499,7 +542,11 @@ class _Ranks:
         }
 
     def _sent(
-        self, way: int, order: Sequence[str] | None, degrees: Degrees, inputs: Inputs
+        self,
+        way: int,
+        order: Sequence[str] | None,
+        degrees: Degrees,
+        inputs: Inputs,
     ) -> list[Collective]:
         """Return the collectives of all forward passes, all backward passes, or the end of a
         step.
@@ -528,9 +575,10 @@ class _Ranks:
             sizes = [reductions.bytes for reductions in alike]
             if not of_data:
                 sizes = [size % ROWS + size // ROWS * inputs.micro_batch for size in sizes]
-            ranks = {"dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate}.get(
-                item.axis, item.ranks
-            )
+            ranks = {
+                "dp_shard": degrees.dp_shard,
+                "dp_replicate": degrees.dp_replicate,
+            }.get(item.axis, item.ranks)
             count = times * self._line([reductions.count for reductions in alike])
             collectives.append(
                 Collective(
@@ -569,5 +617,9 @@ def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
 
 def _replicated(kind: str, degrees: Degrees, count: int, size: int) -> Collective:
     return Collective(
-        kind=kind, axis="dp_replicate", ranks=degrees.dp_replicate, count=count, bytes=size
+        kind=kind,
+        axis="dp_replicate",
+        ranks=degrees.dp_replicate,
+        count=count,
+        bytes=size,
     )

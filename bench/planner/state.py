@@ -13,14 +13,22 @@ import torch
 from fuelrail.bench.planner.formulas import zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.trainer.models.build import build_model, maker
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelSettings
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    GptSettings,
+    ModelSettings,
+)
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.parallel import units_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import (
+        Degrees,
+        ParallelSettings,
+        Precision,
+    )
 
 FP32 = 4
 MOMENTS = {"adamw": 2, "sgd": 1}
@@ -148,14 +156,20 @@ def state_of(
 
 
 def state_bytes(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    precision: Precision,
 ) -> float:
     """Return the bytes of the state in all, as :func:`state_of`."""
     return sum(state_of(model, settings, degrees, precision))
 
 
 def least_bytes(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    precision: Precision,
 ) -> int:
     """Return the least bytes that a rank has at once, with shards also the largest block in full
     with its gradient.

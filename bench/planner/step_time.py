@@ -60,24 +60,54 @@ WITHOUT_TENSOR_CORES = "fp32, without tensor cores"
 # Fits to published steps of dense decoders and ResNet-50 (tests/slow/test_reference_figures.py).
 EFFICIENCIES: dict[str, Efficiency] = {
     "A100": Efficiency(
-        products=0.704, attention=0.65, convolution=0.268, passes=8.4, unfused=0.142, spread=0.16
+        products=0.704,
+        attention=0.65,
+        convolution=0.268,
+        passes=8.4,
+        unfused=0.142,
+        spread=0.16,
     ),
     "H100": Efficiency(
-        products=0.529, attention=0.374, convolution=0.134, passes=7.24, unfused=0.15, spread=0.19
+        products=0.529,
+        attention=0.374,
+        convolution=0.134,
+        passes=7.24,
+        unfused=0.15,
+        spread=0.19,
     ),
     EIGHT_BITS: Efficiency(
-        products=0.642, attention=0.563, convolution=0.3, passes=14.5, unfused=0.15, spread=0.24
+        products=0.642,
+        attention=0.563,
+        convolution=0.3,
+        passes=14.5,
+        unfused=0.15,
+        spread=0.24,
     ),
     TORCH_8_BITS: Efficiency(
-        products=0.356, attention=0.569, convolution=0.3, passes=3.2, unfused=0.15, spread=0.24
+        products=0.356,
+        attention=0.569,
+        convolution=0.3,
+        passes=3.2,
+        unfused=0.15,
+        spread=0.24,
     ),
     NVIDIA_8_BITS: Efficiency(
-        products=0.675, attention=0.933, convolution=0.3, passes=17.5, unfused=0.15, spread=0.14
+        products=0.675,
+        attention=0.933,
+        convolution=0.3,
+        passes=17.5,
+        unfused=0.15,
+        spread=0.14,
     ),
     # No share of a tensor core's peak: fp32 arithmetic reaches far more of its own. Its
     # convolutions are a fit to ResNet-50 on V100; no step of anything else was published.
     WITHOUT_TENSOR_CORES: Efficiency(
-        products=0.7, attention=0.4, convolution=0.637, passes=3.3, unfused=0.2, spread=0.3
+        products=0.7,
+        attention=0.4,
+        convolution=0.637,
+        passes=3.3,
+        unfused=0.2,
+        spread=0.3,
     ),
 }
 # Spreads by row and family of models, where two sources or more published steps: they are of a
@@ -87,7 +117,10 @@ SPREADS: dict[tuple[str, str], float] = {
         (row, DECODER): EFFICIENCIES[row].spread
         for row in ("A100", "H100", EIGHT_BITS, TORCH_8_BITS, NVIDIA_8_BITS)
     },
-    ("A100", CONVOLUTION): 0.25,  # of two sources, each fitted without the other
+    (
+        "A100",
+        CONVOLUTION,
+    ): 0.25,  # of two sources, each fitted without the other
 }
 # What the best tuned software reaches, at the least: ResNet-50 of a benchmark trains twice as fast
 # as those above.
@@ -102,15 +135,24 @@ def row_of(device: str, kind: ComputeType, software: Software | None = None) -> 
     if kind == "fp32":
         return WITHOUT_TENSOR_CORES
     # The arithmetic of an H200 is that of an H100.
-    name = next((part for part in ("A100", "H100") if part in device.replace("H200", "H100")), None)
+    name = next(
+        (part for part in ("A100", "H100") if part in device.replace("H200", "H100")),
+        None,
+    )
     if name == "H100" and kind == "fp8":
-        rows: dict[Software | None, str] = {"torch": TORCH_8_BITS, "nvidia": NVIDIA_8_BITS}
+        rows: dict[Software | None, str] = {
+            "torch": TORCH_8_BITS,
+            "nvidia": NVIDIA_8_BITS,
+        }
         return rows.get(software, EIGHT_BITS)
     return name
 
 
 def efficiency_of(
-    device: str, kind: ComputeType, software: Software | None = None, family: str = DECODER
+    device: str,
+    kind: ComputeType,
+    software: Software | None = None,
+    family: str = DECODER,
 ) -> Efficiency:
     """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with
     a wide spread.
@@ -125,7 +167,10 @@ def efficiency_of(
 
 
 def has_range(
-    device: str, kind: ComputeType, family: str, software: Software | None = None
+    device: str,
+    kind: ComputeType,
+    family: str,
+    software: Software | None = None,
 ) -> bool:
     """Return whether published steps say how far a plan of such a model may be from its step.
 
@@ -226,12 +271,22 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> float:
         """Step time."""
-        inside = (self.compute, self.memory, self.launch, self.tensor, self.pipeline, self.bubble)
+        inside = (
+            self.compute,
+            self.memory,
+            self.launch,
+            self.tensor,
+            self.pipeline,
+            self.bubble,
+        )
         return sum((*inside, self.data_exposed, self.optimiser))
 
 
 def step_time(
-    work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency
+    work: StepWork,
+    cluster: ClusterSettings,
+    kind: ComputeType,
+    efficiency: Efficiency,
 ) -> StepTime:
     """Predict a step. Attention computes in 16 bits where products compute in 8."""
     memory_rate = cluster.device.memory_gb_per_s.value * 1e9
@@ -275,7 +330,11 @@ def step_time(
 
 
 def _seconds(
-    cluster: ClusterSettings, size: float, count: float, reach: int, stride: int = 1
+    cluster: ClusterSettings,
+    size: float,
+    count: float,
+    reach: int,
+    stride: int = 1,
 ) -> float:
     return (
         size / cluster.bytes_per_s(reach, stride)
@@ -362,7 +421,12 @@ def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS
     spread = math.sqrt((float(errors @ errors) + 2 * start.spread**2) / (len(cases) + 2))
     efficiency = msgspec.structs.replace(efficiency, spread=spread)
     determined = [name for name, yes in zip(names, is_known, strict=True) if yes]
-    return Fitted(efficiency, determined, [math.exp(error) - 1 for error in errors], covariance)
+    return Fitted(
+        efficiency,
+        determined,
+        [math.exp(error) - 1 for error in errors],
+        covariance,
+    )
 
 
 def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:

@@ -54,7 +54,9 @@ class PrivateParts(NamedTuple):
 def private_parts() -> PrivateParts:
     """Return what is private. Raises FuelrailError where this torch has it elsewhere."""
     try:
-        from torch._C import _clear_DTensor_sharding_propagator_cache as forget_native
+        from torch._C import (
+            _clear_DTensor_sharding_propagator_cache as forget_native,
+        )
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.distributed._tools.mem_tracker import MemTracker
         from torch.distributed.tensor._redistribute import (

@@ -46,8 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     parent, num_ranks, exits, *program = arguments
     end_with(int(parent), signal.SIGTERM)
     # Slow to import, so only once nobody can be left without a parent.
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.api import (
+        DefaultLogsSpecs,
+        SignalException,
+    )
+    from torch.distributed.elastic.multiprocessing.errors import (
+        ChildFailedError,
+    )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     try:

@@ -41,7 +41,10 @@ class Outcome(NamedTuple):
 
 
 def run_ranks(
-    program: Sequence[str], num_ranks: int, log: Path, on_wait: Callable[[], None]
+    program: Sequence[str],
+    num_ranks: int,
+    log: Path,
+    on_wait: Callable[[], None],
 ) -> Outcome:
     """Run ``python -m PROGRAM PID`` as ``num_ranks`` ranks of one world; their output goes to
     ``log``.

@@ -54,7 +54,10 @@ class RankTrace:
             wait=_STEPS_BEFORE - 1, warmup=1, active=_STEPS_PROFILED, repeat=1
         )
         with torch.profiler.profile(
-            activities=activities, schedule=profiled, on_trace_ready=self._take, acc_events=True
+            activities=activities,
+            schedule=profiled,
+            on_trace_ready=self._take,
+            acc_events=True,
         ) as profiler:
             started_s = time.perf_counter()
             for record in steps:
@@ -97,7 +100,8 @@ class RankTrace:
         """Write the rank's events."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(
-            json.dumps([*self.recorder.events(), *self._profiled]), encoding="utf-8"
+            json.dumps([*self.recorder.events(), *self._profiled]),
+            encoding="utf-8",
         )
 
 
@@ -118,7 +122,10 @@ class TracedAccelerator:
 
     @contextmanager
     def _spanned(
-        self, phase: str, inner: Callable[..., AbstractContextManager[None]], *size: float
+        self,
+        phase: str,
+        inner: Callable[..., AbstractContextManager[None]],
+        *size: float,
     ) -> Iterator[None]:
         if self._marks:
             torch.cuda.nvtx.range_push(f"fuelrail {phase}")  # type: ignore[no-untyped-call]

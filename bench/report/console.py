@@ -36,7 +36,11 @@ def report_console() -> Console:
 
 
 def print_table(
-    console: Console, header: Sequence[str], rows: Iterable[Sequence[str]], *, texts: bool = False
+    console: Console,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    texts: bool = False,
 ) -> None:
     """Print a table; the first column is text, the others are figures unless ``texts``."""
     table = RichTable(*header, box=None, pad_edge=False)

@@ -118,7 +118,10 @@ def merge_traces(folder: Path, out: Path) -> int:
     events = [event for part in parts for event in msgspec.json.decode(part.read_bytes())]
     # Viewers take events with a time, and descriptions of tracks.
     tracked = [event for event in events if "ts" in event or event.get("ph") == "M"]
-    publish(out, msgspec.json.encode({"traceEvents": tracked, "displayTimeUnit": "ms"}))
+    publish(
+        out,
+        msgspec.json.encode({"traceEvents": tracked, "displayTimeUnit": "ms"}),
+    )
     return len(parts)
 
 
@@ -166,4 +169,11 @@ def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
 
 def report_files(out: Path, *, html: bool) -> list[Path]:
     """Return the files that :func:`fuelrail.bench.report.page.write_report` writes."""
-    return [out / name for name in (REPORT_JSON, REPORT_MARKDOWN, *([REPORT_HTML] if html else []))]
+    return [
+        out / name
+        for name in (
+            REPORT_JSON,
+            REPORT_MARKDOWN,
+            *([REPORT_HTML] if html else []),
+        )
+    ]

@@ -119,9 +119,10 @@ class OutputOptions(PrintOptions, frozen=True, kw_only=True):
 class PlanOutput(OutputOptions, frozen=True, kw_only=True):
     """Where ``fuelrail plan`` writes its report, if anywhere."""
 
-    out: Annotated[str | None, flag("folder for report.json, .md and .html", metavar="FOLDER")] = (
-        None
-    )
+    out: Annotated[
+        str | None,
+        flag("folder for report.json, .md and .html", metavar="FOLDER"),
+    ] = None
 
     def folder(self, command: str) -> Path | None:  # noqa: ARG002 - its base class has it
         """Return the folder; None: nothing is written."""

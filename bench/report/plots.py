@@ -109,7 +109,15 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
         (("busy", BLUE), ("starved", _ORANGE), ("blocked", GREY)), 1
     ):
         values = np.array([row[column] for row in rows], dtype=np.float64)
-        axes.barh(places, values, 0.66, left=base, color=colour, label=name, linewidth=0)
+        axes.barh(
+            places,
+            values,
+            0.66,
+            left=base,
+            color=colour,
+            label=name,
+            linewidth=0,
+        )
         for place, value, offset in zip(places, values, base, strict=True):
             if value > 0.06:  # narrower bars have no room for their figure
                 ink = "white" if name == "busy" else "#333333"
@@ -141,7 +149,12 @@ def efficiency_plot(
     with style():
         figure, axes = new_figure(2.9)
         for (name, points), colour in zip(curves.items(), _CURVES, strict=False):
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                linewidth=1.6,
+                label=name,
+            )
         counts = [count for points in curves.values() for count, _ in points]
         ticks = [tick for tick in (4**power for power in range(7)) if tick <= max(counts)]
         axes.set_xscale("log", base=2)
@@ -160,7 +173,12 @@ def to_svg(figure: Figure, title: str) -> str:
     with the page.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    figure.savefig(
+        buffer,
+        format="svg",
+        metadata={"Date": None, "Creator": None},
+        transparent=True,
+    )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -82,7 +82,10 @@ def study_command(word: str, study: Study) -> Command:
                 {name: getattr(report, name) for name in study.printed} if study.printed else report
             )
         else:
-            from fuelrail.bench.report.console import print_report, report_console
+            from fuelrail.bench.report.console import (
+                print_report,
+                report_console,
+            )
 
             console = report_console()
             print_report(report, console)
@@ -112,7 +115,10 @@ def _of_dataset(
 
 
 def _plan(
-    arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool
+    arguments: argparse.Namespace,
+    options: PlanOptions,
+    out: Path | None,
+    html: bool,
 ) -> PlanReport:
     if out is not None:
         prepare_folder(out, html=html)
@@ -120,7 +126,10 @@ def _plan(
     if out is not None:
         write_report(report, out, html=html)
     if report.recipe is not None:
-        publish((out or Path()) / FILES[options.recipe or ""], report.recipe.encode())
+        publish(
+            (out or Path()) / FILES[options.recipe or ""],
+            report.recipe.encode(),
+        )
     return report
 
 

@@ -17,7 +17,11 @@ import numpy as np
 
 from fuelrail.bench.measure.shown import shown_fields
 from fuelrail.bench.report.console import print_table, report_console
-from fuelrail.bench.report.files import ReportHeader, load_report_of, read_report
+from fuelrail.bench.report.files import (
+    ReportHeader,
+    load_report_of,
+    read_report,
+)
 from fuelrail.bench.report.options import command
 from fuelrail.bench.studies.diagnose import report as diagnose_report
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport
@@ -55,7 +59,10 @@ KINDS: dict[str, tuple[type[ReportHeader], int]] = {
 if find_spec(COMPARE_ROOM) is not None:
     from fuelrail.bench.studies.compare import report as compare_report
 
-    KINDS[compare_report.SCHEMA] = (compare_report.CompareReport, compare_report.VERSION)
+    KINDS[compare_report.SCHEMA] = (
+        compare_report.CompareReport,
+        compare_report.VERSION,
+    )
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -65,7 +72,8 @@ class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
         float, msgspec.Meta(ge=0, lt=1), flag("tolerated slowdown (0.02 = 2 %)")
     ] = 0.02
     other_dataset: Annotated[
-        bool, flag("compare reports of different datasets or splits; refused otherwise")
+        bool,
+        flag("compare reports of different datasets or splits; refused otherwise"),
     ] = False
 
 
@@ -220,14 +228,26 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
     ratios = step_ratios(before, after)
     old = before.figures
     new = after.figures
-    times = [("mean step time [ms]", old.step_time.mean_ms, new.step_time.mean_ms, ratios, False)]
+    times = [
+        (
+            "mean step time [ms]",
+            old.step_time.mean_ms,
+            new.step_time.mean_ms,
+            ratios,
+            False,
+        )
+    ]
     # The batches being the same, rates and occupancy follow the step time; else they are no
     # comparison.
     if _work(before) == _work(after):
         rates = ratios.mean() / ratios
         for name, a, b in (
             ("occupancy", old.occupancy.mean, new.occupancy.mean),
-            ("samples/s", old.throughput.samples_per_s, new.throughput.samples_per_s),
+            (
+                "samples/s",
+                old.throughput.samples_per_s,
+                new.throughput.samples_per_s,
+            ),
         ):
             times.append((name, a, b, b / a * rates, True))
     changes = []
@@ -361,7 +381,11 @@ DIFF = command(
     "compare two reports, and fail if the second is worse beyond noise",
     print_comparison,
     arguments={
-        "before": {"metavar": "A", "type": Path, "help": "report.json, or its folder"},
+        "before": {
+            "metavar": "A",
+            "type": Path,
+            "help": "report.json, or its folder",
+        },
         "after": {"metavar": "B", "type": Path, "help": "the report to judge"},
     },
     options=(DiffOptions, PrintOptions),

@@ -90,12 +90,20 @@ def train(
     accumulation = options.accumulation
     source = loop.batches(loader, None)
     steps = loop.train(
-        parallel, source, Clock(), num_steps=num_steps, accumulation=accumulation, first_step=first
+        parallel,
+        source,
+        Clock(),
+        num_steps=num_steps,
+        accumulation=accumulation,
+        first_step=first,
     )
     for done, record in enumerate(steps, start=first + 1):
         named = {name: float(value) for name, value in sorted(parallel.losses.items())}
         losses = parallel.over_ranks({"loss": record.loss or 0.0, **named})
-        values = {**losses, "learning_rate": parallel.optimiser.param_groups[0]["lr"]}
+        values = {
+            **losses,
+            "learning_rate": parallel.optimiser.param_groups[0]["lr"],
+        }
         if on_step is not None:
             on_step(record, losses)
         if evaluate is not None and _due(done, options.evaluate_every, num_steps):
@@ -116,7 +124,9 @@ def _due(done: int, every: int | None, last: int) -> bool:
 
 
 def evaluate(
-    parallel: Parallel, loader: DataLoader, score: Callable[[Any, Mapping[str, Any]], Scores]
+    parallel: Parallel,
+    loader: DataLoader,
+    score: Callable[[Any, Mapping[str, Any]], Scores],
 ) -> dict[str, Any]:
     """Return the scores of each sample of a split, each sample once, in the loader's order; the
     same on all ranks.
@@ -131,7 +141,10 @@ def evaluate(
     with parallel.evaluating() as model:
         for batch_loaded in loader:
             batch = to_device(batch_loaded, parallel.device)
-            scores = {"sample_key": batch["sample_key"], **score(model(batch), batch)}
+            scores = {
+                "sample_key": batch["sample_key"],
+                **score(model(batch), batch),
+            }
             rows = [row for row, real in enumerate(batch["valid"].tolist()) if real]
             kept_scores: dict[str, Any] = {}
             for name, values in scores.items():

@@ -90,7 +90,10 @@ def load_weights(
     parallel.start_average()
     missing = sorted(targets.keys() - {*loaded, *other_shape})
     return WeightsReport(
-        loaded=loaded, missing=missing, unexpected=unexpected, other_shape=other_shape
+        loaded=loaded,
+        missing=missing,
+        unexpected=unexpected,
+        other_shape=other_shape,
     )
 
 
@@ -156,7 +159,11 @@ def save_weights(
             )
         start = end
         end = end + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with published(Path(place)) if rank == 0 else nullcontext() as file:

@@ -54,7 +54,14 @@ if TYPE_CHECKING:
 
 
 NO_CHANNELS: Final = SelectedChannels()
-_OF_CAMERAS: Final = ("intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img")
+_OF_CAMERAS: Final = (
+    "intrinsics",
+    "dist",
+    "cam2ego",
+    "cam2keyego",
+    "ego2img",
+    "lidar2img",
+)
 """Entries that need a calibration of the cameras."""
 
 
@@ -171,7 +178,8 @@ def _labels(decoded: Sequence[Parsed], box_frame: BoxFrame) -> dict[str, list[to
         boxes = entry.sample.boxes
         if boxes is None:
             raise SchemaError(
-                "the sample has no boxes, others of its batch have", key=entry.sample.key
+                "the sample has no boxes, others of its batch have",
+                key=entry.sample.key,
             )
         if box_frame == "lidar":
             boxes3d, velocity = _in_lidar(boxes, entry.sample.geometry, entry.bev)

@@ -86,7 +86,13 @@ class ImageBuffers:
 def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the shape of each group's images, planes of uint8."""
     return [
-        (*axes, len(group.cameras), 3, group.augment.height, group.augment.width)
+        (
+            *axes,
+            len(group.cameras),
+            3,
+            group.augment.height,
+            group.augment.width,
+        )
         for group in images
     ]
 

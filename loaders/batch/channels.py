@@ -102,17 +102,27 @@ def choose(
             )
         selected = selected[name]
     cameras = choose_cameras(
-        [camera.channel for camera in dataset.manifest.cameras], selected, dataset.location
+        [camera.channel for camera in dataset.manifest.cameras],
+        selected,
+        dataset.location,
     )
     cameras = cameras if batch_names is None else tuple(selected or ())  # in the batch's order
     selectable = Selectable(dataset, layers)
     names = selectable.default(cameras) if options.select is None else options.select
     channel_names, attribute_names = selectable.split(names)
     channels = choose_channels(
-        dataset, names=channel_names, layers=layers, lidar=lidar, cameras=cameras
+        dataset,
+        names=channel_names,
+        layers=layers,
+        lidar=lidar,
+        cameras=cameras,
     )
     attributes = choose_attributes(
-        dataset, split=split, names=attribute_names, layers=layers, channels=channels
+        dataset,
+        split=split,
+        names=attribute_names,
+        layers=layers,
+        channels=channels,
     )
     return Chosen(cameras, channels, attributes, batch_names)
 
@@ -243,7 +253,9 @@ def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
             if np.isfinite(matrix).all():
                 lidar2ego[lidar] = matrix
     motion = Motion(
-        dict(zip(reader.cameras, parsed.maps[number], strict=True)), parsed.bev, lidar2ego
+        dict(zip(reader.cameras, parsed.maps[number], strict=True)),
+        parsed.bev,
+        lidar2ego,
     )
     for channel in reader.moving:
         value = values[channel.name]
@@ -322,7 +334,8 @@ class SelectedChannels(NamedTuple):
         a side open.
         """
         motion = Motion(
-            dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)), sample.bev
+            dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)),
+            sample.bev,
         )
         return LAWS[channel.law.name].shape(
             tuple(side or 0 for side in channel.shape), channel, motion
@@ -373,7 +386,10 @@ def split_sample(
         return value[0], list
     if isinstance(value, Packed):
         parts = list(
-            torch.tensor_split(torch.as_tensor(value.values), torch.as_tensor(value.offsets)[1:-1])
+            torch.tensor_split(
+                torch.as_tensor(value.values),
+                torch.as_tensor(value.offsets)[1:-1],
+            )
         )
         return (parts, _packed_windows) if has_windows else (parts[0], _packed)
     if isinstance(value, Logits):

@@ -91,7 +91,11 @@ def leave_out(
         pipeline = pipeline._replace(batch_transform=None)
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
-        return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
+        return (
+            LeftOut(frozenset(parts), new_images=new_images),
+            schedule,
+            pipeline,
+        )
     spans: dict[int, list[FetchedSpan]] = {}
     for source in schedule.sources:
         entry = source.dataset.split(schedule.identity.split)
@@ -100,7 +104,11 @@ def leave_out(
         rows = range(entry.first_sample, end, stride)[:_NUM_KEPT]
         fetched = [source.reader.fetch(row) for row in rows]
         spans[source.base] = [sample._replace(span=sample.span.copied()) for sample in fetched]
-    return LeftOut(frozenset(parts), spans, new_images), schedule._replace(reads=False), pipeline
+    return (
+        LeftOut(frozenset(parts), spans, new_images),
+        schedule._replace(reads=False),
+        pipeline,
+    )
 
 
 class _Remembered:
@@ -130,7 +138,10 @@ def _own_bytes(parsed: Parsed) -> Parsed:
     the bytes.
     """
     samples = tuple(
-        replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
+        replace(
+            sample,
+            images={name: bytes(image) for name, image in sample.images.items()},
+        )
         for sample in parsed.samples
     )
     second = None if parsed.second is None else _own_bytes(parsed.second)

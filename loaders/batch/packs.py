@@ -60,7 +60,10 @@ def check_packs(options: Arguments) -> None:
                 options.collate_fn is not None,
                 "use batch_transform, which gets whole batches",
             ),
-            "window": (options.window is not None, "a pack holds samples of one frame"),
+            "window": (
+                options.window is not None,
+                "a pack holds samples of one frame",
+            ),
             "transforms.two_views": (
                 options.transforms.two_views,
                 "load each view by a loader of its own",
@@ -139,7 +142,12 @@ def pad_packs(
             raise ConfigError(
                 f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens"
             )
-        return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill)])
+        return torch.cat(
+            [
+                tensor,
+                tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill),
+            ]
+        )
 
     padded_batch = dict(batch)
     for name, value in batch.items():

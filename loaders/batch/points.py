@@ -76,4 +76,7 @@ def choose_points(dataset: Dataset, points: bool | PointSweeps) -> Points:
             "take num_sweeps=1"
         )
     columns = points.columns(lidar.columns)
-    return Points(msgspec.structs.replace(lidar, columns=columns), Accumulation(lidar, points))
+    return Points(
+        msgspec.structs.replace(lidar, columns=columns),
+        Accumulation(lidar, points),
+    )

@@ -235,7 +235,11 @@ class _Pickler(pickle.Pickler):
         if not is_plain(value):
             return NotImplemented
         content: Any = content_of(value)
-        return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
+        return _tensor, (
+            pickle.PickleBuffer(content),
+            value.dtype,
+            tuple(value.shape),
+        )
 
 
 def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

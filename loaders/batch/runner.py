@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClock, add_clocks
+from fuelrail.pipeline.runtime.stages import (
+    Observer,
+    Pipeline,
+    Stage,
+    StageClock,
+    add_clocks,
+)
 
 if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Autotuner, Tuning
@@ -46,7 +52,10 @@ class Runner:
         self._past_waited_s = 0.0
 
     def start(
-        self, tasks: Iterator[Any], stages: Sequence[Stage], sources: Sequence[Closing]
+        self,
+        tasks: Iterator[Any],
+        stages: Sequence[Stage],
+        sources: Sequence[Closing],
     ) -> None:
         """Run the tasks through the stages; ``sources`` are what they wait for.
 
@@ -111,7 +120,9 @@ class Runner:
         if not self._tuner.due(now_s):
             return None
         return self._tuner.update(
-            now_s, self._pipeline.waited_s, (*self._clocks_before(), *self._pipeline.clocks())
+            now_s,
+            self._pipeline.waited_s,
+            (*self._clocks_before(), *self._pipeline.clocks()),
         )
 
     def adapt(self, stages: Sequence[Stage]) -> None:

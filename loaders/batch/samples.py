@@ -55,7 +55,11 @@ class Augments(NamedTuple):
     """Rows of the batch between a sample's first view and its second; 0: there is no second."""
 
     def maps(
-        self, sizes: Sequence[Sequence[int]], epoch: int, number: int, camera_rows: Sequence[int]
+        self,
+        sizes: Sequence[Sequence[int]],
+        epoch: int,
+        number: int,
+        camera_rows: Sequence[int],
     ) -> list[ImageMap]:
         """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows``
         are in the rig.
@@ -64,7 +68,11 @@ class Augments(NamedTuple):
         first = self.images[0]
         if first.name is None:
             return first.augment.draw(
-                sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows
+                sizes,
+                seed=seed,
+                epoch=epoch,
+                sample=number,
+                cameras=camera_rows,
             )
         return self._in_rig_order(
             group.augment.draw(
@@ -176,13 +184,19 @@ def parse(
                     row_values = task.source.reader.values(stored) | task.source.attributes.values(
                         frame.row
                     )
-                    values_by_row[frame.row] = stored.row.timestamp_ns, row_values
+                    values_by_row[frame.row] = (
+                        stored.row.timestamp_ns,
+                        row_values,
+                    )
                     continue
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:
                     row = task.source.base + frame.row
                     sample = augments.accumulation(
-                        sample, seed=augments.seed, epoch=task.slot.epoch, row=row
+                        sample,
+                        seed=augments.seed,
+                        epoch=task.slot.epoch,
+                        row=row,
                     )
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 fetched = fetch(bad, bad.replace(task, number, error))
@@ -193,17 +207,23 @@ def parse(
             values: TimedValues = {}
             if timed.by_name:
                 values = timed.read(
-                    fetched.stored[task.current].row.timestamp_ns, values_by_row.values()
+                    fetched.stored[task.current].row.timestamp_ns,
+                    values_by_row.values(),
                 )
                 task = task._replace(frames=task.frames[: timed.num_frames])
             parsed, failure = moved_frames(
-                _drawn(task, samples_by_row, augments, task.number, hides=hides), hides=hides
+                _drawn(task, samples_by_row, augments, task.number, hides=hides),
+                hides=hides,
             )
             parsed = parsed._replace(timed=timed.moved(values, parsed.bev))
             if augments.second_at and failure is None:
                 second_task = task._replace(batch_row=task.batch_row + augments.second_at)
                 drawn = _drawn(
-                    second_task, samples_by_row, augments, second_view(task.number), hides=hides
+                    second_task,
+                    samples_by_row,
+                    augments,
+                    second_view(task.number),
+                    hides=hides,
                 )
                 second, failure = moved_frames(drawn, hides=hides)
                 second = second._replace(view=1, timed=timed.moved(values, second.bev))
@@ -323,7 +343,9 @@ def _decode(
         maps = [views[0].maps[number][camera] for camera in files]
         outs = [images[0][camera] for camera in files]
         for camera, error in zip(
-            files, decode_images(decoder, [*files.values()], maps, outs), strict=True
+            files,
+            decode_images(decoder, [*files.values()], maps, outs),
+            strict=True,
         ):
             if error is not None:
                 raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
@@ -331,7 +353,12 @@ def _decode(
         for camera, encoded in files.items():
             outs = [of_view[camera] for of_view in images]
             try:
-                decode_views(decoder, encoded, [view.maps[number][camera] for view in views], outs)
+                decode_views(
+                    decoder,
+                    encoded,
+                    [view.maps[number][camera] for view in views],
+                    outs,
+                )
             except ImageError as error:
                 raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
     for view, of_view in zip(views, images, strict=True):

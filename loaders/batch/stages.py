@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead, make_tuner
+from fuelrail.loaders.autotune import (
+    Autotuner,
+    Tuning,
+    decode_ahead,
+    make_tuner,
+)
 from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.buffer_pool import ImageBuffers, image_shapes
@@ -24,7 +29,12 @@ from fuelrail.loaders.batch.samples import fetch
 from fuelrail.loaders.batch.timed import TimedChannels, timed_channels
 from fuelrail.loaders.decode import decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES, BatchDecoder, ImageDecoder
+from fuelrail.loaders.decode.protocol import (
+    MAX_LANES,
+    MIN_LANES,
+    BatchDecoder,
+    ImageDecoder,
+)
 from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.loaders.schedule.state import sample_settings
@@ -37,8 +47,19 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import Arguments, Budget, Normalize, StaticBatches
-    from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Scheduled, Source
+    from fuelrail.loaders.config import (
+        Arguments,
+        Budget,
+        Normalize,
+        StaticBatches,
+    )
+    from fuelrail.loaders.records import (
+        CameraImages,
+        Fetched,
+        Parsed,
+        Scheduled,
+        Source,
+    )
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.pipeline.order.pack import Pack
@@ -104,7 +125,11 @@ class BatchPipeline(NamedTuple):
             else None
         )
         return make_tuner(
-            budget, batch_size=self.batch_size, batch_bytes=batch_bytes, ready=ready, lanes=lanes
+            budget,
+            batch_size=self.batch_size,
+            batch_bytes=batch_bytes,
+            ready=ready,
+            lanes=lanes,
         )
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
@@ -115,7 +140,11 @@ class BatchPipeline(NamedTuple):
         on_device = decodes_on_device(self.decoder)
         axes = self._image_axes
         buffers = ImageBuffers(
-            self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep
+            self.augments.images,
+            varies=varies,
+            on_device=on_device,
+            memory=memory,
+            keep=keep,
         )
         return lambda first: buffers.take((len(first.flags["pack"]),) if varies else axes)
 
@@ -131,7 +160,10 @@ class BatchPipeline(NamedTuple):
         if isinstance(options.transforms.cameras, dict):
             cameras = plain(options.transforms.cameras)
         return sample_settings(
-            options.seed, **options.transforms.content(), channels=channels, cameras=cameras
+            options.seed,
+            **options.transforms.content(),
+            channels=channels,
+            cameras=cameras,
         )
 
     def hand_over(self, output: Any) -> Any:
@@ -157,15 +189,35 @@ class BatchPipeline(NamedTuple):
         and capacities.
         """
         num_workers = tuning.num_workers
-        parse = partial(samples.parse, self.augments, self.bad, self.window, timed=self.timed)
+        parse = partial(
+            samples.parse,
+            self.augments,
+            self.bad,
+            self.window,
+            timed=self.timed,
+        )
         fill = self.augments.pixels.grid_mask_fill
         num_images = len(self.cameras) * self.num_frames
         ahead = max(
-            2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // max(num_images, 1)
+            2 * num_workers,
+            min(_FEW_AHEAD, 4 * num_workers),
+            _FEW_IMAGES // max(num_images, 1),
         )
         stages = [
-            Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
-            Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
+            Stage(
+                "fetch",
+                partial(samples.fetch, self.bad),
+                1,
+                ahead,
+                in_bursts=True,
+            ),
+            Stage(
+                "parse",
+                parse,
+                num_workers if self.parses_hard else 1,
+                ahead,
+                in_bursts=True,
+            ),
         ]
         group: int | Callable[[Any], int] | None = (
             packs.rows_of_batch if self.pack else self.batch_size
@@ -188,14 +240,29 @@ class BatchPipeline(NamedTuple):
                 ]
             group = None  # from here on the items are batches
         else:
-            decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
+            decode_one = partial(
+                samples.decode,
+                self.decoder,
+                self.cameras,
+                fill,
+                self.bad,
+                parse,
+            )
             stages.append(
-                Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size))
+                Stage(
+                    "decode",
+                    decode_one,
+                    num_workers,
+                    decode_ahead(num_workers, self.batch_size),
+                )
             )
         collate: Callable[[Sequence[Any]], Any] = self.assemble
         if self.transform is not None or self.collate_fn is not None:
             transform_sample: Callable[[Any], Any] = partial(
-                user.transform, self.transform, self.assemble, self.augments.seed
+                user.transform,
+                self.transform,
+                self.assemble,
+                self.augments.seed,
             )
             transform_sample = (
                 transform_sample if group else partial(samples.for_each, transform_sample)
@@ -205,7 +272,12 @@ class BatchPipeline(NamedTuple):
                 transform_sample = self.transfer.on_own_stream(transform_sample)
                 collate = self.transfer.on_own_stream(collate)
             stages.append(
-                Stage("transform", transform_sample, num_workers, self.batch_size if group else 1)
+                Stage(
+                    "transform",
+                    transform_sample,
+                    num_workers,
+                    self.batch_size if group else 1,
+                )
             )
         collate = partial(self._collated, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
@@ -224,7 +296,11 @@ class BatchPipeline(NamedTuple):
         slot = views[0].slot
         keys = tuple(sample.key for sample in views[: len(items)])
         return Collated(
-            batch=batch, epoch=slot.epoch, step=slot.step, position=slot.position, keys=keys
+            batch=batch,
+            epoch=slot.epoch,
+            step=slot.step,
+            position=slot.position,
+            keys=keys,
         )
 
     def receiving(self, tuning: Tuning) -> list[Stage]:
@@ -242,7 +318,14 @@ class BatchPipeline(NamedTuple):
             name = "normalize" if self.batch_transform is None else "batch_transform"
             stages.append(Stage(name, last, 1, tuning.ready))
         if self.transfer is not None:
-            stages.append(Stage("transfer", partial(self.transfer, function=last), 1, tuning.ready))
+            stages.append(
+                Stage(
+                    "transfer",
+                    partial(self.transfer, function=last),
+                    1,
+                    tuning.ready,
+                )
+            )
             return [with_ranges(stage) for stage in stages]
         return stages
 
@@ -291,7 +374,10 @@ def make_batch_pipeline(
     fixed = transforms.static_batches
     pack = None if options.order is None else options.order.pack
     selected = SelectedChannels(
-        channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name
+        channels,
+        tuple(sources[0].reader.cameras),
+        packs.max_tokens(pack),
+        timed.by_name,
     )
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
@@ -381,12 +467,16 @@ class BatchDecode:
             is_bad: tuple[int, ImageError] | None = (frame, error)
             while is_bad is not None:
                 samples[index] = self._parse_again(
-                    fetch(self._bad, self._bad.replace(samples[index].task, *is_bad))
+                    fetch(
+                        self._bad,
+                        self._bad.replace(samples[index].task, *is_bad),
+                    )
                 )
                 for number, view in enumerate(samples[index].views):
                     place = index + number * len(samples)
                     is_bad = self._decode(
-                        [view], [(cameras, part[place : place + 1]) for cameras, part in parts]
+                        [view],
+                        [(cameras, part[place : place + 1]) for cameras, part in parts],
                     ).get(0)
                     if is_bad is not None:
                         break
@@ -401,7 +491,9 @@ class BatchDecode:
         return samples if on_cpu else [parsed.in_slot(slot) for parsed in samples]
 
     def _decode(
-        self, samples: Sequence[Parsed], parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]]
+        self,
+        samples: Sequence[Parsed],
+        parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]],
     ) -> dict[int, tuple[int, ImageError]]:
         """Decode the samples' images into uint8 [B', T, N, 3, H, W] of each group of cameras, all
         of one size.
@@ -420,12 +512,17 @@ class BatchDecode:
             ]
             maps = [samples[number].maps[frame][camera] for number, frame, camera in places]
             for (number, frame, camera), error in zip(
-                places, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
+                places,
+                self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)),
+                strict=True,
             ):
                 if error is not None and number not in errors:
                     key = samples[number].samples[frame].key
                     channel = self._cameras[camera]
-                    errors[number] = frame, ImageError(error.message, key=key, member=channel)
+                    errors[number] = (
+                        frame,
+                        ImageError(error.message, key=key, member=channel),
+                    )
         return dict(sorted(errors.items()))
 
 

@@ -33,7 +33,10 @@ _BOX_FILL: Final = {
 
 
 def pad(
-    settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs: int = 0
+    settings: StaticBatches,
+    batch: Any,
+    pack: Pack | None = None,
+    num_packs: int = 0,
 ) -> dict[str, Any]:
     """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say
     what is real.
@@ -63,7 +66,11 @@ def pad(
             padded.setdefault("gt_mask", mask)
         elif name == "points" and settings.max_points is not None:
             padded[name], padded["points_mask"] = _padded(
-                batch, name=name, maximum=settings.max_points, option="max_points", fill=0.0
+                batch,
+                name=name,
+                maximum=settings.max_points,
+                option="max_points",
+                fill=0.0,
             )
         else:
             fix = (
@@ -79,7 +86,11 @@ def pad(
         padded
         if pack is None
         else pad_packs(
-            pack, num_packs=num_packs, max_tokens=settings.max_tokens, batch=padded, fills=_BOX_FILL
+            pack,
+            num_packs=num_packs,
+            max_tokens=settings.max_tokens,
+            batch=padded,
+            fills=_BOX_FILL,
         )
     )
 

@@ -45,7 +45,9 @@ class TimedChannel(NamedTuple):
     reach_ns: int | None
 
     def read(
-        self, time_ns: int, timed_samples: Sequence[tuple[int, Mapping[str, Value | None]]]
+        self,
+        time_ns: int,
+        timed_samples: Sequence[tuple[int, Mapping[str, Value | None]]],
     ) -> list[Value | None]:
         """Return the values at the K times about a sample's time, None for those that are not
         there.
@@ -91,13 +93,23 @@ def resampled(
     is_there = (sample_times >= times[0] - SAME_NS) & (sample_times <= times[-1] + SAME_NS)
     # The share of the later one of the two measurements about each time.
     if interpolation == "linear":
-        share = np.where(before <= SAME_NS, 0.0, before / np.maximum(times[high] - times[low], 1))
+        share = np.where(
+            before <= SAME_NS,
+            0.0,
+            before / np.maximum(times[high] - times[low], 1),
+        )
     else:
         share = np.where((interpolation == "nearest") & (after < before), 1.0, 0.0)
         is_there |= (reach_ns is not None) & ((before_index >= 0) | (interpolation == "nearest"))
     if reach_ns is not None:
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
-    pairs = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
+    pairs = zip(
+        low.tolist(),
+        high.tolist(),
+        share.tolist(),
+        is_there.tolist(),
+        strict=True,
+    )
     return [
         _between(values[earlier], values[later], weight) if exists else None
         for earlier, later, weight, exists in pairs
@@ -134,7 +146,9 @@ class TimedChannels(NamedTuple):
             )
 
     def read(
-        self, time_ns: int, timed_samples: Collection[tuple[int, Mapping[str, Value | None]]]
+        self,
+        time_ns: int,
+        timed_samples: Collection[tuple[int, Mapping[str, Value | None]]],
     ) -> TimedValues:
         """Return the values of each channel about a sample's time, from those of samples at
         their times.

@@ -122,7 +122,8 @@ class CudaTransfer:
                 wait_on_host(self._stream)
         owners: dict[int, torch.Tensor] = {}
         map_tensors(
-            moved, lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            moved,
+            lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor),
         )
         return Moved(moved, arena, list(owners.values()))
 
@@ -263,13 +264,22 @@ def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
     num_bytes = 0
     for tensor in dense:
         pieces.append(
-            Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), num_bytes // tensor.itemsize)
+            Piece(
+                tensor.dtype,
+                tuple(tensor.shape),
+                tensor.stride(),
+                num_bytes // tensor.itemsize,
+            )
         )
         num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.from_numpy(room(num_bytes))[:num_bytes]
     start = memory.data_ptr()
     for tensor, piece in zip(dense, pieces, strict=True):
-        ctypes.memmove(start + piece.offset * tensor.itemsize, tensor.data_ptr(), tensor.nbytes)
+        ctypes.memmove(
+            start + piece.offset * tensor.itemsize,
+            tensor.data_ptr(),
+            tensor.nbytes,
+        )
     return Packed(memory, pieces)
 
 

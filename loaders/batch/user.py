@@ -23,7 +23,11 @@ import torch
 from fuelrail.loaders.batch.channels import split_sample
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import stage_error
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
+from fuelrail.pipeline.transforms.randomness import (
+    ALL_CAMERAS,
+    second_view,
+    uniforms,
+)
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import BatchSlot, Collated, Parsed

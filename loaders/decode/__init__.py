@@ -174,7 +174,9 @@ def decode_views(
         decoder.decode_into(encoded, image_map, out)
 
 
-def decodes_on_device(decoder: ImageDecoder | BatchDecoder) -> TypeGuard[BatchDecoder]:
+def decodes_on_device(
+    decoder: ImageDecoder | BatchDecoder,
+) -> TypeGuard[BatchDecoder]:
     """Return whether a backend decodes into device memory, which it allocates itself; not into
     host memory.
     """

@@ -280,7 +280,10 @@ class DaliDecoder:
                     self._turbo.decode_into(data, image_maps[places[0]], pictures[0], interpolation)
                 else:
                     self._turbo.decode_views(
-                        data, [image_maps[index] for index in places], list(pictures), interpolation
+                        data,
+                        [image_maps[index] for index in places],
+                        list(pictures),
+                        interpolation,
                     )
             except ImageError as error:
                 prepared.errors.update(dict.fromkeys(places, error))
@@ -306,7 +309,11 @@ class DaliDecoder:
             for job in prepared.jobs:
                 good += [view.place for view in job.views if view.place not in refused]
             self._compare_some(
-                good, encoded=encoded, image_maps=image_maps, out=out, interpolation=interpolation
+                good,
+                encoded=encoded,
+                image_maps=image_maps,
+                out=out,
+                interpolation=interpolation,
             )
         return [prepared.errors.get(index) for index in range(len(encoded))]
 
@@ -348,7 +355,12 @@ class DaliDecoder:
                     f"{dali_install.installed_dali()}"
                 )
 
-    def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
+    def _check(
+        self,
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: str,
+    ) -> None:
         if interpolation not in INTERPOLATIONS:
             raise ConfigError(
                 f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
@@ -378,7 +390,11 @@ class DaliDecoder:
         """
         if self._run(jobs, out, interpolation):
             if not jobs[0].is_aligned:
-                black_out_unseen([view for job in jobs for view in job.views], image_maps, out)
+                black_out_unseen(
+                    [view for job in jobs for view in job.views],
+                    image_maps,
+                    out,
+                )
             return []
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
@@ -457,7 +473,12 @@ class DaliDecoder:
             raise DecoderError(dali_install.explain_failure(str(error))) from error
 
     def _build(
-        self, interpolation: str, is_aligned: bool, width: int, height: int, num_views: int = 1
+        self,
+        interpolation: str,
+        is_aligned: bool,
+        width: int,
+        height: int,
+        num_views: int = 1,
     ) -> Pipeline:
         """Return a built pipeline: inputs as in `Job`, outputs uint8 (3, height, width) on the
         device, one a view.
@@ -478,7 +499,11 @@ class DaliDecoder:
                 decoded = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
             else:
                 decoded = fn.decoders.image_slice(
-                    encoded, start=window[0:2], end=window[2:4], axis_names="HW", **_DECODING
+                    encoded,
+                    start=window[0:2],
+                    end=window[2:4],
+                    axis_names="HW",
+                    **_DECODING,
                 )
             outputs = []
             for number in range(num_views):
@@ -500,12 +525,20 @@ class DaliDecoder:
                     last = view_window[2:4] - window[0:2]
                     image = fn.slice(image, start=first, end=last, axis_names="HW")
                 image = fn.resize(
-                    image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True
+                    image,
+                    roi_start=start,
+                    roi_end=end,
+                    size=size,
+                    interp_type=kind,
+                    antialias=True,
                 )
                 if not is_aligned:
                     matrix = fn.external_source(name=f"matrix{number}", dtype=types.FLOAT, ndim=2)
                     image = fn.warp_affine(
-                        image, matrix=matrix, size=(height, width), interp_type=types.INTERP_LINEAR
+                        image,
+                        matrix=matrix,
+                        size=(height, width),
+                        interp_type=types.INTERP_LINEAR,
                     )
                 outputs.append(fn.transpose(image, perm=[2, 0, 1]))
             pipeline.set_outputs(*outputs)
@@ -527,7 +560,8 @@ class DaliDecoder:
             # coefficients of 2 bytes a pixel, in place of DALI's 16 and 8 MiB for an image of any
             # size.
             options |= dict.fromkeys(
-                ("device_memory_padding", "host_memory_padding"), 6 * width * height
+                ("device_memory_padding", "host_memory_padding"),
+                6 * width * height,
             )
         return options
 

@@ -23,7 +23,10 @@ _ABOUT_AN_IMAGE = re.compile(
 code stream.
 """
 
-_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
+_CUDA = re.compile(
+    r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_",
+    re.IGNORECASE,
+)
 _NO_MEMORY = re.compile(
     r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
     r"|nvImageCodec failure: '#(5|15)'",
@@ -44,7 +47,10 @@ class _Line(NamedTuple):
 
 _LINES = {
     "nvidia-dali-cuda120": _Line(
-        "fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)
+        "fuelrail[dali]",
+        "nvidia-nvjpeg-cu12",
+        "nvidia-nvimgcodec-cu12",
+        (525, 60),
     ),
     "nvidia-dali-cuda130": _Line(
         "fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)

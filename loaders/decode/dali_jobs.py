@@ -23,7 +23,11 @@ from fuelrail.loaders.decode.protocol import check_source, wait_on_host
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import RowsWanted, splice_batch
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.sample.image_header import check_jpeg_end, probe, unpack_png
+from fuelrail.pipeline.sample.image_header import (
+    check_jpeg_end,
+    probe,
+    unpack_png,
+)
 
 if TYPE_CHECKING:
     import weakref
@@ -148,7 +152,10 @@ def prepare(
     rows_wanted = []
     for number, info in cuttable.items():
         windows = [view.window for view in prepared.jobs[number].views]
-        rows = min(window[0] for window in windows), max(window[2] for window in windows)
+        rows = (
+            min(window[0] for window in windows),
+            max(window[2] for window in windows),
+        )
         rows_wanted.append(RowsWanted(prepared.jobs[number].encoded, info, *rows))
     for number, spliced in zip(cuttable, splice_batch(rows_wanted, scratch, native), strict=True):
         if spliced is None:
@@ -164,7 +171,9 @@ def prepare(
 
 
 def lens_views(
-    places: Sequence[int], encoded: Sequence[Buffer | None], image_maps: Sequence[ImageMap]
+    places: Sequence[int],
+    encoded: Sequence[Buffer | None],
+    image_maps: Sequence[ImageMap],
 ) -> list[list[int]]:
     """Return places that libjpeg-turbo decodes, those of one image with a lens together: they
     come from one decode.
@@ -172,7 +181,11 @@ def lens_views(
     groups: dict[tuple[int, int], list[int]] = {}
     for index in places:
         groups.setdefault(
-            (id(encoded[index]), index if image_maps[index].lens is None else -1), []
+            (
+                id(encoded[index]),
+                index if image_maps[index].lens is None else -1,
+            ),
+            [],
         ).append(index)
     return list(groups.values())
 
@@ -295,7 +308,10 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
     for number in range(1, len(jobs) + 1):
         if number == len(jobs) or jobs[number].place != jobs[number - 1].place + 1:
             pairs.append(
-                (slice(jobs[first].place, jobs[number - 1].place + 1), slice(first, number))
+                (
+                    slice(jobs[first].place, jobs[number - 1].place + 1),
+                    slice(first, number),
+                )
             )
             first = number
     return pairs

@@ -54,7 +54,11 @@ class UnusualSamplingError(ImageError):
 
 
 def decode_jpeg(
-    encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch, lead: int = 0
+    encoded: Buffer,
+    info: ImageInfo,
+    factor: int,
+    scratch: Scratch,
+    lead: int = 0,
 ) -> Picture:
     """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h,
     w, 3) of CMYK.

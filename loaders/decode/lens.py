@@ -88,13 +88,20 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
         grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)
     ).reshape(grid.shape)
     inner = np.array(
-        [flat[:, 0].max(0)[0], flat[0].max(0)[1], flat[:, -1].min(0)[0], flat[-1].min(0)[1]]
+        [
+            flat[:, 0].max(0)[0],
+            flat[0].max(0)[1],
+            flat[:, -1].min(0)[0],
+            flat[-1].min(0)[1],
+        ]
     )
     outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
     (fx, fy), (cx, cy) = (
         (1.0 - alpha) * inner_value + alpha * outer_value
         for inner_value, outer_value in zip(
-            _rectangle_camera(inner, corner), _rectangle_camera(outer, corner), strict=True
+            _rectangle_camera(inner, corner),
+            _rectangle_camera(outer, corner),
+            strict=True,
         )
     )
     return ((fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0))
@@ -134,7 +141,8 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
         return 0, height
     # Between the coarse places the lens bends by less than from one of them to the next.
     bend = max(
-        (float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)), default=0.0
+        (float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)),
+        default=0.0,
     )
     margin = support_px + bend + 1.0
     top = math.floor(float(y.min()) + 0.5 - margin)
@@ -162,7 +170,11 @@ def _coarse_places(
 
 @functools.lru_cache(maxsize=_NUM_KEPT)
 def sampling(
-    image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int], top: int = 0
+    image_map: ImageMap,
+    lens: Lens,
+    scale: tuple[float, float],
+    size: tuple[int, int],
+    top: int = 0,
 ) -> Sampling:
     """Return where to sample a source that is the stored image from row ``top`` on, scaled by
     exactly ``scale``.
@@ -247,7 +259,8 @@ class Undistort(Settings, frozen=True):
                 continue
             if self.alpha is not None:
                 lens = dataclasses.replace(
-                    lens, rectified=rectified_camera(lens, maps[row].source_wh, self.alpha)
+                    lens,
+                    rectified=rectified_camera(lens, maps[row].source_wh, self.alpha),
                 )
             bent[row] = dataclasses.replace(maps[row], lens=lens)
             intrinsics[row] = lens.rectified

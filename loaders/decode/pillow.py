@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
-from fuelrail.loaders.decode.jpeg import Picture, Scratch, UnusualSamplingError, decode_jpeg
+from fuelrail.loaders.decode.jpeg import (
+    Picture,
+    Scratch,
+    UnusualSamplingError,
+    decode_jpeg,
+)
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import (
     Interpolation,
@@ -42,7 +47,10 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
 _REACH = {"bilinear": 1.0, "bicubic": 2.0}
 
 
@@ -83,7 +91,11 @@ class PillowDecoder:
             check_source(info, image_map)
         if image_maps[0].lens is not None:
             self._rectify(
-                encoded, info=info, image_maps=image_maps, outs=outs, interpolation=interpolation
+                encoded,
+                info=info,
+                image_maps=image_maps,
+                outs=outs,
+                interpolation=interpolation,
             )
             return
         if info.restart_interval:
@@ -140,7 +152,10 @@ class PillowDecoder:
                 if (begin, end) == (0, info.height)
                 else full_image.crop((0, begin, info.width, end))
             )
-            size = max(1, math.ceil(image.width * scale)), max(1, math.ceil(image.height * scale))
+            size = (
+                max(1, math.ceil(image.width * scale)),
+                max(1, math.ceil(image.height * scale)),
+            )
             scaled = (size[0] / image.width, size[1] / image.height)
             if size != image.size:
                 image = image.resize(size, _FILTERS[interpolation])
@@ -190,7 +205,10 @@ def _decode_by_pillow(
 
 
 def _resize(
-    source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+    source: Image.Image,
+    image_map: ImageMap,
+    out: NDArray[np.uint8],
+    interpolation: str,
 ) -> None:
     a, _, tx, _, d, ty = image_map.coefficients
     left, top, right, bottom = image_map.covered_output()
@@ -204,7 +222,11 @@ def _resize(
     # continues. Pillow's box may not, so the image gets that much of a border.
     pad = math.ceil(max(0.0, -x0, x1 - width, -y0, y1 - height) - 1e-6)
     if pad:
-        edged = np.pad(np.asarray(source)[..., :3], ((pad, pad), (pad, pad), (0, 0)), mode="edge")
+        edged = np.pad(
+            np.asarray(source)[..., :3],
+            ((pad, pad), (pad, pad), (0, 0)),
+            mode="edge",
+        )
         source = Image.fromarray(edged)
         x0 = x0 + pad
         x1 = x1 + pad
@@ -227,7 +249,10 @@ def _resize(
 
 
 def _rotate(
-    source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+    source: Image.Image,
+    image_map: ImageMap,
+    out: NDArray[np.uint8],
+    interpolation: str,
 ) -> None:
     steps = two_steps(image_map, _REACH[interpolation] + 1.0)
     if steps is None:
@@ -240,7 +265,10 @@ def _rotate(
     # truncates, which darkens them by half a level.
     for band, plane in zip(image.split(), out, strict=False):
         turned = band.convert("F").transform(
-            image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR
+            image_map.out_wh,
+            Image.Transform.AFFINE,
+            steps.to_resized,
+            Image.Resampling.BILINEAR,
         )
         np.add(np.asarray(turned), 0.5, out=plane, casting="unsafe")
     black_out_unseen(image_map, out)

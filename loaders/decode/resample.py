@@ -8,7 +8,11 @@ import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.transforms.image_map import Coefficients, ImageMap, Rectangle
+    from fuelrail.pipeline.transforms.image_map import (
+        Coefficients,
+        ImageMap,
+        Rectangle,
+    )
 
 REACH: Final = {"bilinear": 1, "bicubic": 2}
 """Source pixels on each side of a sampled place that the filter reads."""
@@ -53,7 +57,12 @@ class ResizeGrid(NamedTuple):
     flip: int | None
 
 
-_FLIP_CODES = {(False, False): None, (False, True): 0, (True, False): 1, (True, True): -1}
+_FLIP_CODES = {
+    (False, False): None,
+    (False, True): 0,
+    (True, False): 1,
+    (True, True): -1,
+}
 """OpenCV's codes by whether an image is mirrored left-right, and top-bottom."""
 _NOTHING = Span(start=0, stop=0, num_lines=0, skip=0, first_needed=0)
 
@@ -74,7 +83,11 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     x0, y0, x1, y1 = covered
     if x0 >= x1:
         return ResizeGrid(
-            covered=covered, columns=_NOTHING, rows=_NOTHING, scale=(1.0, 1.0), flip=None
+            covered=covered,
+            columns=_NOTHING,
+            rows=_NOTHING,
+            scale=(1.0, 1.0),
+            flip=None,
         )
     if flip_x:
         a = -a
@@ -86,9 +99,21 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
         y0, y1 = out_height - y1, out_height - y0
     reach = REACH[interpolation]
     columns = _aligned_span(
-        a, offset=tx, first=x0, last=x1, size=image_map.source_wh[0], reach=reach
+        a,
+        offset=tx,
+        first=x0,
+        last=x1,
+        size=image_map.source_wh[0],
+        reach=reach,
     )
-    rows = _aligned_span(d, offset=ty, first=y0, last=y1, size=image_map.source_wh[1], reach=reach)
+    rows = _aligned_span(
+        d,
+        offset=ty,
+        first=y0,
+        last=y1,
+        size=image_map.source_wh[1],
+        reach=reach,
+    )
     if columns is None or rows is None:
         return None
     same_size = (
@@ -132,7 +157,11 @@ def _aligned_span(
     None if no start meets the output's grid closely enough.
     """
     least_start = max(
-        0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1)
+        0,
+        min(
+            size - 1,
+            math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1,
+        ),
     )
     best = 0
     best_shift = math.inf
@@ -152,7 +181,11 @@ def _aligned_span(
     if origin > first or origin + num_lines < last:
         return None
     return Span(
-        start=best, stop=stop, num_lines=num_lines, skip=first - origin, first_needed=least_start
+        start=best,
+        stop=stop,
+        num_lines=num_lines,
+        skip=first - origin,
+        first_needed=least_start,
     )
 
 
@@ -190,7 +223,12 @@ def two_steps(image_map: ImageMap, reach_px: float) -> TwoSteps | None:
     width = max(1, math.ceil((right - left) * sx))
     height = max(1, math.ceil((bottom - top) * sy))
     source_width, source_height = image_map.source_wh
-    box = (left, top, min(left + width / sx, source_width), min(top + height / sy, source_height))
+    box = (
+        left,
+        top,
+        min(left + width / sx, source_width),
+        min(top + height / sy, source_height),
+    )
     sx = width / (box[2] - box[0])
     sy = height / (box[3] - box[1])
     inverse = image_map.inverse_coefficients()

@@ -144,7 +144,11 @@ class SplicedViews(NamedTuple):
 
 
 def splice_views(
-    encoded: Buffer, info: ImageInfo, rows: Sequence[tuple[int, int]], factor: int, scratch: Scratch
+    encoded: Buffer,
+    info: ImageInfo,
+    rows: Sequence[tuple[int, int]],
+    factor: int,
+    scratch: Scratch,
 ) -> SplicedViews:
     """Return the pixel rows of several views as one JPEG, or all of them; and the part that each
     alone would be cut to.

@@ -34,8 +34,17 @@ from fuelrail.loaders.decode.protocol import (
     check_output,
     check_source,
 )
-from fuelrail.loaders.decode.resample import REACH, ResizeGrid, bilinear_rows, resize_grid
-from fuelrail.loaders.decode.splice import SplicedViews, splice_rows, splice_views
+from fuelrail.loaders.decode.resample import (
+    REACH,
+    ResizeGrid,
+    bilinear_rows,
+    resize_grid,
+)
+from fuelrail.loaders.decode.splice import (
+    SplicedViews,
+    splice_rows,
+    splice_views,
+)
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
@@ -202,13 +211,24 @@ class TurboDecoder:
                         # is dropped.
                         lead = max(0, top - grid.rows.start)
                         top -= lead
-            image = decode_jpeg(encoded, info=info, factor=factor, scratch=self._scratch, lead=lead)
+            image = decode_jpeg(
+                encoded,
+                info=info,
+                factor=factor,
+                scratch=self._scratch,
+                lead=lead,
+            )
         else:
             image = _decode_png(encoded, info)
             top = 0
             out = out[::-1]  # OpenCV decodes to BGR
         self._sample(
-            image, top=top, image_map=image_map, grid=grid, out=out, interpolation=interpolation
+            image,
+            top=top,
+            image_map=image_map,
+            grid=grid,
+            out=out,
+            interpolation=interpolation,
         )
 
     def decode_views(
@@ -225,7 +245,11 @@ class TurboDecoder:
             check_source(info, image_map)
         if image_maps[0].lens is not None:
             self._rectify(
-                encoded, info=info, image_maps=image_maps, outs=outs, interpolation=interpolation
+                encoded,
+                info=info,
+                image_maps=image_maps,
+                outs=outs,
+                interpolation=interpolation,
             )
             return
         factor = min(_dct_factor(info, image_map.max_scale) for image_map in image_maps)
@@ -236,7 +260,10 @@ class TurboDecoder:
             _rows(image_map, grid, interpolation)
             for image_map, grid in zip(image_maps, grids, strict=True)
         ]
-        rows = min(first for first, _ in rows_of_views), max(last for _, last in rows_of_views)
+        rows = (
+            min(first for first, _ in rows_of_views),
+            max(last for _, last in rows_of_views),
+        )
         image = None
         if self._native is not None and self._native.takes(info, factor):
             image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
@@ -247,7 +274,12 @@ class TurboDecoder:
             outs = [out[::-1] for out in outs]
         for image_map, grid, out in zip(image_maps, grids, outs, strict=True):
             self._sample(
-                image, top=0, image_map=image_map, grid=grid, out=out, interpolation=interpolation
+                image,
+                top=0,
+                image_map=image_map,
+                grid=grid,
+                out=out,
+                interpolation=interpolation,
             )
 
     def _sample(
@@ -262,13 +294,25 @@ class TurboDecoder:
         """Sample a decoded picture, which starts at row ``top`` of what the grid speaks of."""
         try:
             if grid is not None:
-                self._resize(image, top=top, grid=grid, out=out, interpolation=interpolation)
+                self._resize(
+                    image,
+                    top=top,
+                    grid=grid,
+                    out=out,
+                    interpolation=interpolation,
+                )
                 return
             if image_map.max_scale <= 0.5:
                 image, image_map = _shrink(image, image_map)
                 grid = resize_grid(image_map, interpolation)
             if grid is not None:
-                self._resize(image, top=0, grid=grid, out=out, interpolation=interpolation)
+                self._resize(
+                    image,
+                    top=0,
+                    grid=grid,
+                    out=out,
+                    interpolation=interpolation,
+                )
             else:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
@@ -293,7 +337,9 @@ class TurboDecoder:
             assert image_map.lens is not None
             max_scale = largest_scale(image_map, image_map.lens)
             rows = source_rows(
-                image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale)
+                image_map,
+                image_map.lens,
+                (REACH[interpolation] + 1.0) / min(1.0, max_scale),
             )
             views.append(
                 _Straightened(
@@ -308,7 +354,10 @@ class TurboDecoder:
         image = None
         first = min(view.rows[0] for view in views)
         if self._native is not None and self._native.takes(info, factor):
-            rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
+            rows = (
+                first // factor,
+                -(-max(view.rows[1] for view in views) // factor),
+            )
             image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
         top = 0
         parts = ((0, info.height),) * len(views)
@@ -325,7 +374,10 @@ class TurboDecoder:
             top = cut.top
             parts = cut.parts
             image = decode_jpeg(
-                cut.encoded, info._replace(height=cut.height), factor, self._scratch
+                cut.encoded,
+                info._replace(height=cut.height),
+                factor,
+                self._scratch,
             )
         elif image is None:
             image = _decode_png(encoded, info)
@@ -334,11 +386,20 @@ class TurboDecoder:
             # Rows of MCUs are whole in every DCT scaling.
             part = image[begin // factor : scaled_size(end, 1, factor)]
             self._straighten(
-                part, top=top + begin, factor=factor, view=view, interpolation=interpolation
+                part,
+                top=top + begin,
+                factor=factor,
+                view=view,
+                interpolation=interpolation,
             )
 
     def _straighten(
-        self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str
+        self,
+        image: Picture,
+        top: int,
+        factor: int,
+        view: _Straightened,
+        interpolation: str,
     ) -> None:
         """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and
         starts at row ``top``.
@@ -351,7 +412,11 @@ class TurboDecoder:
             factor = factor * blocks
         size = (image.shape[1], image.shape[0])
         places = sampling(
-            image_map, lens=view.lens, scale=(1.0 / factor, 1.0 / factor), size=size, top=top
+            image_map,
+            lens=view.lens,
+            scale=(1.0 / factor, 1.0 / factor),
+            size=size,
+            top=top,
         )
         width, height = image_map.out_wh
         picture = self._scratch.take("resized", height, width, image.shape[2])
@@ -374,7 +439,12 @@ class TurboDecoder:
             out[:, places.unseen] = 0
 
     def _resize(
-        self, image: Picture, top: int, grid: ResizeGrid, out: NDArray[np.uint8], interpolation: str
+        self,
+        image: Picture,
+        top: int,
+        grid: ResizeGrid,
+        out: NDArray[np.uint8],
+        interpolation: str,
     ) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what
         the grid speaks of.
@@ -400,7 +470,9 @@ class TurboDecoder:
             resized = resized[skip_y : skip_y + y1 - y0, skip_x : skip_x + x1 - x0]
             if grid.flip is not None:
                 resized = cv2.flip(
-                    resized, grid.flip, self._scratch.take("flipped", *resized.shape)
+                    resized,
+                    grid.flip,
+                    self._scratch.take("flipped", *resized.shape),
                 )
         if grid.covered != (0, 0, out.shape[2], out.shape[1]):
             out[:] = 0
@@ -409,7 +481,11 @@ class TurboDecoder:
             self._split(resized, out)
 
     def _warp(
-        self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+        self,
+        image: Picture,
+        image_map: ImageMap,
+        out: NDArray[np.uint8],
+        interpolation: str,
     ) -> None:
         """Sample any map by `cv2.warpAffine`."""
         left, top, right, bottom = image_map.source_roi(_WARP_REACH)
@@ -418,7 +494,10 @@ class TurboDecoder:
             return
         a, b, tx, c, d, ty = image_map.inverse_coefficients()
         to_region = np.array(
-            ((a, b, (a + b) / 2 + tx - 0.5 - left), (c, d, (c + d) / 2 + ty - 0.5 - top)),
+            (
+                (a, b, (a + b) / 2 + tx - 0.5 - left),
+                (c, d, (c + d) / 2 + ty - 0.5 - top),
+            ),
             dtype=np.float64,
         )
         width, height = image_map.out_wh
@@ -485,7 +564,10 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     )
     coefficients = (a * factor, b * factor, tx, c * factor, d * factor, ty)
     return small, ImageMap(
-        coefficients, (small.shape[1], small.shape[0]), image_map.out_wh, visible
+        coefficients,
+        (small.shape[1], small.shape[0]),
+        image_map.out_wh,
+        visible,
     )
 
 
@@ -495,10 +577,17 @@ def _average_blocks(image: Picture, factor: int) -> Picture:
     pad_x = -image.shape[1] % factor
     if pad_y or pad_x:
         image = cv2.copyMakeBorder(
-            image, top=0, bottom=pad_y, left=0, right=pad_x, borderType=cv2.BORDER_REPLICATE
+            image,
+            top=0,
+            bottom=pad_y,
+            left=0,
+            right=pad_x,
+            borderType=cv2.BORDER_REPLICATE,
         )
     return cv2.resize(
-        image, (image.shape[1] // factor, image.shape[0] // factor), interpolation=cv2.INTER_AREA
+        image,
+        (image.shape[1] // factor, image.shape[0] // factor),
+        interpolation=cv2.INTER_AREA,
     )
 
 

@@ -59,7 +59,10 @@ class MapView(TorchDataset[Any]):
         channels, attributes = selectable.split([name for name in names if name not in index_names])
         self._channels = None
         if select is not None:
-            self._channels = (*(name for name in names if name in index_names), *channels)
+            self._channels = (
+                *(name for name in names if name in index_names),
+                *channels,
+            )
         table = dataset.table if attributes else None
         self._attributes = {} if table is None else {name: table[name] for name in attributes}
         self._dataset = dataset

@@ -67,7 +67,9 @@ class RecordReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_clip(
-    dataset: str | os.PathLike[str], key: str | None, output: str | os.PathLike[str]
+    dataset: str | os.PathLike[str],
+    key: str | None,
+    output: str | os.PathLike[str],
 ) -> RecordReport:
     """Write the clip of a sample (None: of the first one) to an ``.rrd`` file; frames in their
     order.
@@ -94,7 +96,10 @@ def record_clip(
         raise ConfigError(f"output '{output}' cannot be written: {error}") from error
     names = [(number, name) for number, name in enumerate(opened.manifest.classes)]
     recording.log(
-        "world", rr.ViewCoordinates.RIGHT_HAND_Z_UP, rr.AnnotationContext(names), static=True
+        "world",
+        rr.ViewCoordinates.RIGHT_HAND_Z_UP,
+        rr.AnnotationContext(names),
+        static=True,
     )
     origin: NDArray[np.float64] | None = None
     path = []
@@ -108,7 +113,8 @@ def record_clip(
         recording.set_time("time", timestamp=np.datetime64(sample.meta.timestamp_ns, "ns"))
         recording.set_time("frame", sequence=sample.meta.frame_idx)
         recording.log(
-            "world/ego", rr.Transform3D(translation=ego2world[:3, 3], mat3x3=ego2world[:3, :3])
+            "world/ego",
+            rr.Transform3D(translation=ego2world[:3, 3], mat3x3=ego2world[:3, :3]),
         )
         counts += _log_sample(rr, recording, sample, cameras)
     recording.log("world/path", rr.LineStrips3D([np.array(path)]), static=True)
@@ -116,7 +122,11 @@ def record_clip(
     recording.disconnect()
     images, boxes, points = counts.tolist()
     return RecordReport(
-        clip_id=clip_id, num_frames=len(rows), num_images=images, num_boxes=boxes, num_points=points
+        clip_id=clip_id,
+        num_frames=len(rows),
+        num_images=images,
+        num_boxes=boxes,
+        num_points=points,
     )
 
 
@@ -142,7 +152,8 @@ def _log_sample(
                 camera_xyz=rr.ViewCoordinates.RDF,
             ),
             rr.EncodedImage(
-                contents=image, media_type="image/png" if image[:4] == b"\x89PNG" else "image/jpeg"
+                contents=image,
+                media_type="image/png" if image[:4] == b"\x89PNG" else "image/jpeg",
             ),
         )
     boxes = sample.boxes
@@ -164,4 +175,8 @@ def _log_sample(
     share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
     colours = (_BLUE + share * (_YELLOW - _BLUE)).astype(np.uint8)
     recording.log("world/ego/lidar", rr.Points3D(points, colors=colours, radii=0.03))
-    return len(sample.images), 0 if boxes is None else len(boxes.boxes3d), len(points)
+    return (
+        len(sample.images),
+        0 if boxes is None else len(boxes.boxes3d),
+        len(points),
+    )

@@ -24,7 +24,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger, ledger_options
+from fuelrail.loaders.schedule.ledger import (
+    LedgerOptions,
+    RunLedger,
+    ledger_options,
+)
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import order_batching
@@ -118,7 +122,10 @@ class BatchSampler:
             entries=entries,
         )
         self._batching = order_batching(
-            self._rows.order, global_batch, _find_world(world), drop_last=drop_last
+            self._rows.order,
+            global_batch,
+            _find_world(world),
+            drop_last=drop_last,
         )
         self._identity = Identity(
             dataset=self._rows.described,
@@ -168,7 +175,9 @@ class BatchSampler:
             raise IndexError(f"batches are counted from 0, got {step}")
         epoch, step_of_epoch = Walk(Cursor(), self._batching).place(step)
         return self._rows.batches(
-            epoch, self._batching.of_epoch(epoch), range(step_of_epoch, step_of_epoch + 1)
+            epoch,
+            self._batching.of_epoch(epoch),
+            range(step_of_epoch, step_of_epoch + 1),
         )[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -317,7 +326,11 @@ class StatefulSampler(BatchSampler):
         """Return the position after the batch that was drawn last; see
         `BatchSampler.state_dict`.
         """
-        return state_at(self._identity, self._drawn or self._origin, self._batching.global_batch)
+        return state_at(
+            self._identity,
+            self._drawn or self._origin,
+            self._batching.global_batch,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `BatchSampler.load_state_dict`."""

@@ -90,7 +90,8 @@ def _pixels(png: Buffer) -> NDArray[np.uint16]:
     damaged one.
     """
     pixels = cv2.imdecode(
-        np.frombuffer(unpack_png(png, bits=(16,)), np.uint8), cv2.IMREAD_UNCHANGED
+        np.frombuffer(unpack_png(png, bits=(16,)), np.uint8),
+        cv2.IMREAD_UNCHANGED,
     )
     if pixels is None:
         raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")

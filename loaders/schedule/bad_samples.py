@@ -39,7 +39,13 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, FrameError, MemberError)
+BAD_SAMPLE: Final = (
+    ChecksumError,
+    TruncatedShardError,
+    TarFormatError,
+    FrameError,
+    MemberError,
+)
 """What makes a sample bad."""
 
 
@@ -98,7 +104,9 @@ class BadSamples:
         return frozenset(self._bad)
 
     def add(
-        self, numbers: Collection[int], replaced: Sequence[tuple[int, int, str | None, str]]
+        self,
+        numbers: Collection[int],
+        replaced: Sequence[tuple[int, int, str | None, str]],
     ) -> None:
         """Note bad samples that another process found, and what took their places."""
         with self._lock:
@@ -130,7 +138,13 @@ class BadSamples:
         replaced = task._replace(
             source=source,
             frames=tuple(
-                map(type(task.frames[0]), rows[0].tolist(), present[0].tolist(), entries, takes)
+                map(
+                    type(task.frames[0]),
+                    rows[0].tolist(),
+                    present[0].tolist(),
+                    entries,
+                    takes,
+                )
             ),
             position=position,
             num_replaced=task.num_replaced + 1,
@@ -144,7 +158,10 @@ class BadSamples:
             if self.note is not None:
                 bad = task.frames[task.current].entry
                 self.note(
-                    task.slot.epoch, task.position, bad and bad.key, entries[task.current].key
+                    task.slot.epoch,
+                    task.position,
+                    bad and bad.key,
+                    entries[task.current].key,
                 )
             if len(self._bad) > self._policy.max_bad:
                 raise BadSamplesError(
@@ -186,4 +203,8 @@ class BadSamples:
             with Path(self._policy.file).open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError as failure:
-            _LOG.warning("quarantine file '%s' cannot be written: %s", self._policy.file, failure)
+            _LOG.warning(
+                "quarantine file '%s' cannot be written: %s",
+                self._policy.file,
+                failure,
+            )

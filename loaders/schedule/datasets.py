@@ -73,7 +73,10 @@ def open_all(
                 "names to several of these"
             )
         return open_dataset(
-            place, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+            place,
+            storage_options=storage_options,
+            cache_dir=cache_dir,
+            retry=retry,
         )
 
     if (mix is None) != (not isinstance(dataset, Mapping)):
@@ -104,7 +107,10 @@ def check_compatible(
     (first, first_dataset), *more = datasets.items()
     for name, second in more:
         entries = [
-            (*chosen[dataset_name].channels, *chosen[dataset_name].attributes.channels)
+            (
+                *chosen[dataset_name].channels,
+                *chosen[dataset_name].attributes.channels,
+            )
             for dataset_name in (first, name)
         ]
         first_names, second_names = ({channel.name for channel in side} for side in entries)
@@ -167,7 +173,10 @@ def _channel_facts(
     for channel in current:
         entries = [plain(channel_entry) for channel_entry in (channel, by_name[channel.name])]
         for key in sorted({*entries[0], *entries[1]} - _STORED_ONLY):
-            facts[f"channels '{channel.name}' ({key})"] = entries[0].get(key), entries[1].get(key)
+            facts[f"channels '{channel.name}' ({key})"] = (
+                entries[0].get(key),
+                entries[1].get(key),
+            )
     return facts
 
 
@@ -212,7 +221,10 @@ def make_sources(
     for name, dataset in datasets.items():
         selection = chosen.get(name, Chosen())
         storage = with_layers(
-            open_storage(dataset), layers.get(name, ()), selection.channels, open_storage
+            open_storage(dataset),
+            layers.get(name, ()),
+            selection.channels,
+            open_storage,
         )
         reader = SampleReader(
             dataset,

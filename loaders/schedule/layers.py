@@ -8,11 +8,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
+from fuelrail.loaders.schedule.state import (
+    sample_settings,
+    settings_that_differ,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import Layer, Missing, open_layer
 from fuelrail.pipeline.order.windows import TimeWindow
-from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, must_be
+from fuelrail.pipeline.settings import (
+    CheckedSettings,
+    PathText,
+    as_settings,
+    must_be,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
@@ -21,7 +29,14 @@ if TYPE_CHECKING:
 Layers = Mapping[str, "tuple[Layer, ...]"]
 """The layers of each dataset, by the dataset's name."""
 
-_OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
+_OF_A_VIEW = (
+    "image",
+    "camera_groups",
+    "ego",
+    "pixels",
+    "undistort",
+    "two_views",
+)
 """What decides the view of a sample: settings that only change dtypes or frames of reference are
 not among them.
 """
@@ -127,7 +142,12 @@ def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_views(
-    layers: Layers, seed: int, content: Mapping[str, object], *, is_mix: bool, window: Window | None
+    layers: Layers,
+    seed: int,
+    content: Mapping[str, object],
+    *,
+    is_mix: bool,
+    window: Window | None,
 ) -> None:
     """Raise ConfigError, with both sides, for a layer of other views than a loader with these
     settings shows.

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
-from fuelrail.pipeline.errors import ConfigError, LedgerError, OrderError, StateMismatchError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    LedgerError,
+    OrderError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.ledger import (
     LEDGER_VERSION,
     BatchDigest,
@@ -44,7 +49,16 @@ if TYPE_CHECKING:
 _WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
 
 RECORDED: Final = (
-    *("seed", "drop_last", "split", "mix", "window", "layers", "transforms", "transform_in"),
+    *(
+        "seed",
+        "drop_last",
+        "split",
+        "mix",
+        "window",
+        "layers",
+        "transforms",
+        "transform_in",
+    ),
     "bad_samples",
 )
 """Arguments of a loader that a ledger keeps."""
@@ -79,7 +93,8 @@ class LedgerOptions(CheckedSettings, frozen=True):
 
     path: Annotated[PathText, must_be("a path")]
     digest_every: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        must_be("an integer >= 1, or None"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -166,7 +181,10 @@ class RunLedger:
                 raise StateMismatchError(f"{whose}; {error}") from error
 
     def records_loader(
-        self, arguments: msgspec.Struct, datasets: Mapping[str, Dataset], order: OrderSpec
+        self,
+        arguments: msgspec.Struct,
+        datasets: Mapping[str, Dataset],
+        order: OrderSpec,
     ) -> None:
         """Also record what a loader is made of, so that an equal one can be made.
 
@@ -183,7 +201,12 @@ class RunLedger:
         places = {
             name: value.url or str(Path(value.root).resolve()) for name, value in datasets.items()
         }
-        plain = {"datasets": places, "order": order, "functions": functions, **values}
+        plain = {
+            "datasets": places,
+            "order": order,
+            "functions": functions,
+            **values,
+        }
         loader = msgspec.json.decode(msgspec.json.encode(plain, enc_hook=os.fspath))
         self._setup = msgspec.structs.replace(self._setup, loader=loader)
 
@@ -253,7 +276,8 @@ class RunLedger:
             xxh3 = f"{digest() % 2**64:016x}"
             with _WRITING:
                 self._file.append(
-                    BatchDigest(place, batching.world.rank, batching.world.size, xxh3), sync=False
+                    BatchDigest(place, batching.world.rank, batching.world.size, xxh3),
+                    sync=False,
                 )
                 self._reached = None
         following = after.rolled(batching)
@@ -293,7 +317,9 @@ class RunLedger:
             # A mark is lost at worst with a crash of the machine; syncing it at every step would
             # cost more than the step.
             self._file.append(
-                PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense
+                PlaceReached(place, why, length),
+                in_place_of_last=is_dense,
+                sync=not is_dense,
             )
             self._reached = cursor if why == "state" else None
 

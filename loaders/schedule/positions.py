@@ -119,7 +119,11 @@ class PositionIndex:
         leaves out.
         """
         check_unseen(
-            self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
+            self.order,
+            state=identity,
+            place=place,
+            full_batch=full_batch,
+            windows=self._windows,
         )
 
     def scheduled(self, walk: Walk) -> Iterator[Scheduled]:

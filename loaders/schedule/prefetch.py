@@ -42,7 +42,9 @@ class RequestStream(NamedTuple):
 
 
 def prefetch(
-    coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int
+    coming: Iterator[Scheduled],
+    streams: Sequence[RequestStream],
+    max_bytes: int,
 ) -> Iterator[Requested]:
     """Yield the coming samples, each requested when less than ``max_bytes`` of samples before it
     are outstanding.
@@ -107,7 +109,14 @@ def prefetch(
                 if broken is not None:
                     scheduled, error = broken
                     window.append(
-                        (Requested(scheduled, (), (partial(raise_at_its_turn, error),)), 0)
+                        (
+                            Requested(
+                                scheduled,
+                                (),
+                                (partial(raise_at_its_turn, error),),
+                            ),
+                            0,
+                        )
                     )
             if not window:
                 break

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fuelrail.loaders.schedule.datasets import Chosen, check_compatible, make_sources, require_poses
+from fuelrail.loaders.schedule.datasets import (
+    Chosen,
+    check_compatible,
+    make_sources,
+    require_poses,
+)
 from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import Range, RequestNumbers, build_future_uses
+from fuelrail.loaders.storage.cache.future_uses import (
+    Range,
+    RequestNumbers,
+    build_future_uses,
+)
 from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
@@ -64,7 +73,11 @@ class Schedule(NamedTuple):
 
     def streams(self, walk: Walk) -> list[RequestStream]:
         """Open a request stream for the samples of this walk with each storage."""
-        is_regrouped = {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys()
+        is_regrouped = {
+            "has_pack",
+            "has_bucket",
+            "has_balance",
+        } & self.identity.order.keys()
         streams = []
         for source in self.sources:
             numbers = None

@@ -67,7 +67,10 @@ class Selectable:
                 if name in self.attributes if channel is None else KINDS.find(channel.kind):
                     labels.append(name)
         joined = [channel for layer in self._layers for channel in layer.channels]
-        return (*labels, *(channel.name for channel in joined if lies_on(channel, cameras)))
+        return (
+            *labels,
+            *(channel.name for channel in joined if lies_on(channel, cameras)),
+        )
 
     def split(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return which of the selected names are channels, and which attributes.
@@ -127,7 +130,8 @@ def stored_image(
 
 
 def _no_stored_size(
-    sizes_of: Mapping[str, set[tuple[int, int]]], datasets: Mapping[str, Dataset]
+    sizes_of: Mapping[str, set[tuple[int, int]]],
+    datasets: Mapping[str, Dataset],
 ) -> str:
     """Return a message that names the sizes of the images by camera, and what to give."""
     listed = []

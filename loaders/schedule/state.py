@@ -216,7 +216,10 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
         last = current + stages[current]["ramp"]
         order = {
             **order,
-            "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}],
+            "stages": [
+                *stages[:last],
+                {**stages[last], "until": None, "ramp": False},
+            ],
         }
     except (
         KeyError,

@@ -13,7 +13,12 @@ import torch
 from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.process import ProcessTransport, connect_process
 from fuelrail.loaders.serving.ray_workers import RayTransport, RemoteWorkers
-from fuelrail.loaders.serving.server import Facts, Setup, StepRequest, StepResult
+from fuelrail.loaders.serving.server import (
+    Facts,
+    Setup,
+    StepRequest,
+    StepResult,
+)
 from fuelrail.loaders.storage.protocol import StorageStats, add_stats
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_memory_bytes
@@ -91,7 +96,9 @@ class StepClient:
         """Return the clocks of the stages that ran there."""
         nothing: tuple[StageClock, ...] = ()
         return functools.reduce(
-            add_clocks, [facts.clocks for facts in self._newest.values()], nothing
+            add_clocks,
+            [facts.clocks for facts in self._newest.values()],
+            nothing,
         )
 
     def storage(self) -> list[StorageStats]:

@@ -217,7 +217,10 @@ class RayTransport:
         idle = [actor for actor in self.actors if actor not in step.actors_asked.values()]
         return min(
             idle,
-            key=lambda actor: (not actor.has_made and actor.num_asked > 0, actor.num_asked),
+            key=lambda actor: (
+                not actor.has_made and actor.num_asked > 0,
+                actor.num_asked,
+            ),
             default=None,
         )
 

@@ -155,7 +155,12 @@ class Client:
         for number in numbers:
             self._held.pop(number, None)
 
-    def send(self, result: StepResult, held: dict[int, torch.Tensor], memory: SharedMemory) -> None:
+    def send(
+        self,
+        result: StepResult,
+        held: dict[int, torch.Tensor],
+        memory: SharedMemory,
+    ) -> None:
         """Send a step, and the blocks of its batch that the client does not know yet."""
         with self._changed:
             self._held.update(held)

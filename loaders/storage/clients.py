@@ -143,7 +143,10 @@ class ObstoreClient:
 
 
 def make_client(
-    url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto"
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    kind: str = "auto",
 ) -> RangeClient:
     """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports
     all options.
@@ -173,7 +176,9 @@ def make_client(
         return FsspecClient(fs, path)
 
 
-def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
+def _obstore_config(
+    storage_options: Mapping[str, Any],
+) -> dict[str, Any] | None:
     """Translate s3fs's options; None where one has no counterpart, so that s3fs itself must be
     used.
     """

@@ -13,7 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
-from fuelrail.pipeline.errors import DatasetError, ShardError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    DatasetError,
+    ShardError,
+    TruncatedShardError,
+)
 from fuelrail.pipeline.format.layers import EITHER
 from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.storage.files import open_descriptor
@@ -152,7 +156,10 @@ class ShardFile:
 
 
 def explained(
-    dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None
+    dataset: Dataset,
+    row: IndexRow,
+    error: ShardError,
+    file: ShardFile | None = None,
 ) -> ShardError:
     """Return the error with the sample's address, and whether dataset or shard was replaced
     since it was opened.
@@ -170,7 +177,10 @@ def explained(
             "the manifest describes"
         )
     return type(error)(
-        message, shard=dataset.shards.name(row.shard), offset=row.offset, key=row.key
+        message,
+        shard=dataset.shards.name(row.shard),
+        offset=row.offset,
+        key=row.key,
     )
 
 

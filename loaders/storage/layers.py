@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumbers
+from fuelrail.loaders.storage.cache.future_uses import (
+    FutureUses,
+    RequestNumbers,
+)
 from fuelrail.loaders.storage.protocol import (
     LayeredSpan,
     PendingSample,
@@ -204,7 +207,12 @@ class LayeredSession:
 class _PartSession:
     """The requests to one layer."""
 
-    def __init__(self, part: LayerPart, future_uses: FutureUses | None, uses_per_step: int) -> None:
+    def __init__(
+        self,
+        part: LayerPart,
+        future_uses: FutureUses | None,
+        uses_per_step: int,
+    ) -> None:
         self.part = part
         # A complete layer is asked whenever the base is.
         self._numbers = None if future_uses is None or part.layer.is_complete else RequestNumbers()

@@ -22,10 +22,19 @@ from typing import TYPE_CHECKING, Final
 from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
-from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ShardError,
+    StorageError,
+    TruncatedShardError,
+)
 from fuelrail.pipeline.format.dataset import Dataset, check_span
 from fuelrail.pipeline.runtime.host import free_memory_bytes, memory_limit_bytes
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
+from fuelrail.pipeline.storage.retry import (
+    Fault,
+    RetryPolicy,
+    call_with_retries,
+)
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
@@ -77,9 +86,17 @@ class PreadShards:
             name = self._dataset.shards.name(row.shard)
             if pause_s is None:
                 raise StorageError(
-                    f"cannot be read: {fault.text}", shard=name, offset=row.offset, key=row.key
+                    f"cannot be read: {fault.text}",
+                    shard=name,
+                    offset=row.offset,
+                    key=row.key,
                 )
-            _LOG.warning("shard %s, offset %d: %s; trying again", name, row.offset, fault.text)
+            _LOG.warning(
+                "shard %s, offset %d: %s; trying again",
+                name,
+                row.offset,
+                fault.text,
+            )
             self._retries += 1
             self._files.drop(row.shard)
 
@@ -104,7 +121,11 @@ class PreadShards:
     def stats(self) -> StorageStats:
         """Return the numbers of spans handed out and of spans read again."""
         return StorageStats(
-            "pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched
+            "pread",
+            self._spans,
+            self._span_bytes,
+            retries=self._retries,
+            refetched=self._refetched,
         )
 
     def close(self) -> None:
@@ -145,7 +166,10 @@ class PreadShards:
         except OSError as error:
             name = self._dataset.shards.name(row.shard)
             raise StorageError(
-                f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key
+                f"cannot be read: {error}",
+                shard=name,
+                offset=row.offset,
+                key=row.key,
             ) from error
 
 
@@ -158,7 +182,10 @@ def _open(dataset: Dataset, number: int) -> ShardFile:
 
 class _PreadSession:
     def __init__(
-        self, storage: PreadShards, files: OpenShards[ShardFile], residency: Residency
+        self,
+        storage: PreadShards,
+        files: OpenShards[ShardFile],
+        residency: Residency,
     ) -> None:
         self._storage = storage
         self._files = files
@@ -186,7 +213,10 @@ class _PreadSession:
         if not self._residency.keeps(row):
             with contextlib.suppress(OSError, ShardError):  # advice only
                 os.posix_fadvise(
-                    self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_DONTNEED
+                    self._files[row.shard].fd,
+                    row.offset,
+                    row.length,
+                    os.POSIX_FADV_DONTNEED,
                 )
         return span
 

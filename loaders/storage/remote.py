@@ -25,7 +25,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fuelrail.loaders.storage.clients import make_client
 from fuelrail.loaders.storage.files import replaced
-from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats, raise_at_its_turn
+from fuelrail.loaders.storage.protocol import (
+    PendingSpan,
+    StorageStats,
+    raise_at_its_turn,
+)
 from fuelrail.loaders.storage.ranges import WantedSpan, plan_ranges
 from fuelrail.loaders.storage.requests import FetchFailedError, Requester
 from fuelrail.pipeline.errors import (
@@ -187,17 +191,22 @@ class RemoteShards:
         fault = error.fault
         if fault.kind == "cut":
             self._explain(
-                row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}"
+                row,
+                TruncatedShardError,
+                f"the shard ends before the sample does: {fault.text}",
             )
         if fault.kind == "missing":
             self._explain(
-                row, StorageError, f"'{shown_url(self._url)}': the shard is not there; {fault.text}"
+                row,
+                StorageError,
+                f"'{shown_url(self._url)}': the shard is not there; {fault.text}",
             )
         reason = {
             "refused": f"access is refused: {fault.advice}",
             "invalid": "the request was rejected",
         }.get(
-            fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s"
+            fault.kind,
+            f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s",
         )
         raise StorageError(
             f"'{shown_url(self._url)}': {reason}; {fault.text}",
@@ -238,7 +247,11 @@ class _Range:
     __slots__ = ("__weakref__", "future", "is_single", "start")
 
     def __init__(
-        self, future: concurrent.futures.Future[memoryview], start: int, *, is_single: bool
+        self,
+        future: concurrent.futures.Future[memoryview],
+        start: int,
+        *,
+        is_single: bool,
     ) -> None:
         self.future = future
         self.start = start

@@ -28,7 +28,12 @@ import random
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.storage.retry import Fault, FaultKind, RetryPolicy, fault_of
+from fuelrail.pipeline.storage.retry import (
+    Fault,
+    FaultKind,
+    RetryPolicy,
+    fault_of,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -195,7 +200,9 @@ class Requester:
                 # By then more may be known of what is usual.
                 timeout_s = min(look_at, end, now + _LOOK_AGAIN_S) - now
                 done, _ = await asyncio.wait(
-                    tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                    tasks,
+                    timeout=timeout_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
                     tasks.discard(task)

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from fuelrail.loaders.records import batch_entries
 from fuelrail.loaders.schedule.selection import Selectable
-from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
+from fuelrail.loaders.viewer.drawing import (
+    DrawnBoxes,
+    DrawnFrame,
+    contact_sheet,
+    png,
+    stack,
+)
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.sensors import lies_on
@@ -176,7 +182,9 @@ class _Frames:
             of_part = _undo(part[self._at].detach(), transforms.normalize)
             names = cameras if name is None or groups is None else groups[name].cameras
             for frame, of_frame in zip(
-                images_of_frames, of_part if self._has_windows else of_part[None], strict=True
+                images_of_frames,
+                of_part if self._has_windows else of_part[None],
+                strict=True,
             ):
                 frame.update(zip(names, of_frame, strict=True))
         return [[of_frame[camera] for camera in cameras] for of_frame in images_of_frames]
@@ -232,7 +240,8 @@ class _Frames:
         if "points_mask" in self._batch:
             points = points[_part(self._batch["points_mask"], self.index)]
         return _moved(
-            points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64)
+            points.astype(np.float64),
+            self.entry("lidar2ego")[self.key].astype(np.float64),
         )
 
 

@@ -116,7 +116,8 @@ def contact_sheet(
         sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
     else:
         sheet = _grid(
-            [frame_tiles[channel] for channel in placed for frame_tiles in tiles], len(frames)
+            [frame_tiles[channel] for channel in placed for frame_tiles in tiles],
+            len(frames),
         )
     boxes = frames[key].boxes
     if points is not None:
@@ -124,7 +125,11 @@ def contact_sheet(
             2 if len(frames) == 1 else len(placed)
         )  # of one frame the pane is as high as the sheet
         pane = _from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
-        pane = np.pad(pane, ((0, len(sheet) - len(pane)), (0, 0), (0, 0)), constant_values=_DARK)
+        pane = np.pad(
+            pane,
+            ((0, len(sheet) - len(pane)), (0, 0), (0, 0)),
+            constant_values=_DARK,
+        )
         sheet = np.concatenate([sheet, pane], 1)
     parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
     parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
@@ -137,7 +142,10 @@ def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
     parts = []
     for title, sheet in sheets:
         missing = ((0, 0), (0, width - sheet.shape[1]), (0, 0))
-        parts += [_strip(width, title), np.pad(sheet, missing, constant_values=_DARK)]
+        parts += [
+            _strip(width, title),
+            np.pad(sheet, missing, constant_values=_DARK),
+        ]
     return np.concatenate(parts)
 
 
@@ -147,7 +155,9 @@ def png(sheet: NDArray[np.uint8]) -> bytes:
 
 
 def _tiles(
-    frame: DrawnFrame, cameras: Sequence[str], values: Sequence[tuple[Channel, Any]]
+    frame: DrawnFrame,
+    cameras: Sequence[str],
+    values: Sequence[tuple[Channel, Any]],
 ) -> dict[str, NDArray[np.uint8]]:
     tiles = {}
     for number, channel in enumerate(cameras):
@@ -164,7 +174,12 @@ def _tiles(
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
             for box in np.argsort(-depths):
                 _hide_behind(tile, plain, corners[box], projection)
-                _draw_box(tile, corners[box], projection, _colour(int(frame.boxes.label[box])))
+                _draw_box(
+                    tile,
+                    corners[box],
+                    projection,
+                    _colour(int(frame.boxes.label[box])),
+                )
         turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
         _caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
@@ -172,7 +187,9 @@ def _tiles(
 
 
 def project_segment(
-    start: NDArray[np.float64], end: NDArray[np.float64], ego2img: NDArray[np.float64]
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    ego2img: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front
     of a camera.
@@ -241,9 +258,10 @@ def _from_above(
     near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
     places = pixels(near)
     height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
-    pane[np.clip(places[:, 1], 0, size_px - 1), np.clip(places[:, 0], 0, size_px - 1)] = (
-        70 + 150 * height
-    )
+    pane[
+        np.clip(places[:, 1], 0, size_px - 1),
+        np.clip(places[:, 0], 0, size_px - 1),
+    ] = 70 + 150 * height
     for radius in (20, 40):
         cv2.circle(
             pane,
@@ -309,7 +327,12 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
         for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
             u, v, right, bottom = (round(side * 16) for side in corners)
             cv2.rectangle(
-                tile, (u, v), (right, bottom), _colour(number), lineType=cv2.LINE_AA, shift=4
+                tile,
+                (u, v),
+                (right, bottom),
+                _colour(number),
+                lineType=cv2.LINE_AA,
+                shift=4,
             )
     for points in _groups(value, channel, "points"):
         for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
@@ -337,7 +360,8 @@ def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDA
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
     share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
     coloured = np.asarray(
-        cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8
+        cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO),
+        np.uint8,
     )
     return coloured[..., ::-1], mask
 
@@ -379,7 +403,10 @@ def _strip(width: int, text: str) -> NDArray[np.uint8]:
 
 
 def _write(
-    picture: NDArray[np.uint8], text: str, place: tuple[int, int], colour: tuple[int, int, int]
+    picture: NDArray[np.uint8],
+    text: str,
+    place: tuple[int, int],
+    colour: tuple[int, int, int],
 ) -> None:
     cv2.putText(
         picture,
@@ -394,7 +421,10 @@ def _write(
 
 def _text_size(text: str) -> tuple[int, int]:
     (width, height), _ = cv2.getTextSize(
-        text, fontFace=cv2.FONT_HERSHEY_SIMPLEX, fontScale=_FONT_SCALE, thickness=1
+        text,
+        fontFace=cv2.FONT_HERSHEY_SIMPLEX,
+        fontScale=_FONT_SCALE,
+        thickness=1,
     )
     return width, height
 
@@ -414,7 +444,11 @@ def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)
     sheet = np.full(
-        (rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3),
+        (
+            rows * (height + _GAP_PX) + _GAP_PX,
+            columns * (width + _GAP_PX) + _GAP_PX,
+            3,
+        ),
         _DARK,
         np.uint8,
     )
@@ -430,7 +464,13 @@ def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np
     left = 10
     for label in sorted(set(boxes.label.tolist())):
         text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
-        cv2.rectangle(strip, (left, 7), (left + 12, 19), color=_colour(label), thickness=cv2.FILLED)
+        cv2.rectangle(
+            strip,
+            (left, 7),
+            (left + 12, 19),
+            color=_colour(label),
+            thickness=cv2.FILLED,
+        )
         _write(strip, text, (left + 18, 18), (230, 230, 230))
         left += 18 + _text_size(text)[0] + 24
     return strip

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fuelrail.loaders.witness.witness import check_records, compare_records
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import (
+    Command,
+    PrintOptions,
+    add_flags,
+    from_flags,
+    print_json,
+)
 from fuelrail.pipeline.settings import NotNegative, flag
 from fuelrail.pipeline.text import text_of
 
@@ -29,8 +35,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     check.add_argument("folder", metavar="FOLDER", help="what `fr.witness(folder=...)` wrote")
     add_flags(check, CheckOptions)
     diff = words.add_parser("diff", help="compare the records of two runs: rows and steps")
-    diff.add_argument("folder", metavar="FOLDER", help="records of a run, such as a resumed one")
-    diff.add_argument("other", metavar="OTHER", help="records of another, such as an unbroken one")
+    diff.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="records of a run, such as a resumed one",
+    )
+    diff.add_argument(
+        "other",
+        metavar="OTHER",
+        help="records of another, such as an unbroken one",
+    )
     add_flags(diff, PrintOptions)
 
 
@@ -49,6 +63,8 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "witness": Command(
-        "check which rows all ranks of a run saw, or where two runs part", _configure, _run
+        "check which rows all ranks of a run saw, or where two runs part",
+        _configure,
+        _run,
     )
 }

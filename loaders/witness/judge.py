@@ -11,7 +11,14 @@ import numpy as np
 
 from fuelrail.loaders.witness.record import Epoch, add_sums, merge_epochs
 from fuelrail.loaders.witness.rows import id_rows, row_names
-from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, CountedRows, Surplus, Table
+from fuelrail.loaders.witness.sketch import (
+    ALL,
+    LARGE,
+    SAMPLE_ROWS,
+    CountedRows,
+    Surplus,
+    Table,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
 
@@ -200,7 +207,11 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
 
 
 def _compare_ranks(
-    records: Sequence[Epoch], counted: Sequence[Epoch], rules: Rules, *, is_complete: bool
+    records: Sequence[Epoch],
+    counted: Sequence[Epoch],
+    rules: Rules,
+    *,
+    is_complete: bool,
 ) -> Iterator[Fault]:
     """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
     sequences = {record.ranks[0]: record.sequence for record in records}
@@ -233,7 +244,13 @@ def _compare_ranks(
                 f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
                 "them out: the sampler or the shards do not depend on the rank"
             )
-            yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
+            yield Fault(
+                "same_rows",
+                text,
+                equal[0].rows,
+                rows=names[:MAX_NAMED],
+                ranks=ranks,
+            )
 
 
 def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
@@ -345,7 +362,11 @@ def _count_sample(total: Epoch) -> Surplus:
 
 
 def _may_be_padding(
-    counted: Sequence[Epoch], total: Epoch, rules: Rules, surplus: Surplus, size: int
+    counted: Sequence[Epoch],
+    total: Epoch,
+    rules: Rules,
+    surplus: Surplus,
+    size: int,
 ) -> bool:
     """Return whether rows that came again are those that make ranks or batches equally long.
 
@@ -380,7 +401,7 @@ def _compare_orders(
         )
         if rules.shuffles:
             text += ": call set_epoch(epoch) on the sampler before each epoch"
-        yield Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text
+        yield (Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text)
 
 
 def _compare_contents(total: Epoch, before: CountedRows, content: Content) -> Iterator[Fault]:

@@ -14,7 +14,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fuelrail.loaders.witness.rows import Hashes, Rows, digest_row, mix, read_columns, read_row
+from fuelrail.loaders.witness.rows import (
+    Hashes,
+    Rows,
+    digest_row,
+    mix,
+    read_columns,
+    read_row,
+)
 from fuelrail.loaders.witness.sketch import (
     ALL,
     LARGE,
@@ -221,7 +228,10 @@ def decode_record(value: object, where: str) -> Epoch:
     except msgspec.ValidationError as error:
         fault = find_fault(error, plain, Epoch)
         raise LedgerError(f"{where} is not a witness's record: {fault}") from error
-    shapes = [Table(LARGE, has_names=record.kind == "text").cells.shape, Table(SMALL).cells.shape]
+    shapes = [
+        Table(LARGE, has_names=record.kind == "text").cells.shape,
+        Table(SMALL).cells.shape,
+    ]
     for table, shape in zip((record.table, record.before), shapes, strict=True):
         if table is not None and table.cells.shape != shape:
             raise LedgerError(f"{where} has a table of {table.cells.size} numbers, not of {shape}")

@@ -155,7 +155,11 @@ class Table:
             values, rests = np.divmod(cells[places, 1:], times[:, None])
         is_single = ~rests.any(axis=1)
         is_single &= ((values >= 0) & (values <= int(_WORD))).all(axis=1)
-        places, times, values = places[is_single], times[is_single], values[is_single]
+        places, times, values = (
+            places[is_single],
+            times[is_single],
+            values[is_single],
+        )
         hashes = (values[:, 0].astype(np.uint64) << np.uint64(32)) | values[:, 1].astype(np.uint64)
         shifts = np.uint64(21) * (places // size).astype(np.uint64)
         is_own_cell = (hashes >> shifts) % np.uint64(size) == (places % size).astype(np.uint64)

@@ -25,7 +25,14 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.witness.judge import Content, Rules, Tail, WitnessReport, expect, judge
+from fuelrail.loaders.witness.judge import (
+    Content,
+    Rules,
+    Tail,
+    WitnessReport,
+    expect,
+    judge,
+)
 from fuelrail.loaders.witness.record import (
     Epoch,
     add_tables,
@@ -289,7 +296,10 @@ witness = Witness
 
 
 def check_records(
-    folder: str | os.PathLike[str], *, expected: Any = None, tail: Tail | None = None
+    folder: str | os.PathLike[str],
+    *,
+    expected: Any = None,
+    tail: Tail | None = None,
 ) -> list[WitnessReport]:
     """Return a report of each epoch that witnesses of all ranks wrote to a folder.
 
@@ -419,7 +429,12 @@ def _read_loader(loader: Any) -> tuple[int | None, Rules]:
     # Accelerate's samplers of batches are around the one that draws for all ranks.
     source: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
     dataset: Any = getattr(loader, "dataset", None)
-    names = ("SequentialSampler", "RandomSampler", "SeedableRandomSampler", "DistributedSampler")
+    names = (
+        "SequentialSampler",
+        "RandomSampler",
+        "SeedableRandomSampler",
+        "DistributedSampler",
+    )
     if type(source).__name__ not in names or rules.tail == "repeat":
         return None, rules
     ranks = getattr(source, "num_replicas", 1)

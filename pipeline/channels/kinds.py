@@ -31,10 +31,21 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels import logits
 from fuelrail.pipeline.channels.plugins import Registry
-from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
+from fuelrail.pipeline.channels.table import (
+    Channel,
+    check_shape,
+    little_endian,
+    not_finite,
+)
 from fuelrail.pipeline.errors import ImageError, SchemaError, needs
 from fuelrail.pipeline.limits import UNTYPED
-from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
+from fuelrail.pipeline.sample.arrays import (
+    Buffer,
+    read_npy,
+    read_tensors,
+    write_npy,
+    write_tensors,
+)
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.settings import explain
 
@@ -275,7 +286,10 @@ def _encode_ragged(value: Value, channel: Channel) -> bytes:
             f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a "
             "dict of arrays"
         )
-    arrays = _ragged({name: _as_array(array, channel) for name, array in value.items()}, channel)
+    arrays = _ragged(
+        {name: _as_array(array, channel) for name, array in value.items()},
+        channel,
+    )
     for array in arrays.values():
         _check_values(array, channel)
     return write_tensors(arrays)
@@ -398,7 +412,8 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
     if pixels is None:
         raise ImageError(f"channel '{channel.name}' cannot be decoded: its pixel data are broken")
     return _checked(
-        pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]), channel
+        pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]),
+        channel,
     )
 
 
@@ -408,7 +423,8 @@ def _encode_image(value: Value, channel: Channel) -> bytes:
 
     pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
     done, encoded = cv2.imencode(
-        f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1]
+        f".{channel.extension}",
+        pixels if pixels.ndim == 2 else pixels[..., ::-1],
     )
     if not done:
         raise ImageError(

@@ -58,7 +58,12 @@ ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
     "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
     "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
     "ego_grid": {"vectors": (2, 3)},
-    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
+    "ego_poses": {
+        "positions": (2, 3),
+        "vectors": (2, 3),
+        "yaws": (1,),
+        "rotations": (4,),
+    },
 }
 """Law to role to the numbers of columns that a group may have."""
 
@@ -206,7 +211,10 @@ def _broken_fill(channel: Channel) -> Iterator[str]:
 
 def _broken_image(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_camera(channel, table)
-    if channel.kind not in ("image", "array") or channel.axes[:2] != ("height", "width"):
+    if channel.kind not in ("image", "array") or channel.axes[:2] != (
+        "height",
+        "width",
+    ):
         yield (
             "law 'image' moves kind image or array with the axes height, width first; not "
             f"{list(channel.axes)}"
@@ -273,7 +281,9 @@ def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
 
 
 def _move_roles(
-    value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]
+    value: Value,
+    channel: Channel,
+    moves: Mapping[str, Callable[[Array], Array]],
 ) -> Value:
     """Return a copy of the value in which each group of columns with a role is moved, in
     float64.
@@ -318,7 +328,9 @@ def _ego_points(value: Value, channel: Channel, motion: Motion) -> Value:
     frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
     linear, shift = motion.ego.in_frame(frame2ego)
     return _move_roles(
-        value, channel, {"positions": _affine(linear, shift), "vectors": _affine(linear)}
+        value,
+        channel,
+        {"positions": _affine(linear, shift), "vectors": _affine(linear)},
     )
 
 
@@ -330,7 +342,11 @@ def _ego_boxes(value: Value, channel: Channel, motion: Motion) -> Value:
     def boxes(rows: Array) -> Array:
         return ego.boxes3d(rows.reshape(-1, 7)).reshape(rows.shape)
 
-    moves = {"boxes": boxes, "vectors": _affine(ego.matrix[:3, :3]), "rotations": ego.rotations}
+    moves = {
+        "boxes": boxes,
+        "vectors": _affine(ego.matrix[:3, :3]),
+        "rotations": ego.rotations,
+    }
     return _move_roles(value, channel, moves)
 
 
@@ -430,7 +446,8 @@ def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
         masks = [inside for inside in inside_masks if inside.shape[: places.ndim] == places.shape]
         if masks:
             places = places * np.any(
-                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks], 0
+                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks],
+                0,
             )
         return places.reshape(rows.shape)
 

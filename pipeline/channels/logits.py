@@ -192,7 +192,13 @@ def encode(value: Any, channel: Channel) -> bytes:
         )
     code = code_of(channel)
     number = len(value.indices)
-    indices = _part(value.indices, code=code, name="indices", kinds="iu", shape=(number, code.k))
+    indices = _part(
+        value.indices,
+        code=code,
+        name="indices",
+        kinds="iu",
+        shape=(number, code.k),
+    )
     _check_size(number, code)
     if code.length not in (None, number):
         raise SchemaError(
@@ -210,7 +216,11 @@ def encode(value: Any, channel: Channel) -> bytes:
     parts = [_encode_elias_fano(indices, code)]
     if code.is_topk:
         weights = _part(
-            value.weights, code=code, name="weights", kinds="f", shape=(number, code.k)
+            value.weights,
+            code=code,
+            name="weights",
+            kinds="f",
+            shape=(number, code.k),
         )[mask].astype(np.float64)
         tail = (
             None
@@ -277,7 +287,10 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     none = np.zeros((number, code.k), np.int32)
     unknown = np.zeros(number, bool)
     nothing = Logits(
-        none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown
+        none,
+        none.astype(np.float32),
+        unknown.astype(np.float32) if code.is_topk else None,
+        unknown,
     )
     rows = [nothing if value is None else value for value in values]
     join = np.concatenate if code.length is None else np.stack
@@ -328,7 +341,8 @@ def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.ui
     np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
     lows = bits.reshape(len(indices), code.k * code.low).astype(np.uint8)
     return np.concatenate(
-        [np.packbits(columns, axis=1, bitorder="little") for columns in (lows, unary)], axis=1
+        [np.packbits(columns, axis=1, bitorder="little") for columns in (lows, unary)],
+        axis=1,
     )
 
 

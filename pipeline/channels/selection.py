@@ -12,7 +12,12 @@ from fuelrail.pipeline.channels.kinds import KINDS, image_size
 from fuelrail.pipeline.channels.laws import LAWS
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
-from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    ManifestError,
+    MemberError,
+    SchemaError,
+)
 from fuelrail.pipeline.limits import LOGITS_OF_SAMPLE, MASKS_OF_SAMPLE
 
 if TYPE_CHECKING:
@@ -60,7 +65,11 @@ def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str
 
 
 def check_table(
-    channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False
+    channels: Sequence[Channel],
+    where: str,
+    error: type[Exception],
+    *,
+    known_only: bool = False,
 ) -> None:
     """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with
     a table.

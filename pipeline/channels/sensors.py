@@ -12,7 +12,12 @@ import msgspec
 
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.sample.schema import ARRAYS, BOXES, POINTS_EXTENSION, Boxes
+from fuelrail.pipeline.sample.schema import (
+    ARRAYS,
+    BOXES,
+    POINTS_EXTENSION,
+    Boxes,
+)
 from fuelrail.pipeline.settings import Settings, did_you_mean
 
 CAMERA: Final = "camera"
@@ -32,7 +37,11 @@ BOXES_CHANNEL: Final = Channel(
         },
     ),
     arrays=tuple(
-        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
+        ArraySpec(
+            name,
+            dtype.name,
+            tuple(side for side in shape if isinstance(side, int)),
+        )
         for name, dtype, shape in ARRAYS[Boxes]
     ),
     frame="ego",

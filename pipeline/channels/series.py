@@ -26,10 +26,18 @@ VALUES: Final = "values"
 
 
 def series_channel(
-    name: str, dtype: str, shape: tuple[int, ...] = (), *, unit: str = "", description: str = ""
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] = (),
+    *,
+    unit: str = "",
+    description: str = "",
 ) -> Channel:
     """Return the entry of a series; ``shape`` is that of one measurement."""
-    arrays = (ArraySpec(TIMES, "int64", (), "ns"), ArraySpec(VALUES, dtype, shape, unit))
+    arrays = (
+        ArraySpec(TIMES, "int64", (), "ns"),
+        ArraySpec(VALUES, dtype, shape, unit),
+    )
     return Channel(
         name=name,
         kind="ragged",
@@ -46,7 +54,10 @@ def one_of_series(channel: Channel) -> Channel | None:
     """Return the entry of one measurement, of kind ``array``; None for a channel that is not
     one.
     """
-    if channel.kind != "ragged" or [array.name for array in channel.arrays] != [TIMES, VALUES]:
+    if channel.kind != "ragged" or [array.name for array in channel.arrays] != [
+        TIMES,
+        VALUES,
+    ]:
         return None
     (times, values) = channel.arrays
     if (times.dtype, times.shape, channel.law.name) != ("int64", (), "fixed"):
@@ -64,7 +75,9 @@ def one_of_series(channel: Channel) -> Channel | None:
 
 
 def parts_of_series(
-    times_ns: NDArray[np.int64], values: ArrayLike, sample_times_ns: NDArray[np.int64]
+    times_ns: NDArray[np.int64],
+    values: ArrayLike,
+    sample_times_ns: NDArray[np.int64],
 ) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield what each sample of a clip has of a series; both times ascend, ``values`` are (M,
     ...).
@@ -72,7 +85,8 @@ def parts_of_series(
     array = np.asarray(values)
     begin = np.maximum(np.searchsorted(times_ns, sample_times_ns[:-1], side="right") - 1, 0)
     end = np.minimum(
-        np.searchsorted(times_ns, sample_times_ns[:-1], side="left") + 1, len(times_ns)
+        np.searchsorted(times_ns, sample_times_ns[:-1], side="left") + 1,
+        len(times_ns),
     )
     for first, last in zip([0, *begin.tolist()], [*end.tolist(), len(times_ns)], strict=True):
         yield {TIMES: times_ns[first:last], VALUES: array[first:last]}

@@ -125,7 +125,9 @@ def warp_grid(
     flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
     if half == 3:
         flat = np.moveaxis(
-            _look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill), 0, 2
+            _look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill),
+            0,
+            2,
         )
     return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
 

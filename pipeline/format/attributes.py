@@ -20,7 +20,11 @@ from fuelrail.pipeline.errors import IndexFileError, OrderError
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
 
-_DTYPES: Final = {pa.bool_(): "bool", pa.int64(): "int64", pa.float64(): "float64"}
+_DTYPES: Final = {
+    pa.bool_(): "bool",
+    pa.int64(): "int64",
+    pa.float64(): "float64",
+}
 TEXTS: Final = ("key", "clip_id")
 """Columns of texts that the index has too."""
 
@@ -112,7 +116,13 @@ class AttributeColumns(NamedTuple):
             dtype = _DTYPES.get(column.type, "")
             kind, field = ("array", f"{name}.npy") if dtype else ("text", f"{name}.txt")
             channels.append(
-                Channel(name=name, kind=kind, field=field, dtype=dtype, law=Law("fixed"))
+                Channel(
+                    name=name,
+                    kind=kind,
+                    field=field,
+                    dtype=dtype,
+                    law=Law("fixed"),
+                )
             )
             encoded = column if dtype else column.dictionary_encode().unify_dictionaries()
             columns.append(pa.concat_arrays(encoded.chunks))
@@ -194,7 +204,8 @@ class ClipTable:
         first = entry.first_sample
         end = entry.first_sample + entry.num_samples
         table = cls.build(
-            dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end)
+            dataset.index.clip_numbers(first, end),
+            dataset.index.column("frame", first, end),
         )
         return table.at_times(dataset.index.column("timestamp_ns", first, end)) if times else table
 
@@ -215,7 +226,11 @@ class ClipTable:
         ranks[self.samples[mask]] = np.arange(mask.sum())
         times_ns = None if self.times_ns is None else self.times_ns[mask]
         return replace(
-            self, keys=self.keys[mask], samples=self.samples[mask], ranks=ranks, times_ns=times_ns
+            self,
+            keys=self.keys[mask],
+            samples=self.samples[mask],
+            ranks=ranks,
+            times_ns=times_ns,
         )
 
     def clip_numbers(self) -> NDArray[np.int64]:

@@ -29,7 +29,11 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
+from fuelrail.pipeline.errors import (
+    CodecError,
+    ConfigError,
+    MemberTooLargeError,
+)
 from fuelrail.pipeline.limits import MEMBER, SAMPLE
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 
@@ -98,7 +102,10 @@ class Zstd(threading.local):
     """
 
     def __init__(
-        self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False
+        self,
+        dictionary: zstandard.ZstdCompressionDict | None = None,
+        *,
+        checksum: bool = False,
     ) -> None:
         """Frames are of this dictionary, and end with a ``checksum``; they state their content
         size.
@@ -114,7 +121,10 @@ class Zstd(threading.local):
             if not 1 <= level <= MAX_ZSTD_LEVEL:
                 raise ConfigError(f"zstd level {level} is not allowed: use 1 to {MAX_ZSTD_LEVEL}")
             self._compressors[level] = zstandard.ZstdCompressor(
-                level, self._dictionary, write_checksum=self._checksum, write_content_size=True
+                level,
+                self._dictionary,
+                write_checksum=self._checksum,
+                write_content_size=True,
             )
         return self._compressors[level]
 

@@ -36,7 +36,11 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
 )
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
+from fuelrail.pipeline.format.codecs import (
+    DICTIONARY_FILE,
+    MAX_DICTIONARY_BYTES,
+    Dictionary,
+)
 from fuelrail.pipeline.format.fetch import RemoteFolder, fetch_dataset
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
@@ -115,13 +119,17 @@ class Dataset:
         check_span(row, span, path.name)
         rig = Rig.from_manifest(self.manifest)
         sample = decode_sample(
-            row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields
+            row.key,
+            read_members(row, span, path.name, dictionary=self.dictionary),
+            rig.fields,
         )
         check_arrays(sample, rig)
         return sample
 
     def read(
-        self, number_or_key: SupportsIndex | str, channels: Collection[str] | None = None
+        self,
+        number_or_key: SupportsIndex | str,
+        channels: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
@@ -249,7 +257,10 @@ class Dataset:
             row = self.index.row(self.position(number_or_key))
             span = coming.result()
         # The index is right where they differ: `fuelrail verify` finds that.
-        return row, span if (row.key, *row[4:7]) == (number_or_key, *place[4:7]) else None
+        return row, span if (row.key, *row[4:7]) == (
+            number_or_key,
+            *place[4:7],
+        ) else None
 
     def attributes_file(self) -> AttributesFile:
         """Return ``attributes.parquet``, which need not exist; what was left at the URL is fetched
@@ -295,7 +306,10 @@ class Dataset:
         cache_dir = self.root.parent.parent
         retry = self.origin.retry
         opened = partial(
-            open_dataset, storage_options=self.storage_options, cache_dir=cache_dir, retry=retry
+            open_dataset,
+            storage_options=self.storage_options,
+            cache_dir=cache_dir,
+            retry=retry,
         )
         return opened, (self.url,)
 
@@ -306,7 +320,11 @@ class Dataset:
             (name, split.num_samples, split.num_clips, split.num_shards)
             for name, split in self.splits.items()
         ]
-        return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
+        return dataset_html(
+            repr(self),
+            splits,
+            lambda: self.read(0, cameras) if len(self) else {},
+        )
 
     @property
     def splits(self) -> dict[str, SplitEntry]:
@@ -370,7 +388,11 @@ def open_dataset(
     `fuelrail verify` does.
     """
     return open_kind(
-        root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+        root,
+        DATASETS,
+        storage_options=storage_options,
+        cache_dir=cache_dir,
+        retry=retry,
     )
 
 
@@ -430,7 +452,10 @@ def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
             return file.read(row.length)
     except (OSError, DatasetError) as error:
         raise StorageError(
-            f"cannot be read: {error}", shard=path.name, offset=row.offset, key=row.key
+            f"cannot be read: {error}",
+            shard=path.name,
+            offset=row.offset,
+            key=row.key,
         ) from error
 
 
@@ -441,7 +466,10 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
     exist.
     """
     file = folder / DICTIONARY_FILE
-    entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
+    entry = next(
+        (entry for entry in manifest.files if entry.name == DICTIONARY_FILE),
+        None,
+    )
     if entry is None:
         if codecs.ZSTD_DICT in index.codecs:
             raise ManifestError(
@@ -537,7 +565,9 @@ def read_members(
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SchemaError(
-            "the sample has this field twice; each occurs once", key=row.key, member=twice
+            "the sample has this field twice; each occurs once",
+            key=row.key,
+            member=twice,
         )
     members: dict[str, memoryview] = {}
     for name, codec, offset, size, raw_bytes in zip(
@@ -567,9 +597,20 @@ def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
     for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
         if not BLOCK_BYTES <= offset <= offset + size <= len(view):
             return _outside(
-                row, name=name, offset=offset, end=offset + size, view=view, shard=shard
+                row,
+                name=name,
+                offset=offset,
+                end=offset + size,
+                view=view,
+                shard=shard,
             )
-        if not are_members(view, key=row.key, fields=(stored,), offsets=(offset,), sizes=(size,)):
+        if not are_members(
+            view,
+            key=row.key,
+            fields=(stored,),
+            offsets=(offset,),
+            sizes=(size,),
+        ):
             break
     return IndexFileError(
         f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "
@@ -578,7 +619,12 @@ def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
 
 
 def _outside(
-    row: IndexRow, name: str, offset: int, end: int, view: memoryview, shard: str
+    row: IndexRow,
+    name: str,
+    offset: int,
+    end: int,
+    view: memoryview,
+    shard: str,
 ) -> IndexFileError:
     return IndexFileError(
         f"index entry of {row.key}.{name} in shard {shard} covers bytes {offset} to {end} "

@@ -14,7 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.errors import (
+    DatasetError,
+    DatasetNotReadyError,
+    ManifestError,
+)
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
@@ -38,7 +42,12 @@ from fuelrail.pipeline.storage.filesystem import (
     shown_url,
 )
 from fuelrail.pipeline.storage.private import make_folder, open_file
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, read_checked
+from fuelrail.pipeline.storage.retry import (
+    Fault,
+    RetryPolicy,
+    call_with_retries,
+    read_checked,
+)
 
 _LOG = logging.getLogger(__name__)
 _SIDE_FILES: Final = (
@@ -140,11 +149,16 @@ class RemoteFolder:
     """The folder in the cache, which `fetch_dataset` makes when it knows the manifest."""
 
     def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None,
+        retry: RetryPolicy,
     ) -> None:
         """Open the file system; raise what :func:`filesystem` raises."""
         self._open = partial(
-            filesystem, url, _with_patience(url, storage_options, retry.attempt_timeout_s)
+            filesystem,
+            url,
+            _with_patience(url, storage_options, retry.attempt_timeout_s),
         )
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
@@ -239,7 +253,9 @@ class RemoteFolder:
             return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
 
         return read_checked(
-            lambda: self._read_whole(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry
+            lambda: self._read_whole(MANIFEST_FILE, MAX_MANIFEST_BYTES),
+            check,
+            self.retry,
         )
 
     def checked(self, entry: FileEntry) -> bytes:
@@ -257,14 +273,22 @@ class RemoteFolder:
             return data
 
         return read_checked(
-            lambda: self._read_whole(entry.name, max(entry.bytes, 0)), check, self.retry
+            lambda: self._read_whole(entry.name, max(entry.bytes, 0)),
+            check,
+            self.retry,
         )
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
                 self._fail(name, fault)
-            _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
+            _LOG.warning(
+                "%s/%s: %s; trying again in %.1f s",
+                self.shown,
+                name,
+                fault.text,
+                pause_s,
+            )
 
         return report
 
@@ -295,7 +319,10 @@ def _with_patience(
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)
-        return {**options, "client_kwargs": {"timeout": timeout, **client_options}}
+        return {
+            **options,
+            "client_kwargs": {"timeout": timeout, **client_options},
+        }
     return storage_options
 
 

@@ -13,7 +13,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    Self,
+    TypeAlias,
+    cast,
+)
 
 import msgspec
 import numpy as np
@@ -81,7 +90,8 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
 
     kind: Annotated[Literal["fixed", "per_view"], must_be("one of fixed, per_view")] = "fixed"
     epoch: Annotated[
-        Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None, must_be("an integer >= 0, or None")
+        Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
+        must_be("an integer >= 0, or None"),
     ] = None
     settings: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
 
@@ -288,7 +298,10 @@ def open_layer(
     if not _NAME.fullmatch(name):
         raise ConfigError(f"layer name {name!r:.110} must match {_NAME.pattern}")
     data = open_layer_data(
-        location, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+        location,
+        storage_options=storage_options,
+        cache_dir=cache_dir,
+        retry=retry,
     )
     layer = Layer(name, data, read_rows(data), missing)
     check_base(layer, base)
@@ -306,7 +319,11 @@ def open_layer_data(
     layer.
     """
     data = open_kind(
-        location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+        location,
+        LAYERS,
+        storage_options=storage_options,
+        cache_dir=cache_dir,
+        retry=retry,
     )
     entry = data.manifest.file(ROWS_FILE)
     if entry is not None and data.origin is not None:
@@ -427,7 +444,10 @@ def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.in
 
 
 def check_present(
-    layer: Layer, dataset: Dataset, split: str, selected: NDArray[np.int64] | None
+    layer: Layer,
+    dataset: Dataset,
+    split: str,
+    selected: NDArray[np.int64] | None,
 ) -> None:
     """Raise OrderError, naming some, where selected samples of a split (None: all) have no row
     in the layer.

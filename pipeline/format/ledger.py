@@ -164,10 +164,15 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
                 if text is None:
                     try:
                         record = _DECODER.decode(body)
-                    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                    except (
+                        msgspec.DecodeError,
+                        UnicodeError,
+                        RecursionError,
+                    ) as error:
                         fault = explain(error, body, Record)
                         raise LedgerError(
-                            f"ledger '{path}': record {number} is of no known form: {fault}", number
+                            f"ledger '{path}': record {number} is of no known form: {fault}",
+                            number,
                         ) from error
                     setup_bytes += len(body) if isinstance(record, RunSetup) else 0
                     text = UNTYPED.broken(setup_bytes)
@@ -291,7 +296,12 @@ class LedgerFile:
         head = os.pread(handle, _DIGEST_CHARS, self._last)
         return not self.records or head == self._head.encode()
 
-    def append(self, *records: Record, in_place_of_last: bool = False, sync: bool = True) -> None:
+    def append(
+        self,
+        *records: Record,
+        in_place_of_last: bool = False,
+        sync: bool = True,
+    ) -> None:
         """Write some records, in one piece; ``in_place_of_last`` removes this object's last one
         before.
 
@@ -370,7 +380,9 @@ class Stretch(NamedTuple):
     """Positions before it were not shown, or that is not known."""
 
 
-def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stretch]]:
+def seen_by_weights(
+    records: Sequence[Record],
+) -> tuple[list[Stretch], list[Stretch]]:
     """Return the parts of a run that the weights have seen, in order, and the segments of which
     nothing is left.
 

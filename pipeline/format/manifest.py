@@ -55,7 +55,9 @@ _MAX_NAMES: Final = 1 << 15
 """The most classes, and the most attributes: their numbers are 16 bits wide."""
 Text = Annotated[str, Meta(max_length=4096)]
 Fingerprint = Annotated[
-    str, Meta(pattern=r"\A[0-9a-f]{64}\Z"), must_be("64 hexadecimal digits, 0-9 and a-f")
+    str,
+    Meta(pattern=r"\A[0-9a-f]{64}\Z"),
+    must_be("64 hexadecimal digits, 0-9 and a-f"),
 ]
 _Names = Annotated[tuple[Text, ...], Meta(max_length=_MAX_NAMES)]
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
@@ -85,7 +87,12 @@ _NOT_IN_FINGERPRINT: Final = frozenset(
 
 Whatever these decide about the samples is in the other entries.
 """
-_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
+_READ_BY_LOADERS: Final = (
+    "shards.arrow",
+    "index.arrow",
+    "rows.npy",
+    "zstd.dict",
+)
 
 
 class FileEntry(Settings, frozen=True):
@@ -149,7 +156,10 @@ class Lineage(Settings, frozen=True):
         ):
             ancestors.setdefault(ancestor.fingerprint, ancestor)
         fingerprints = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
-        return cls(parents=fingerprints, ancestors=tuple(ancestors.values())[:MAX_ANCESTORS])
+        return cls(
+            parents=fingerprints,
+            ancestors=tuple(ancestors.values())[:MAX_ANCESTORS],
+        )
 
 
 class _Head(msgspec.Struct):
@@ -221,7 +231,11 @@ class Manifest(Settings, frozen=True):
     def cameras(self) -> tuple[CameraEntry, ...]:
         """The cameras among the channels, in rig order."""
         return tuple(
-            CameraEntry(channel=channel.name, source_name=channel.source_name, sizes=channel.sizes)
+            CameraEntry(
+                channel=channel.name,
+                source_name=channel.source_name,
+                sizes=channel.sizes,
+            )
             for channel in self.channels
             if channel.sensor == CAMERA
         )
@@ -231,7 +245,9 @@ class Manifest(Settings, frozen=True):
         """The lidars among the channels, in rig order."""
         return tuple(
             LidarEntry(
-                channel=channel.name, source_name=channel.source_name, columns=channel.columns
+                channel=channel.name,
+                source_name=channel.source_name,
+                columns=channel.columns,
             )
             for channel in self.channels
             if channel.sensor == LIDAR
@@ -259,7 +275,10 @@ def _lacks(fact: str, provenance: object) -> bool:
     parts = []
     for name in ("merged", "appended"):
         parts += [part for part in facts.get(name) or () if isinstance(part, dict)]
-    inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
+    inner = [
+        facts.get("provenance"),
+        *(part.get("provenance") for part in parts),
+    ]
     return facts.get(fact) == "none" or any(_lacks(fact, origin) for origin in inner)
 
 
@@ -332,7 +351,10 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
             f"'{where}' has format version {version}; this reads {FORMAT_VERSION}: use the "
             "Fuelrail that wrote it"
         )
-    for name, part in (("compression", head.compression), ("provenance", head.provenance)):
+    for name, part in (
+        ("compression", head.compression),
+        ("provenance", head.provenance),
+    ):
         if len(bytes(part)) > _MAX_FREE_BYTES:
             raise ManifestError(
                 f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} "
@@ -445,7 +467,11 @@ def _check_names(manifest: Manifest, where: str) -> None:
             raise ManifestError(f"'{where}': '{shortened(name)}' is not a plain file name")
     for kind, names, pattern in (
         ("file", files, None),
-        ("channel", [channel.name for channel in manifest.channels], "[a-z0-9_]{1,100}"),
+        (
+            "channel",
+            [channel.name for channel in manifest.channels],
+            "[a-z0-9_]{1,100}",
+        ),
         ("split", list(manifest.splits), "[a-z][a-z0-9_]{0,99}"),
     ):
         for name, count in Counter(list(names)).items():
@@ -466,14 +492,19 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
     for channel in channels:
         if channel.sensor == CAMERA:
             entry = CameraEntry(
-                channel=channel.name, source_name=channel.source_name, sizes=channel.sizes
+                channel=channel.name,
+                source_name=channel.source_name,
+                sizes=channel.sizes,
             )
             expected = camera_channel(
-                entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg"
+                entry,
+                channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg",
             )
         elif channel.sensor == LIDAR:
             entry_of_lidar = LidarEntry(
-                channel=channel.name, source_name=channel.source_name, columns=channel.columns
+                channel=channel.name,
+                source_name=channel.source_name,
+                columns=channel.columns,
             )
             expected = lidar_channel(entry_of_lidar)
         elif channel.name == BOXES_CHANNEL.name:
@@ -501,7 +532,8 @@ def _check_runs(manifest: Manifest, where: str) -> None:
     """Check that splits tile the rows and the shards without gap or overlap."""
     row = shard = 0
     for name, split in sorted(
-        manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)
+        manifest.splits.items(),
+        key=lambda item: (item[1].first_shard, item[1].first_sample),
     ):
         if (split.first_sample, split.first_shard) != (
             row,

@@ -70,12 +70,23 @@ _LENGTH = (-1e6, 1e6)
 _ZERO = (0.0, 0.0)
 _UNIT = (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
-    ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _UNIT)), np.float64
+    (
+        (_FOCAL, _LENGTH, _LENGTH),
+        (_ZERO, _FOCAL, _LENGTH),
+        (_ZERO, _ZERO, _UNIT),
+    ),
+    np.float64,
 ).transpose(2, 0, 1)
 _BOX_LOW, _BOX_HIGH = np.array(
     ((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)
 ).T
-_POSES: Final = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
+_POSES: Final = (
+    "cam2ego",
+    "cam_ego2global",
+    "ego2global",
+    "lidar2ego",
+    "lidar_ego2global",
+)
 _EYE: Final = np.eye(3)
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 
@@ -220,7 +231,12 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
         # A camera has one image, of any extension.
         slot = channel if extension in IMAGE_EXTENSIONS else name
         if slot in slots:
-            broken.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))
+            broken.append(
+                Broken(
+                    name,
+                    f"the sample has '{slot}' twice; each field occurs once",
+                )
+            )
         slots.add(slot)
         if not (
             name in (META, GEOMETRY, BOXES)
@@ -250,7 +266,10 @@ def unsafe_ending(name: str) -> str | None:
     """Return why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None
     where it has none.
     """
-    ending = next((part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS), None)
+    ending = next(
+        (part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS),
+        None,
+    )
     if ending is None:
         return None
     return (
@@ -272,7 +291,10 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
             ),
         )
     for channel in meta.cameras.keys() - set(rig.cameras):
-        yield Broken(META, f"it describes camera {channel!r:.40}, which the manifest does not have")
+        yield Broken(
+            META,
+            f"it describes camera {channel!r:.40}, which the manifest does not have",
+        )
     valid = geometry.cam_valid.tolist()
     sizes = geometry.img_wh.tolist()
     counts = (~np.isnan(geometry.dist)).sum(1).tolist()
@@ -280,7 +302,10 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
         camera = meta.cameras.get(channel)
         if camera is None:
             if valid[number]:
-                yield Broken(META, f"it does not describe camera '{channel}', which has an image")
+                yield Broken(
+                    META,
+                    f"it does not describe camera '{channel}', which has an image",
+                )
             continue
         width, height = sizes[number]
         if valid[number] and (width, height) != (camera.width, camera.height):
@@ -290,14 +315,22 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
             )
             yield Broken(META, text)
         if camera.dist_model != UNBENT or counts[number]:
-            yield from _of_lens(channel, camera.dist_model, geometry.dist[number], counts[number])
+            yield from _of_lens(
+                channel,
+                camera.dist_model,
+                geometry.dist[number],
+                counts[number],
+            )
 
 
 def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) -> Iterator[Broken]:
     """Yield the rules that ``count`` coefficients of a camera break."""
     if model != UNBENT and model not in MODELS:
         models = ", ".join((UNBENT, *MODELS))
-        yield Broken(META, f"the dist_model of {channel} is {model!r:.40}; known: {models}")
+        yield Broken(
+            META,
+            f"the dist_model of {channel} is {model!r:.40}; known: {models}",
+        )
         return
     limit = 0 if model == UNBENT else MODELS[model][1][-1]
     if np.isnan(dist[:count]).any():
@@ -340,7 +373,12 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
     bad = ((wh < 1) | (wh > LARGEST_IMAGE)).any(1)
     if bad.any():
         bad &= ~(is_absent & ((wh == -1) | (wh == 0)).all(1))
-        yield from _first(bad, "img_wh", wh, f"1 to {LARGEST_IMAGE}, or -1 where there is no image")
+        yield from _first(
+            bad,
+            "img_wh",
+            wh,
+            f"1 to {LARGEST_IMAGE}, or -1 where there is no image",
+        )
     intrinsics = geometry.intrinsics
     bad = ~((intrinsics >= _K_LOW) & (intrinsics <= _K_HIGH)).all((1, 2))
     if bad.any():
@@ -365,7 +403,12 @@ def _is_whole(geometry: Geometry) -> bool:
     poses = _poses(geometry)
     rotation = poses[:, :3, :3]
     motion = np.concatenate(
-        (geometry.dist.ravel(), geometry.ego_velocity, geometry.ego_accel, geometry.ego_rates)
+        (
+            geometry.dist.ravel(),
+            geometry.ego_velocity,
+            geometry.ego_accel,
+            geometry.ego_rates,
+        )
     )
     low, high = _whole_bounds(len(poses), len(geometry.img_wh))
     with np.errstate(all="ignore"):
@@ -407,7 +450,9 @@ def _poses(geometry: Geometry) -> NDArray[np.float64]:
 
 
 def _broken_poses(
-    geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]
+    geometry: Geometry,
+    is_absent: NDArray[np.bool_],
+    may_lack: NDArray[np.bool_],
 ) -> Iterator[str]:
     """Yield a text for each kind of pose of which one is not rigid.
 
@@ -453,8 +498,16 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
     visibility = boxes.visibility
     box_words = f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"  # noqa: E501
     for bad, name, words in (
-        (~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)), "boxes3d", box_words),
-        (~(np.abs(length - 1) <= SKEW), "rotation_wxyz", "quaternions of length 1"),
+        (
+            ~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)),
+            "boxes3d",
+            box_words,
+        ),
+        (
+            ~(np.abs(length - 1) <= SKEW),
+            "rotation_wxyz",
+            "quaternions of length 1",
+        ),
         (
             np.abs(boxes.velocity) > LARGEST,
             "velocity",
@@ -465,7 +518,11 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
             "label",
             f"-1 to {rig.num_classes - 1}, as the manifest's classes",
         ),
-        (_outside(visibility, 4) | (visibility == 0), "visibility", "-1 (unknown) or 1 to 4"),
+        (
+            _outside(visibility, 4) | (visibility == 0),
+            "visibility",
+            "-1 (unknown) or 1 to 4",
+        ),
         (
             _outside(boxes.attribute, rig.num_attributes - 1),
             "attribute",
@@ -508,7 +565,16 @@ def _box_bounds(
     (14, 1).
     """
     low = (*_BOX_LOW, 1 - SKEW / 2, -1, -1, -1, -1, -1, 0)
-    high = (*_BOX_HIGH, 1 + SKEW / 2, num_classes - 1, 4, num_attributes - 1, np.inf, np.inf, 1)
+    high = (
+        *_BOX_HIGH,
+        1 + SKEW / 2,
+        num_classes - 1,
+        4,
+        num_attributes - 1,
+        np.inf,
+        np.inf,
+        1,
+    )
     return np.array(low)[:, None], np.array(high)[:, None]
 
 

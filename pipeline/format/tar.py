@@ -111,7 +111,8 @@ def member_header(name: str, size: int) -> bytes:
     """
     if not 0 <= size <= MAX_STORED_BYTES:
         raise MemberTooLargeError(
-            f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})", member=name
+            f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})",
+            member=name,
         )
     if len(name) <= _USTAR_NAME_BYTES and name.isascii():
         return _ustar_block(name.encode("ascii"), size, b"0", _DEVICES)
@@ -132,7 +133,14 @@ def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> byt
     back, rest = _after_checksum(typeflag, devices)
     checksum = rest + sum(name) + sum(digits)
     return b"".join(
-        (name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back)
+        (
+            name.ljust(100, b"\0"),
+            _MODE_UID_GID,
+            digits,
+            _MTIME,
+            b"%06o\0 " % checksum,
+            back,
+        )
     )
 
 
@@ -226,15 +234,23 @@ def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[F
         name, size, position = _read_header(view, position, shard)
         if name is None:
             if not closed:
-                raise TarFormatError("zeros instead of a header", shard=shard, offset=header_offset)
+                raise TarFormatError(
+                    "zeros instead of a header",
+                    shard=shard,
+                    offset=header_offset,
+                )
             if len(view) < header_offset + len(END_OF_ARCHIVE):
                 raise TruncatedShardError(
-                    "the closing zero blocks are cut", shard=shard, offset=header_offset
+                    "the closing zero blocks are cut",
+                    shard=shard,
+                    offset=header_offset,
                 )
             end = header_offset + len(END_OF_ARCHIVE)
             if len(view) > end or any(view[header_offset:end]):
                 raise TarFormatError(
-                    "bytes after the end of the archive", shard=shard, offset=header_offset
+                    "bytes after the end of the archive",
+                    shard=shard,
+                    offset=header_offset,
                 )
             return
         end = position + size
@@ -246,7 +262,11 @@ def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[F
                 offset=header_offset,
             )
         if any(view[end:padded]):
-            raise TarFormatError(f"padding of member '{name}' is not zero", shard=shard, offset=end)
+            raise TarFormatError(
+                f"padding of member '{name}' is not zero",
+                shard=shard,
+                offset=end,
+            )
         yield FoundMember(name, header_offset, position, size)
         position = padded
 
@@ -268,7 +288,11 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
         except ValueError as error:
             raise TarFormatError("size field is not octal", shard=shard, offset=position) from error
         if pax_bytes > 1 << 20:
-            raise TarFormatError(f"a pax header of {pax_bytes} bytes", shard=shard, offset=position)
+            raise TarFormatError(
+                f"a pax header of {pax_bytes} bytes",
+                shard=shard,
+                offset=position,
+            )
         num_blocks = -(-pax_bytes // BLOCK_BYTES)
         length += BLOCK_BYTES + num_blocks * BLOCK_BYTES
     header = bytes(view[position : position + length])
@@ -278,10 +302,19 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
         info = tarfile.TarInfo.frombuf(header[-BLOCK_BYTES:], "utf-8", "strict")
         name = _pax_path(header[BLOCK_BYTES:-BLOCK_BYTES]) if is_pax else info.name
         normal = member_header(name, info.size)
-    except (tarfile.HeaderError, UnicodeDecodeError, ValueError, MemberTooLargeError) as error:
+    except (
+        tarfile.HeaderError,
+        UnicodeDecodeError,
+        ValueError,
+        MemberTooLargeError,
+    ) as error:
         raise TarFormatError(f"not a tar header: {error}", shard=shard, offset=position) from error
     if header != normal:
-        raise TarFormatError(f"header of '{name}' is not normalised", shard=shard, offset=position)
+        raise TarFormatError(
+            f"header of '{name}' is not normalised",
+            shard=shard,
+            offset=position,
+        )
     return name, info.size, position + length
 
 

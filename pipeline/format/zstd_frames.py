@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 import zstandard
 
-from fuelrail.pipeline.errors import FrameError, MemberTooLargeError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    FrameError,
+    MemberTooLargeError,
+    TruncatedShardError,
+)
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES, Zstd
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
@@ -80,7 +84,12 @@ def span_bytes(row: IndexRow) -> int:
 
 
 def decode_frame(
-    stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key: str | None = None
+    stored: Buffer,
+    raw_bytes: int,
+    *,
+    shard: str,
+    offset: int,
+    key: str | None = None,
 ) -> bytes:
     """Decode a frame's span, which must have ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key``
     name it in errors.
@@ -127,7 +136,12 @@ def open_span(row: IndexRow, stored: Buffer, shard: str) -> bytes:
 
 
 def read_head(
-    file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: str | None = None
+    file: BinaryIO,
+    num_bytes: int,
+    *,
+    shard: str,
+    offset: int,
+    key: str | None = None,
 ) -> bytes:
     """Return the first ``num_bytes`` of the content of the frame at a file's position; read little
     more than they need.
@@ -173,7 +187,9 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
     footer_at = len(view) - _FOOTER.size
     if footer_at < _HEADER.size:
         raise TruncatedShardError(
-            "no seek table: the shard is shorter than an empty one", shard=shard, offset=0
+            "no seek table: the shard is shorter than an empty one",
+            shard=shard,
+            offset=0,
         )
     count, descriptor, magic = _FOOTER.unpack(view[footer_at:])
     if magic != _SEEKABLE_MAGIC:
@@ -190,7 +206,9 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
         len(view) - table_at - 8,
     ):
         raise FrameError(
-            "the seek table does not begin where its footer says", shard=shard, offset=table_at
+            "the seek table does not begin where its footer says",
+            shard=shard,
+            offset=table_at,
         )
     frames = list[Frame]()
     offset = 0

@@ -16,7 +16,12 @@ from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, groups_of
+from fuelrail.pipeline.order.regroup import (
+    RegroupedOrder,
+    WindowedOrder,
+    costs_of,
+    groups_of,
+)
 from fuelrail.pipeline.order.without import ThinnedOrder
 from fuelrail.pipeline.settings import Positive, Settings, check_types
 
@@ -63,7 +68,10 @@ class BalancedOrder(RegroupedOrder):
     use = "balance"
 
     def __init__(
-        self, base: EndlessOrder, balance: Balance, costs: Sequence[NDArray[np.integer]]
+        self,
+        base: EndlessOrder,
+        balance: Balance,
+        costs: Sequence[NDArray[np.integer]],
     ) -> None:
         super().__init__(base, costs)
         self.balance = balance
@@ -138,7 +146,8 @@ def rank_positions(
     running = batching.running(step)
     positions = running % batching.epoch_length
     rows = deal(
-        order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches
+        order.position_costs(in_order, positions),
+        batching.world.size * order.balance.micro_batches,
     )
     first = batching.world.rank * batching.rank_batch
     rank_rows = rows[first : first + batching.rank_batch]

@@ -368,7 +368,10 @@ class Walk:
             end = min(step + num_steps * self.share.stride, batches.num_steps)
             steps = np.arange(step, end, self.share.stride, dtype=np.int64)
             starts = batches.start + steps * batches.global_batch
-            yield epoch, (starts[:, None] + in_step).reshape(-1) % batches.epoch_length
+            yield (
+                epoch,
+                (starts[:, None] + in_step).reshape(-1) % batches.epoch_length,
+            )
             first = first + len(steps)
             num_steps = num_steps - len(steps)
 

@@ -24,7 +24,12 @@ from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.epoch import Entries, Occurrences
 from fuelrail.pipeline.order.pack import WindowLength
 from fuelrail.pipeline.order.permutation import as_positions
-from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
+from fuelrail.pipeline.order.regroup import (
+    RegroupedEpoch,
+    WindowedOrder,
+    costs_of,
+    joined,
+)
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -177,6 +182,9 @@ class BucketedEpoch(RegroupedEpoch):
         for window_number in np.unique(windows).tolist():
             members, bounds = self._members(window_number)
             pieces.append(
-                (members, bounds[bucket] + places[windows == window_number] - before[window_number])
+                (
+                    members,
+                    bounds[bucket] + places[windows == window_number] - before[window_number],
+                )
             )
         return bucket, joined(pieces)

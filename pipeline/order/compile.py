@@ -39,7 +39,13 @@ from fuelrail.pipeline.order.epoch import (
 from fuelrail.pipeline.order.inputs import OrderInputs, read_inputs
 from fuelrail.pipeline.order.keys import unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
+from fuelrail.pipeline.order.mix import (
+    MAX_BLOCK,
+    Mix,
+    MixedOrder,
+    MixSchedule,
+    MixStage,
+)
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, position_map
 from fuelrail.pipeline.order.uses import OrderCosts
@@ -88,7 +94,11 @@ def compile_order(
     selected; ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
     from fuelrail.pipeline.format.attributes import Attributes, ClipTable
-    from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
+    from fuelrail.pipeline.format.layers import (
+        JoinedAttributes,
+        check_present,
+        present_samples,
+    )
 
     spec = spec.resolved()
     num_samples = dataset.split(split).num_samples
@@ -97,7 +107,10 @@ def compile_order(
     if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
     in_layers = [
-        (f"layer '{layer.name}' with missing='drop'", present_samples(layer, dataset, split))
+        (
+            f"layer '{layer.name}' with missing='drop'",
+            present_samples(layer, dataset, split),
+        )
         for layer in layers
         if layer.missing == "drop" and not layer.is_complete
     ]
@@ -238,7 +251,11 @@ def arrange(
             sampling = SystematicSampling(weights, length)
             identity["weighted"] = _describe_sampling(sampling)
         order = CompiledOrder(
-            spec, identity, inputs.shard_lengths, selected=rows, sampling=sampling
+            spec,
+            identity,
+            inputs.shard_lengths,
+            selected=rows,
+            sampling=sampling,
         )
     hidden = inputs.without if spec.without else ()
     if window is not None and window.pad == "drop" and inputs.clips is not None:
@@ -274,7 +291,10 @@ def _weigh(
 
 
 def _arrange_stages(
-    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, identity: dict[str, Any]
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    identity: dict[str, Any],
 ) -> MixedOrder:
     """Return the orders of the stages as a mix in blocks of one position, each with its stage's
     order.
@@ -325,7 +345,12 @@ def _arrange_stages(
 
 
 def _arrange_mix(
-    spec: OrderSpec, mix: Mix, inputs: OrderInputs, *, rows: Rows | None, identity: dict[str, Any]
+    spec: OrderSpec,
+    mix: Mix,
+    inputs: OrderInputs,
+    *,
+    rows: Rows | None,
+    identity: dict[str, Any],
 ) -> MixedOrder:
     """Return the mix of the parts of the selected samples, each with its own order; weights are
     those of the whole selection.
@@ -356,7 +381,11 @@ def _arrange_mix(
             sampling = SystematicSampling(weights[inside], len(part_rows))
             text += f", {_describe_sampling(sampling)}"
         part = CompiledOrder(
-            part_spec, {value: text}, inputs.shard_lengths, selected=part_rows, sampling=sampling
+            part_spec,
+            {value: text},
+            inputs.shard_lengths,
+            selected=part_rows,
+            sampling=sampling,
         )
         parts.append(part)
     mixed = MixedOrder(
@@ -442,7 +471,8 @@ class CompiledOrder:
             copy_maps.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
         return MappedEpoch(
-            position_map(self.spec, lengths[lengths > 0].tolist(), epoch), *copy_maps
+            position_map(self.spec, lengths[lengths > 0].tolist(), epoch),
+            *copy_maps,
         )
 
 
@@ -501,7 +531,11 @@ def compile_mix(
         )
 
     return mix_orders(
-        ratios, spec=spec, datasets=datasets, compile_one=compile_one, global_batch=global_batch
+        ratios,
+        spec=spec,
+        datasets=datasets,
+        compile_one=compile_one,
+        global_batch=global_batch,
     )
 
 
@@ -535,7 +569,9 @@ def mix_orders(
     lacking: list[set[str]] = []
     for number, name in enumerate(datasets):
         part_spec = msgspec.structs.replace(
-            spec, seed=_part_seed("order mix part", spec.seed, number), epoch_length=None
+            spec,
+            seed=_part_seed("order mix part", spec.seed, number),
+            epoch_length=None,
         )
         try:
             lacking.append(set())
@@ -546,7 +582,11 @@ def mix_orders(
         raise unknown_names(missing)
     orders, costs, hidden = OrderCosts.split(compiled)
     mixed = MixedOrder(
-        orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule
+        orders,
+        final,
+        seed=spec.seed,
+        epoch_length=spec.epoch_length,
+        schedule=schedule,
     )
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {

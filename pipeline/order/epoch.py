@@ -176,7 +176,9 @@ class MappedEpoch(Epoch):
         """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
         return Entries(
-            np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool)
+            np.zeros(samples.shape, np.int64),
+            samples,
+            np.ones(samples.shape, dtype=bool),
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:

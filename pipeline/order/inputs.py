@@ -152,7 +152,8 @@ def needed_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
     for number, stage in enumerate(spec.stages):
         try:
             columns += needed_columns(
-                OrderSpec(filter=stage.filter, weights=stage.weights), attributes
+                OrderSpec(filter=stage.filter, weights=stage.weights),
+                attributes,
             )
         except OrderError as error:
             raise OrderError(f"stage {number}: {error}") from error

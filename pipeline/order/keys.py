@@ -77,7 +77,11 @@ def read_columns(file: str, names: Sequence[str]) -> pa.Table:
     """
     import pyarrow as pa
 
-    from fuelrail.pipeline.storage.named_tables import SUFFIXES, TableError, read_named_columns
+    from fuelrail.pipeline.storage.named_tables import (
+        SUFFIXES,
+        TableError,
+        read_named_columns,
+    )
 
     if Path(file).suffix not in SUFFIXES:
         raise OrderError(f"'{file}' must be one of {', '.join(SUFFIXES)}")

@@ -22,7 +22,11 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries, Epoch, Occurrences
-from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import (
+    KeyedPermutation,
+    as_positions,
+    derive_key,
+)
 from fuelrail.pipeline.order.regroup import groups_of
 
 if TYPE_CHECKING:
@@ -188,7 +192,10 @@ class LaneEpoch(Epoch):
         offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
         samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
         return Entries(
-            np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0}
+            np.zeros_like(samples),
+            samples,
+            valid,
+            {"lane": lane, "prev_exists": offset > 0},
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:
@@ -222,7 +229,8 @@ class LaneEpoch(Epoch):
         steps = np.append(step, repeat_start[padding] + turn * length[padding])
         lanes = np.append(lane, ended[padding])
         return Occurrences.sorted(
-            np.append(indices, indices[showing[padding]]), steps * self.num_lanes + lanes
+            np.append(indices, indices[showing[padding]]),
+            steps * self.num_lanes + lanes,
         )
 
     def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
@@ -232,7 +240,8 @@ class LaneEpoch(Epoch):
         hidden = np.sort(self._clips.ranks[samples])
         ends = self._first_ranks + self._lengths
         piece, cut = _runs(
-            np.searchsorted(hidden, self._first_ranks), np.searchsorted(hidden, ends) + 1
+            np.searchsorted(hidden, self._first_ranks),
+            np.searchsorted(hidden, ends) + 1,
         )
         bounds = np.append(hidden, ends[-1:])
         is_first, is_last = (

@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Occurrences
+from fuelrail.pipeline.order.epoch import (
+    EndlessOrder,
+    Entries,
+    Epoch,
+    Occurrences,
+)
 from fuelrail.pipeline.order.permutation import (
     CHUNK,
     MAX_LENGTH,
@@ -295,7 +300,10 @@ class MixedEpoch(Epoch):
         return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
 
     def _fill(
-        self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]
+        self,
+        positions: NDArray[np.int64],
+        parts: NDArray[np.int64],
+        samples: NDArray[np.int64],
     ) -> None:
         """Write the entries at ``positions`` (n,) into the other two (n,)."""
         mix = self._mix
@@ -391,7 +399,9 @@ class MixedEpoch(Epoch):
         return places
 
 
-def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _distinct(
+    values: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if
     needed.
     """

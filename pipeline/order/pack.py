@@ -22,7 +22,12 @@ from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, Cost
 from fuelrail.pipeline.order.epoch import Occurrences
 from fuelrail.pipeline.order.permutation import as_positions
-from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
+from fuelrail.pipeline.order.regroup import (
+    RegroupedEpoch,
+    WindowedOrder,
+    costs_of,
+    joined,
+)
 from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
@@ -116,7 +121,11 @@ class PackedOrder(WindowedOrder):
     use = "pack"
 
     def __init__(
-        self, base: EndlessOrder, pack: Pack, costs: Sequence[NDArray[np.integer]], seed: int
+        self,
+        base: EndlessOrder,
+        pack: Pack,
+        costs: Sequence[NDArray[np.integer]],
+        seed: int,
     ) -> None:
         super().__init__(base, costs, pack.window, seed)
         self.pack = pack
@@ -131,7 +140,11 @@ class PackedOrder(WindowedOrder):
 
     def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
         """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
-        return pack_window(costs_of(self.costs, entries), self.pack.budget, self.pack.max_samples)
+        return pack_window(
+            costs_of(self.costs, entries),
+            self.pack.budget,
+            self.pack.max_samples,
+        )
 
     def epoch(self, epoch: int, /) -> PackedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""

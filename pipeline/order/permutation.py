@@ -174,7 +174,11 @@ class KeyedPermutation:
         return outputs.reshape(inputs.shape)
 
     def _network(
-        self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
+        self,
+        source: NDArray[np.uint64],
+        target: NDArray[np.uint64],
+        *,
+        backwards: bool,
     ) -> None:
         """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go
         through the rounds.

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 _EPOCHS_KEPT: Final = 4
 _WINDOWS_KEPT: Final = 64
-_NOTHING: Final = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool))
+_NOTHING: Final = (
+    np.zeros(0, np.int64),
+    np.zeros(0, np.int64),
+    np.zeros(0, bool),
+)
 
 
 class RegroupedOrder:
@@ -46,7 +50,10 @@ class RegroupedOrder:
     def __init__(self, base: EndlessOrder, costs: Sequence[NDArray[np.integer]]) -> None:
         self.base = base
         self.costs = tuple(costs)
-        self.identity: dict[str, Any] = {**base.identity, f"has_{self.use}": True}
+        self.identity: dict[str, Any] = {
+            **base.identity,
+            f"has_{self.use}": True,
+        }
 
     @property
     def num_selected(self) -> int:
@@ -136,7 +143,10 @@ class WindowedOrder(RegroupedOrder, ABC):
         before are read.
         """
         num_counted = len(self._count(epoch, 0)) - 1
-        self._count(epoch, num_counted - (num_counted - self.num_windows) // max(1, windows_left))
+        self._count(
+            epoch,
+            num_counted - (num_counted - self.num_windows) // max(1, windows_left),
+        )
 
     def _count(self, epoch: int, num_windows: int) -> list[NDArray[np.int64]]:
         """Return the sums before and after each window that is counted, ``num_windows`` of them
@@ -196,7 +206,9 @@ class RegroupedEpoch(Epoch):
         return joined([(entries, by_group)]), np.searchsorted(groups[by_group], np.arange(num + 1))
 
 
-def joined(pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]]) -> Entries:
+def joined(
+    pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]],
+) -> Entries:
     """Return some samples of several entries, one after the other, without flags."""
     chosen = [
         (entries.parts[rows], entries.samples[rows], entries.valid[rows])

@@ -168,7 +168,8 @@ class Filter:
                     inside = value.isin([self._literal(item) for item in items])
                 except (pa.ArrowException, TypeError) as error:
                     raise self._refuse(
-                        right, f"the values of a list must be of one type: {error}"
+                        right,
+                        f"the values of a list must be of one type: {error}",
                     ) from error
                 # Arrow takes null for a value like others here; an unknown value is neither in nor
                 # not in a list.
@@ -193,7 +194,9 @@ class Filter:
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
                 return _BINARY[type(operator)](self._value(left, depth), self._value(right, depth))
             case ast.Call(
-                func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)], keywords=[]
+                func=ast.Name(id="col"),
+                args=[ast.Constant(value=str() as name)],
+                keywords=[],
             ):
                 return self._column(node, name)
             case ast.Call(
@@ -213,7 +216,8 @@ class Filter:
             case ast.Attribute(value=ast.Name(id=layer)):
                 hint = f"; for an attribute of a layer attach the layer: layers={{'{layer}': PATH}}"
                 raise self._refuse(
-                    node, f"{_describe(node)} is not in the language of filters{hint}"
+                    node,
+                    f"{_describe(node)} is not in the language of filters{hint}",
                 )
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
@@ -243,7 +247,8 @@ class Filter:
                 return signed if isinstance(signed, float) else self._integer(node, signed)
             case _:
                 raise self._refuse(
-                    node, f"a text, a number, True or False is needed here, not {_describe(node)}"
+                    node,
+                    f"a text, a number, True or False is needed here, not {_describe(node)}",
                 )
 
     def _integer(self, node: ast.expr, value: int) -> int:

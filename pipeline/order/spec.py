@@ -90,13 +90,17 @@ class OrderSpec(Settings, frozen=True):
     """Shards in a window; with kind ``windowed`` only, and needed there."""
     filter: Annotated[
         str | None,
-        flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION"),
+        flag(
+            'only samples that match, such as "night and num_car >= 3"',
+            metavar="EXPRESSION",
+        ),
     ] = None
     """Only samples for which an expression over attributes holds
     (`fuelrail.pipeline.order.select`).
     """
     subset: Annotated[
-        str | None, flag("only samples whose keys are in the file", metavar="FILE")
+        str | None,
+        flag("only samples whose keys are in the file", metavar="FILE"),
     ] = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or
     ``.csv`` file.
@@ -128,7 +132,8 @@ class OrderSpec(Settings, frozen=True):
     as many as it takes for all of them to come; staged, that of the first stage alone.
     """
     pieces_per_clip: Annotated[
-        Positive | None, flag("pieces that a clip is cut into, for --kind lanes")
+        Positive | None,
+        flag("pieces that a clip is cut into, for --kind lanes"),
     ] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
     pack: Pack | None = None
@@ -275,11 +280,15 @@ class _Windowed:
         self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
 
         def make(number: int) -> _Window:
-            slots = slice(int(self._first_slots[number]), int(self._first_slots[number + 1]))
+            slots = slice(
+                int(self._first_slots[number]),
+                int(self._first_slots[number + 1]),
+            )
             start = int(self._window_starts[number])
             end = int(self._window_starts[number + 1])
             permutation = KeyedPermutation(
-                end - start, derive_key("order windowed samples", seed, epoch, number)
+                end - start,
+                derive_key("order windowed samples", seed, epoch, number),
             )
             return _Window(
                 permutation,

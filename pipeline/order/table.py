@@ -11,7 +11,11 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
-from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
+from fuelrail.pipeline.order.compile import (
+    compile_table,
+    mix_orders,
+    needs_clips,
+)
 from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.permutation import CHUNK
 from fuelrail.pipeline.order.windows import window_lookup
@@ -78,9 +82,17 @@ class OrderedRows:
         ) -> EndlessOrder:
             part_data = data if mix is None else data[name]  # type: ignore[index]
             table = tables[name] = Table(part_data, part_spec, blocks, window)
-            keywords: dict[str, Any] = {"window": window, "clips": table.clips, "unknown": unknown}
+            keywords: dict[str, Any] = {
+                "window": window,
+                "clips": table.clips,
+                "unknown": unknown,
+            }
             return compile_table(
-                part_spec, table, table.lengths, global_batch=global_batch, **keywords
+                part_spec,
+                table,
+                table.lengths,
+                global_batch=global_batch,
+                **keywords,
             )
 
         if mix is None:
@@ -120,7 +132,9 @@ class OrderedRows:
             first = batching.world.rank * batching.rank_batch
             running = starts[:, None] + np.arange(first, first + batching.rank_batch)
             return self._rows(
-                in_order, running % batching.epoch_length, running < batching.epoch_length
+                in_order,
+                running % batching.epoch_length,
+                running < batching.epoch_length,
             )
         shares = [rank_positions(self.order, in_order, batching, step) for step in steps]
         return [
@@ -128,7 +142,10 @@ class OrderedRows:
         ]
 
     def _rows(
-        self, in_order: Epoch, positions: NDArray[np.int64], is_first: NDArray[np.bool_]
+        self,
+        in_order: Epoch,
+        positions: NDArray[np.int64],
+        is_first: NDArray[np.bool_],
     ) -> list[list[Any]]:
         """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only
         where they are packs.
@@ -164,7 +181,11 @@ class OrderedRows:
         leaves out.
         """
         check_unseen(
-            self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
+            self.order,
+            state=identity,
+            place=place,
+            full_batch=full_batch,
+            windows=self._windows,
         )
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
@@ -259,7 +280,9 @@ class Table:
                 "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
             )
         _, first, clip_index = np.unique(
-            np.asarray(self._columns["clip_id"]), return_index=True, return_inverse=True
+            np.asarray(self._columns["clip_id"]),
+            return_index=True,
+            return_inverse=True,
         )
         number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
         if "frame" in self._columns:

@@ -11,7 +11,12 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.cost import MAX_COST, Cost, compute_costs, cost_columns
+from fuelrail.pipeline.order.cost import (
+    MAX_COST,
+    Cost,
+    compute_costs,
+    cost_columns,
+)
 from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.pack import PackedOrder
@@ -37,7 +42,10 @@ class OrderCosts(NamedTuple):
 
     @classmethod
     def compute(
-        cls, spec: OrderSpec, inputs: OrderInputs, rows: NDArray[np.int64] | None
+        cls,
+        spec: OrderSpec,
+        inputs: OrderInputs,
+        rows: NDArray[np.int64] | None,
     ) -> OrderCosts:
         """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
 

@@ -205,7 +205,10 @@ def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDA
     """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
         values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
-    except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
+    except (
+        ValueError,
+        NotImplementedError,
+    ) as error:  # Arrow's own errors derive from these
         raise OrderError(
             f"attribute {name!r} is {column.type}, and a weight needs a number"
         ) from error
@@ -305,7 +308,14 @@ class SystematicEpoch:
     length - 1 to samples, ascending, copies side by side.
     """
 
-    __slots__ = ("_ends", "_length", "_phase", "_remainder", "_search", "_spacing")
+    __slots__ = (
+        "_ends",
+        "_length",
+        "_phase",
+        "_remainder",
+        "_search",
+        "_spacing",
+    )
 
     def __init__(self, search: TickSearch, length: int, phase: int) -> None:
         self._search = search
@@ -339,7 +349,10 @@ class SystematicEpoch:
         total = int(self._ends[-1])
         starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
         return [
-            min(max(-(-(start * self._length - self._phase) // total), 0), self._length)
+            min(
+                max(-(-(start * self._length - self._phase) // total), 0),
+                self._length,
+            )
             for start in starts
         ]
 
@@ -352,5 +365,6 @@ class SystematicEpoch:
         num = np.array(self.first_copies((numbers + 1).tolist()), np.int64) - first
         indices = np.repeat(np.arange(len(numbers)), num)
         return Occurrences(
-            indices, np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices]
+            indices,
+            np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices],
         )

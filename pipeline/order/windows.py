@@ -17,7 +17,13 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.epoch import Occurrences
-from fuelrail.pipeline.settings import AtLeast0, Positive, Settings, as_settings, check_types
+from fuelrail.pipeline.settings import (
+    AtLeast0,
+    Positive,
+    Settings,
+    as_settings,
+    check_types,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -373,7 +379,9 @@ class TimeLookup(WindowLookup):
         nearest = low
         if not self._holds:
             nearest = np.where(
-                np.abs(times[high] - wanted_ns) < np.abs(wanted_ns - times[low]), high, low
+                np.abs(times[high] - wanted_ns) < np.abs(wanted_ns - times[low]),
+                high,
+                low,
             )
         distance = np.abs(times[nearest] - wanted_ns)
         if self._reach_ns is not None:
@@ -396,11 +404,15 @@ class TimeLookup(WindowLookup):
         neighbours = np.stack([low, high], axis=-1).reshape(len(ranks), -1)
         present = np.pad(present, ((0, 0), (0, neighbours.shape[1])), constant_values=True)
         return WindowSamples(
-            clips.samples[np.hstack([nearest, neighbours])].astype(np.int64), present
+            clips.samples[np.hstack([nearest, neighbours])].astype(np.int64),
+            present,
         )
 
     def _last_before(
-        self, times_ns: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
+        self,
+        times_ns: NDArray[np.int64],
+        first: NDArray[np.int64],
+        end: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Return the rank of the last sample at or before each time, ``first`` - 1 where there
         is none: bisection.

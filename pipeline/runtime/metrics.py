@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _STORAGE: Final = {
-    "spans": ("fuelrail_storage_spans_total", "samples that storage handed out"),
-    "span_bytes": ("fuelrail_storage_bytes_total", "bytes of the samples that storage handed out"),
+    "spans": (
+        "fuelrail_storage_spans_total",
+        "samples that storage handed out",
+    ),
+    "span_bytes": (
+        "fuelrail_storage_bytes_total",
+        "bytes of the samples that storage handed out",
+    ),
     "requests": (
         "fuelrail_storage_requests_total",
         "requests to remote storage that were answered",
@@ -35,16 +41,31 @@ _STORAGE: Final = {
         "fuelrail_storage_request_bytes_total",
         "bytes that requests brought, gaps and hedges included",
     ),
-    "retries": ("fuelrail_storage_retries_total", "requests or reads made again after a failure"),
-    "hedges": ("fuelrail_storage_hedges_total", "second requests, made because the first was slow"),
-    "hedges_won": ("fuelrail_storage_hedges_won_total", "second requests that were answered first"),
+    "retries": (
+        "fuelrail_storage_retries_total",
+        "requests or reads made again after a failure",
+    ),
+    "hedges": (
+        "fuelrail_storage_hedges_total",
+        "second requests, made because the first was slow",
+    ),
+    "hedges_won": (
+        "fuelrail_storage_hedges_won_total",
+        "second requests that were answered first",
+    ),
     "refetched": (
         "fuelrail_storage_refetched_total",
         "samples read again: they came short or with a wrong checksum",
     ),
-    "concurrency": ("fuelrail_storage_concurrency", "requests that may be in flight"),
+    "concurrency": (
+        "fuelrail_storage_concurrency",
+        "requests that may be in flight",
+    ),
     "cache_hits": ("fuelrail_cache_hits_total", "samples found in the cache"),
-    "cache_misses": ("fuelrail_cache_misses_total", "samples that were not in the cache"),
+    "cache_misses": (
+        "fuelrail_cache_misses_total",
+        "samples that were not in the cache",
+    ),
     "cache_hit_bytes": (
         "fuelrail_cache_hit_bytes_total",
         "bytes of the samples found in the cache",
@@ -57,7 +78,10 @@ _STORAGE: Final = {
         "fuelrail_cache_damaged_total",
         "cache files that were missing, cut or corrupt",
     ),
-    "cache_bytes": ("fuelrail_cache_bytes", "bytes in the cache, of all processes that share it"),
+    "cache_bytes": (
+        "fuelrail_cache_bytes",
+        "bytes in the cache, of all processes that share it",
+    ),
 }
 """Fields of `fuelrail.loaders.storage.StorageStats`, and what they are here."""
 
@@ -65,9 +89,18 @@ _LOADER: Final = {
     "batches": ("fuelrail_batches_total", "batches handed to the trainer"),
     "samples": ("fuelrail_samples_total", "samples handed to the trainer"),
     "images": ("fuelrail_images_total", "images handed to the trainer"),
-    "waited_s": ("fuelrail_wait_seconds_total", "time the trainer waited for batches"),
-    "elapsed_s": ("fuelrail_uptime_seconds_total", "time since the start of the first iteration"),
-    "bad_samples": ("fuelrail_bad_samples_total", "distinct bad samples that were substituted"),
+    "waited_s": (
+        "fuelrail_wait_seconds_total",
+        "time the trainer waited for batches",
+    ),
+    "elapsed_s": (
+        "fuelrail_uptime_seconds_total",
+        "time since the start of the first iteration",
+    ),
+    "bad_samples": (
+        "fuelrail_bad_samples_total",
+        "distinct bad samples that were substituted",
+    ),
 }
 """Fields of `LoaderStats`."""
 
@@ -75,7 +108,10 @@ _STAGE: Final = {
     "items": ("fuelrail_stage_items_total", "work calls finished"),
     "num_threads": ("fuelrail_stage_threads", "threads of a stage"),
     "waiting": ("fuelrail_stage_queue", "results that wait behind a stage"),
-    "capacity": ("fuelrail_stage_queue_capacity", "results that may wait behind a stage"),
+    "capacity": (
+        "fuelrail_stage_queue_capacity",
+        "results that may wait behind a stage",
+    ),
 }
 """Fields of `StageClock`."""
 
@@ -119,7 +155,9 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
 
 
 def _metrics(
-    fields: Mapping[str, tuple[str, str]], counters: object, labels: Mapping[str, str]
+    fields: Mapping[str, tuple[str, str]],
+    counters: object,
+    labels: Mapping[str, str],
 ) -> list[Metric]:
     return [Metric(name, labels, getattr(counters, field)) for field, (name, _) in fields.items()]
 
@@ -161,7 +199,11 @@ class MetricsServer:
     """
 
     def __init__(
-        self, collect: Callable[[], Iterable[Metric]], *, port: int, host: str = "127.0.0.1"
+        self,
+        collect: Callable[[], Iterable[Metric]],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
     ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Metrics(collect))

@@ -111,7 +111,8 @@ class _Times(NamedTuple):
         if not self.doing:
             return self
         return self._replace(
-            **{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s
+            **{name: getattr(self, name) + max(0.0, now_s - self.since_s)},
+            since_s=now_s,
         )
 
 
@@ -152,11 +153,19 @@ class _Crew:
                 while len(self.times) <= number:
                     self.times.append(
                         _Times(
-                            items=0, busy_s=0.0, starved_s=0.0, blocked_s=0.0, doing="", since_s=0.0
+                            items=0,
+                            busy_s=0.0,
+                            starved_s=0.0,
+                            blocked_s=0.0,
+                            doing="",
+                            since_s=0.0,
                         )
                     )
                 self.threads[number] = threading.Thread(
-                    target=_run, args=(self, number), name=f"{self._name}-{number}", daemon=True
+                    target=_run,
+                    args=(self, number),
+                    name=f"{self._name}-{number}",
+                    daemon=True,
                 )
             return [self.threads[number] for number in missing]
 
@@ -512,7 +521,8 @@ def origin_of(error: BaseException) -> str:
         return error.__cause__.origin
     lines = traceback.extract_tb(error.__traceback__)
     origin = next(
-        (line for line in reversed(lines) if "site-packages" not in line.filename), lines[-1]
+        (line for line in reversed(lines) if "site-packages" not in line.filename),
+        lines[-1],
     )
     return f"{origin.filename}:{origin.lineno} in {origin.name}"
 

@@ -27,14 +27,20 @@ _WIDE = 200  # columns of a file or a pipe: no line is cut
 _MAX_BYTES = 16 << 20
 _MAX_COUNT = 1e18
 _MAX_STAGES = 64
-_OF_A_STAGE = ("fuelrail_stage_threads", "fuelrail_stage_queue", "fuelrail_stage_queue_capacity")
+_OF_A_STAGE = (
+    "fuelrail_stage_threads",
+    "fuelrail_stage_queue",
+    "fuelrail_stage_queue_capacity",
+)
 
 
 class TopOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.bench.top`, and the flags of ``fuelrail top``."""
 
     interval: Annotated[
-        float, Meta(ge=0.05, le=3600), flag("seconds between updates", metavar="S")
+        float,
+        Meta(ge=0.05, le=3600),
+        flag("seconds between updates", metavar="S"),
     ] = 1.0
     once: Annotated[bool, flag("show one interval and exit")] = False
 
@@ -176,8 +182,19 @@ def draw(views: Sequence[RankView]) -> Group:
         if view.bottleneck:
             head.append(f"   held up by {shortened(view.bottleneck)}", "red")
         table = Table(box=None, pad_edge=False)
-        for title in ("stage", "threads", "items/s", "busy", "starved", "blocked", "queue"):
-            table.add_column(title, justify="left" if title in ("stage", "queue") else "right")
+        for title in (
+            "stage",
+            "threads",
+            "items/s",
+            "busy",
+            "starved",
+            "blocked",
+            "queue",
+        ):
+            table.add_column(
+                title,
+                justify="left" if title in ("stage", "queue") else "right",
+            )
         for row in view.stages:
             filled = round(_BAR * min(1.0, row.queue / max(1, row.capacity)))
             table.add_row(
@@ -236,7 +253,11 @@ def show(urls: Sequence[str], options: TopOptions, console: Console | None = Non
     console = console or Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            top(urls, options, progress=lambda views: live.update(draw(views), refresh=True))
+            top(
+                urls,
+                options,
+                progress=lambda views: live.update(draw(views), refresh=True),
+            )
     else:
         plain = Console(file=console.file, width=_WIDE)
         top(urls, options, progress=lambda views: plain.print(draw(views)))

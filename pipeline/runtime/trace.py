@@ -96,7 +96,13 @@ class TraceRecorder:
                 "args": {"name": f"fuelrail rank {self._rank}"},
             },
             *(
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": pid,
+                    "tid": tid,
+                    "args": {"name": name},
+                }
                 for name, tid in tracks.items()
             ),
         ]
@@ -116,16 +122,36 @@ class TraceRecorder:
                 events.append({**work, "cat": "trainer", "args": {"step": span.item}})
                 continue
             events.append(
-                {**work, "cat": "loader", "args": {"item": span.item, "batch": span.batch}}
+                {
+                    **work,
+                    "cat": "loader",
+                    "args": {"item": span.item, "batch": span.batch},
+                }
             )
-            arrow: dict[str, Any] = {"name": "batch", "cat": "batch", "id": span.batch, **place}
+            arrow: dict[str, Any] = {
+                "name": "batch",
+                "cat": "batch",
+                "id": span.batch,
+                **place,
+            }
             if span.stage == "wait":
                 # Viewers tie an arrow to the work that encloses it, and at its very end that is
                 # over.
-                events.append({**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 1.0)})
+                events.append(
+                    {
+                        **arrow,
+                        "ph": "f",
+                        "bp": "e",
+                        "ts": max(begin_us, end_us - 1.0),
+                    }
+                )
             else:
                 events.append(
-                    {**arrow, "ph": "t" if span.batch in started else "s", "ts": begin_us}
+                    {
+                        **arrow,
+                        "ph": "t" if span.batch in started else "s",
+                        "ts": begin_us,
+                    }
                 )
                 started.add(span.batch)
         return events

@@ -17,7 +17,15 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+)
 
 import msgspec
 import numpy as np
@@ -119,7 +127,10 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
         for count in set(counts)
     }
     rows = {
-        name: (array.reshape(-1).view(np.uint8).data, array.itemsize * math.prod(array.shape[1:]))
+        name: (
+            array.reshape(-1).view(np.uint8).data,
+            array.itemsize * math.prod(array.shape[1:]),
+        )
         for name, array in arrays.items()
     }
     records = []
@@ -156,7 +167,9 @@ def _header(
     """Return length and header as the library writes them for these kinds of arrays, and the
     order of their data.
     """
-    from safetensors.numpy import save  # here, for orders need no arrays of samples
+    from safetensors.numpy import (
+        save,
+    )  # here, for orders need no arrays of samples
 
     document = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(document[:8], "little")
@@ -292,7 +305,10 @@ def write_npy(array: NDArray[np.generic]) -> bytes:
     contiguous = np.asarray(array, order="C")
     # As bytes: a buffer cannot say every dtype there is (datetime64).
     return b"".join(
-        (_npy_start(contiguous.dtype, contiguous.shape), contiguous.reshape(-1).view(np.uint8).data)
+        (
+            _npy_start(contiguous.dtype, contiguous.shape),
+            contiguous.reshape(-1).view(np.uint8).data,
+        )
     )
 
 
@@ -302,7 +318,11 @@ def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     if dtype.hasobject:
         raise ValueError("object arrays cannot be written when allow_pickle=False")
     buffer = io.BytesIO()
-    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    facts = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
     np.lib.format.write_array_header_1_0(buffer, facts)
     return buffer.getvalue()
 
@@ -333,7 +353,9 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
 
 
 @functools.lru_cache(maxsize=512)
-def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
+def _npy_header(
+    header: bytes,
+) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
     """Return dtype, shape and order of a header as numpy writes it; raise an error of
     :func:`read_npy` for a fault.
     """

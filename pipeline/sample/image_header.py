@@ -115,7 +115,10 @@ class ImageInfo(NamedTuple):
 
 
 def probe(
-    encoded: Buffer, max_pixels: int = MAX_PIXELS, *, bits: tuple[int, ...] = (8,)
+    encoded: Buffer,
+    max_pixels: int = MAX_PIXELS,
+    *,
+    bits: tuple[int, ...] = (8,),
 ) -> ImageInfo:
     """Read the header of a JPEG or PNG; ``bits`` are those that a channel of a PNG may have.
 

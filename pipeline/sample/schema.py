@@ -212,11 +212,18 @@ def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
 
     Order: x front to back outermost, then y left to right, then z top to bottom.
     """
-    signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)], np.float32) / 2
+    signs = (
+        np.array(
+            [[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)],
+            np.float32,
+        )
+        / 2
+    )
     offsets = signs[None] * boxes3d[:, None, 3:6]
     rotation = rotation_matrices(rotation_wxyz)
     return np.asarray(
-        np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3], np.float32
+        np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3],
+        np.float32,
     )
 
 
@@ -309,7 +316,12 @@ class Sample:
         """Name what is in it: its arrays would fill pages."""
         boxes = "no boxes" if self.boxes is None else f"{len(self.boxes.boxes3d)} boxes"
         points = [f"{len(points):,} points of {name}" for name, points in self.points.items()]
-        parts = [f"images {', '.join(self.images) or 'none'}", boxes, *points, *self.extra]
+        parts = [
+            f"images {', '.join(self.images) or 'none'}",
+            boxes,
+            *points,
+            *self.extra,
+        ]
         return f"Sample({self.key}: {'; '.join(parts)})"
 
 
@@ -373,7 +385,9 @@ def decode_arrays(data: Buffer, to: type[A]) -> A:
     return to(**layout.views(data))  # type: ignore[arg-type]
 
 
-def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...]], ...]:
+def _specs(
+    record: type,
+) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...]], ...]:
     """Name, dtype and shape of each array of a record, from its annotations; equal letters are
     equal sizes.
     """
@@ -398,7 +412,8 @@ def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDAr
 
 
 def _check(
-    record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]
+    record: type[Geometry | Boxes | Sweeps],
+    arrays: Mapping[str, NDArray[Any] | TensorSpec],
 ) -> None:
     specs = ARRAYS[record]
     if len(arrays) != len(specs):
@@ -519,7 +534,11 @@ def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[st
         if parts[part_name] is None:
             raise SchemaError("the member is missing", key=key, member=part_name)
     if parts[META].key != key:
-        raise SchemaError(f"key {parts[META].key!r} is not the sample's key", key=key, member=META)
+        raise SchemaError(
+            f"key {parts[META].key!r} is not the sample's key",
+            key=key,
+            member=META,
+        )
     return Sample(
         key=key,
         meta=parts[META],

@@ -48,7 +48,11 @@ class Disk:
         return Column(self, np.dtype(dtype), shape)
 
     def filled(
-        self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()
+        self,
+        value: float,
+        num_rows: int,
+        dtype: DTypeLike,
+        shape: tuple[int, ...] = (),
     ) -> NDArray[Any]:
         """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in
         place.
@@ -201,7 +205,11 @@ class Texts:
 
     def parts(self, num_rows: int = ROWS_AT_ONCE) -> Iterator[pa.LargeStringArray]:
         """Yield the rows as Arrow arrays, not copied, ``num_rows`` at a time."""
-        buffers = [None, pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.values)]
+        buffers = [
+            None,
+            pa.py_buffer(self._ends.values),
+            pa.py_buffer(self._utf8.values),
+        ]
         texts = pa.Array.from_buffers(pa.large_string(), len(self), buffers)
         for first in range(0, len(self), num_rows):
             yield texts.slice(first, num_rows)

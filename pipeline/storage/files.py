@@ -76,7 +76,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise _refused(
-            path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file"
+            path,
+            "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file",
         )
     return descriptor
 
@@ -89,7 +90,11 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> Buf
     size = os.fstat(file.fileno()).st_size
     if max_bytes is not None and size > max_bytes:
         file.close()
-        raise OSError(errno.EFBIG, f"has {size} bytes, at most {max_bytes} are read", str(path))
+        raise OSError(
+            errno.EFBIG,
+            f"has {size} bytes, at most {max_bytes} are read",
+            str(path),
+        )
     return file
 
 
@@ -114,7 +119,8 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise _refused(
-            path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file"
+            path,
+            "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file",
         )
     return os.fdopen(descriptor, "rb")
 
@@ -155,9 +161,13 @@ def check_plain_tree(folder: Path) -> None:
         parent, depth = folders.pop()
         if depth > _MAX_DEPTH:
             raise _refused(
-                parent, f"it lies {depth} folders deep, more than {_MAX_DEPTH}; remove it"
+                parent,
+                f"it lies {depth} folders deep, more than {_MAX_DEPTH}; remove it",
             )
-        with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(parent) as entries,
+        ):
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((parent / entry.name, depth + 1))

@@ -28,7 +28,9 @@ def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = Tr
         if stat.S_ISLNK(os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
             raise _refused(path, "is a symbolic link, which others could turn elsewhere") from None
     fd = os.open(
-        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd
+        name,
+        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+        dir_fd=parent_fd,
     )
     try:
         status = os.fstat(fd)
@@ -64,7 +66,8 @@ def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
     mode = os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode
     if not stat.S_ISREG(mode):
         raise _refused(
-            path, "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
+            path,
+            "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file",
         )
     fd = os.open(name, flags, dir_fd=folder_fd)
     try:
@@ -81,7 +84,8 @@ def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
 def _check_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise _refused(
-            path, f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+            path,
+            f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}",
         )
 
 

@@ -45,15 +45,28 @@ _MALFORMED: Final = ("ParamValidation", "InvalidUrl", "InvalidURL")
 no bucket.
 """
 _ON_THE_WAY: Final = frozenset(
-    {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
+    {
+        "ClientError",
+        "BotoCoreError",
+        "HTTPClientError",
+        "HTTPError",
+        "RequestError",
+        "BaseError",
+    }
 )
 """Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's,
 obstore's.
 """
 _CODE_IN_TEXT: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _OF_CODE: Final[dict[str, FaultKind]] = {
-    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"), "refused"),
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), "refused"),
+    **dict.fromkeys(
+        ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"),
+        "refused",
+    ),
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"),
+        "refused",
+    ),
     "RequestTimeout": "transient",
     "SlowDown": "throttled",
 }
@@ -95,7 +108,10 @@ class RetryPolicy(Settings, frozen=True):
         [0, 1).
         """
         # 2**60 of anything is over the cap; larger exponents would overflow a float.
-        return draw * min(self.max_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 60))
+        return draw * min(
+            self.max_delay_s,
+            self.first_delay_s * 2.0 ** min(num_failures - 1, 60),
+        )
 
 
 class Fault(NamedTuple):
@@ -110,7 +126,8 @@ class Fault(NamedTuple):
     def advice(self) -> str:
         """What to do about a request that was refused."""
         return _ADVICE.get(
-            self.code, "check credentials, profile and endpoint (environment or storage_options)"
+            self.code,
+            "check credentials, profile and endpoint (environment or storage_options)",
         )
 
     @property
@@ -195,7 +212,10 @@ def _status(error: BaseException) -> int | None:
             if isinstance(response, dict)
             else None
         )
-        for status in (stated, *(getattr(cause, name, None) for name in ("status", "status_code"))):
+        for status in (
+            stated,
+            *(getattr(cause, name, None) for name in ("status", "status_code")),
+        ):
             if isinstance(status, int) and 400 <= status < 600:
                 return status
     code = getattr(error, "code", None)  # gcsfs

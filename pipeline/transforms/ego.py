@@ -26,8 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import AtLeast0, Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
+from fuelrail.pipeline.settings import (
+    AtLeast0,
+    Probability,
+    Settings,
+    check_types,
+    must_be,
+)
+from fuelrail.pipeline.transforms.randomness import (
+    ALL_CAMERAS,
+    settle_train,
+    uniforms,
+    within,
+)
 
 STREAM = "bev-augment"
 """Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the
@@ -35,7 +46,13 @@ translation.
 """
 
 _NUM_DRAWS = 10
-_DRAWN = ("rotate_deg", "scale", "flip_x_prob", "flip_y_prob", "translate_std_m")
+_DRAWN = (
+    "rotate_deg",
+    "scale",
+    "flip_x_prob",
+    "flip_y_prob",
+    "translate_std_m",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,11 @@ class BevMap:
         x = -1.0 if self.flip_x else 1.0
         y = -1.0 if self.flip_y else 1.0
         matrix = np.eye(4)
-        matrix[:3, :3] = ((x * cos, -x * sin, 0.0), (y * sin, y * cos, 0.0), (0.0, 0.0, self.scale))
+        matrix[:3, :3] = (
+            (x * cos, -x * sin, 0.0),
+            (y * sin, y * cos, 0.0),
+            (0.0, 0.0, self.scale),
+        )
         matrix[:3, 3] = self.translation_m
         return matrix
 

@@ -21,9 +21,20 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be, resolve_fields
+from fuelrail.pipeline.settings import (
+    Probability,
+    Settings,
+    check_types,
+    must_be,
+    resolve_fields,
+)
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
+from fuelrail.pipeline.transforms.randomness import (
+    ALL_CAMERAS,
+    settle_train,
+    uniforms,
+    within,
+)
 
 STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this
@@ -105,13 +116,21 @@ class ImageAugment(Settings, frozen=True):
             raise ConfigError(
                 "resize='stretch' has no factor to vary: leave out resize_jitter and resize_range"
             )
-        for name in ("resize_jitter", "resize_range", "crop_bottom", "rotate_deg"):
+        for name in (
+            "resize_jitter",
+            "resize_range",
+            "crop_bottom",
+            "rotate_deg",
+        ):
             limits = getattr(self, name)
             if limits is not None and not -math.inf < limits[0] <= limits[1] < math.inf:
                 raise ConfigError(
                     f"{name}={list(limits)} must be [low, high] with low <= high, both finite"
                 )
-        for name, lowest in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
+        for name, lowest in (
+            ("resize_range", _MIN_FACTOR),
+            ("resize_jitter", -_MAX_FACTOR),
+        ):
             limits = getattr(self, name)
             if limits is not None and not (lowest <= limits[0] and limits[1] <= _MAX_FACTOR):
                 raise ConfigError(
@@ -169,7 +188,12 @@ class ImageAugment(Settings, frozen=True):
         else:
             rows = range(count) if cameras is None else cameras
             draws = uniforms(
-                seed, epoch=epoch, sample=sample, cameras=rows, stream=STREAM, count=_NUM_DRAWS
+                seed,
+                epoch=epoch,
+                sample=sample,
+                cameras=rows,
+                stream=STREAM,
+                count=_NUM_DRAWS,
             ).tolist()
         return [
             self._train(int(wh[0]), int(wh[1]), draw)
@@ -185,13 +209,22 @@ class ImageAugment(Settings, frozen=True):
         by_width = self.width / width
         by_height = self.height / height
         if not isinstance(self.resize, str):
-            return (self.resize, self.resize), (int(width * self.resize), int(height * self.resize))
+            return (self.resize, self.resize), (
+                int(width * self.resize),
+                int(height * self.resize),
+            )
         if self.resize == "stretch":
             return (by_width, by_height), (self.width, self.height)
         is_wider = self.width * height >= self.height * width
         if self.resize == "width" or is_wider == (self.resize == "cover"):
-            return (by_width, by_width), (self.width, height * self.width // width)
-        return (by_height, by_height), (width * self.height // height, self.height)
+            return (by_width, by_width), (
+                self.width,
+                height * self.width // width,
+            )
+        return (by_height, by_height), (
+            width * self.height // height,
+            self.height,
+        )
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - settings are few, and equal ones share their maps
     def _evaluate(self, width: int, height: int) -> ImageMap:
@@ -219,7 +252,12 @@ class ImageAugment(Settings, frozen=True):
         left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
         degrees = within(self.rotate_deg, u_rotate)
         return self._map(
-            (width, height), factors, size, left_top, flip=u_flip < self.flip_prob, degrees=degrees
+            (width, height),
+            factors,
+            size,
+            left_top,
+            flip=u_flip < self.flip_prob,
+            degrees=degrees,
         )
 
     def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
@@ -228,9 +266,18 @@ class ImageAugment(Settings, frozen=True):
         """
         room_x = max(0, size[0] - self.width)
         room_y = max(0, size[1] - self.height)
-        offsets_x = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
+        offsets_x = {
+            "left": 0,
+            "center": room_x // 2,
+            "random": int(u_x * room_x),
+        }
         bottom = int((1.0 - share) * size[1]) - self.height
-        offsets_y = {"top": 0, "center": room_y // 2, "random": int(u_y * room_y), "bottom": bottom}
+        offsets_y = {
+            "top": 0,
+            "center": room_y // 2,
+            "random": int(u_y * room_y),
+            "bottom": bottom,
+        }
         return offsets_x[self.crop_x], offsets_y[self.crop_y]
 
     def _map(
@@ -256,7 +303,10 @@ class ImageAugment(Settings, frozen=True):
         if self.geometry == "exact":
             return image_map
         by_factors = ImageMap(
-            (factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible
+            (factors[0], 0.0, 0.0, 0.0, factors[1], 0.0),
+            source_wh,
+            size,
+            source.visible,
         )
         return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
 

@@ -126,7 +126,10 @@ class ImageMap:
         """Mirror the current canvas left to right: x' = width - x."""
         a, b, tx, c, d, ty = self.coefficients
         return ImageMap(
-            (-a, -b, self.out_wh[0] - tx, c, d, ty), self.source_wh, self.out_wh, self.visible
+            (-a, -b, self.out_wh[0] - tx, c, d, ty),
+            self.source_wh,
+            self.out_wh,
+            self.visible,
         )
 
     def rotate(self, degrees: float) -> ImageMap:
@@ -162,7 +165,12 @@ class ImageMap:
         one's, cut out.
         """
         a, b, tx, c, d, ty = self.coefficients
-        visible = self.visible[0], self.visible[1] - top, self.visible[2], self.visible[3] - top
+        visible = (
+            self.visible[0],
+            self.visible[1] - top,
+            self.visible[2],
+            self.visible[3] - top,
+        )
         coefficients = (a, b, tx + b * top, c, d, ty + d * top)
         return ImageMap(coefficients, (self.source_wh[0], height), self.out_wh, visible)
 
@@ -174,7 +182,10 @@ class ImageMap:
         left, top, right, bottom = self.visible
         return ImageMap(
             (a * factor, b * factor, tx, c * factor, d * factor, ty),
-            (scaled_size(self.source_wh[0], 1, factor), scaled_size(self.source_wh[1], 1, factor)),
+            (
+                scaled_size(self.source_wh[0], 1, factor),
+                scaled_size(self.source_wh[1], 1, factor),
+            ),
             self.out_wh,
             (left / factor, top / factor, right / factor, bottom / factor),
         )
@@ -250,7 +261,9 @@ class ImageMap:
         y0, y1 = _covered(d, offset=ty, low=top, high=bottom, size=self.out_wh[1])
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
 
-    def visible_columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    def visible_columns(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """Return (first, last + 1) output columns whose centre sees the source, int64 (height,)
         each, for any map.
 
@@ -270,7 +283,10 @@ class ImageMap:
         v = np.arange(height) + 0.5
         first = np.full(height, 0.5)
         last = np.full(height, width - 0.5)
-        for along, across, offset, low, high in ((a, b, tx, left, right), (c, d, ty, top, bottom)):
+        for along, across, offset, low, high in (
+            (a, b, tx, left, right),
+            (c, d, ty, top, bottom),
+        ):
             along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
             at_low = (low - offset - across * v) / along
             at_high = (high - offset - across * v) / along
@@ -308,7 +324,26 @@ def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
     rows = []
     for image_map in maps:
         a, b, tx, c, d, ty = image_map.centre_coefficients()
-        rows.append((a, b, tx, 0.0, c, d, ty, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0))
+        rows.append(
+            (
+                a,
+                b,
+                tx,
+                0.0,
+                c,
+                d,
+                ty,
+                0.0,
+                0.0,
+                0.0,
+                1.0,
+                0.0,
+                0.0,
+                0.0,
+                0.0,
+                1.0,
+            )
+        )
     return np.array(rows, dtype=np.float64).reshape(-1, 4, 4)
 
 

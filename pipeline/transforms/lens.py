@@ -82,7 +82,10 @@ def read_lens(
         )
     length = next(n for n in lengths if n >= len(coefficients))
     coefficients += [0.0] * (length - len(coefficients))
-    scale = {"ftheta": coefficients[1], "mei": 1.0 / (1.0 + coefficients[0])}.get(kind, 1.0)
+    scale = {
+        "ftheta": coefficients[1],
+        "mei": 1.0 / (1.0 + coefficients[0]),
+    }.get(kind, 1.0)
     rectified = intrinsics * np.array([[scale, scale, 1.0], [scale, scale, 1.0], [1.0, 1.0, 1.0]])
     return Lens(kind, tuple(coefficients), _as_rows(intrinsics), _as_rows(rectified))
 
@@ -104,7 +107,8 @@ def source_places(
     to_output = matrix @ np.array(lens.rectified)
     if lens.kind in OWN_MODELS:
         columns, rows = np.meshgrid(
-            np.arange(wh[0], dtype=np.float64), np.arange(wh[1], dtype=np.float64)
+            np.arange(wh[0], dtype=np.float64),
+            np.arange(wh[1], dtype=np.float64),
         )
         rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
         places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
@@ -152,7 +156,13 @@ def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
         return np.asarray(
-            flat * np.divide(polynomial(np.arctan(radius)), radius, out=slope, where=radius > 0)
+            flat
+            * np.divide(
+                polynomial(np.arctan(radius)),
+                radius,
+                out=slope,
+                where=radius > 0,
+            )
         )
     xi = lens.coefficients[0]
     return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
@@ -168,7 +178,11 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         radius = np.linalg.norm(places, axis=-1, keepdims=True)
         theta = radius / lens.coefficients[1]
         for _ in range(_ROUNDS):
-            theta = np.clip(theta - (polynomial(theta) - radius) / slope(theta), 0.0, _WIDEST)
+            theta = np.clip(
+                theta - (polynomial(theta) - radius) / slope(theta),
+                0.0,
+                _WIDEST,
+            )
         per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
         return np.asarray(
             places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
@@ -177,7 +191,11 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     coefficients = lens.coefficients[1:]
     points = places
     for _ in range(_ROUNDS):
-        points = np.clip(points + places - _radtan(points, coefficients), -_FARTHEST, _FARTHEST)
+        points = np.clip(
+            points + places - _radtan(points, coefficients),
+            -_FARTHEST,
+            _FARTHEST,
+        )
     square = (points**2).sum(-1, keepdims=True)
     # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
     # equation 4.

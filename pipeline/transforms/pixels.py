@@ -16,8 +16,18 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
+from fuelrail.pipeline.settings import (
+    Probability,
+    Settings,
+    check_types,
+    must_be,
+)
+from fuelrail.pipeline.transforms.randomness import (
+    ALL_CAMERAS,
+    settle_train,
+    uniforms,
+    within,
+)
 
 STREAM = "pixel-augment"
 """Name of the random stream; its columns are, each switch before its amount: brightness, contrast,
@@ -26,7 +36,14 @@ offset down, offset right.
 """
 
 _NUM_DRAWS = 15
-_DRAWN = ("brightness", "contrast", "saturation", "hue_deg", "swap_channels", "grid_mask_prob")
+_DRAWN = (
+    "brightness",
+    "contrast",
+    "saturation",
+    "hue_deg",
+    "swap_channels",
+    "grid_mask_prob",
+)
 _Level = Annotated[int, Meta(ge=0, le=255)]
 _Colour = Annotated[tuple[_Level, _Level, _Level], must_be("three grey levels from 0 to 255")]
 _ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
@@ -118,7 +135,13 @@ class PixelAugment(Settings, frozen=True):
         return msgspec.structs.replace(self, train=False)
 
     def draw(
-        self, height: int, *, seed: int, epoch: int, sample: int, cameras: Sequence[int]
+        self,
+        height: int,
+        *,
+        seed: int,
+        epoch: int,
+        sample: int,
+        cameras: Sequence[int],
     ) -> list[PixelChange]:
         """Return one change for each camera; ``height`` of the output in pixels, others as in
         `ImageAugment.draw`.
@@ -138,7 +161,12 @@ class PixelAugment(Settings, frozen=True):
         return [
             self._change(height, row)
             for row in uniforms(
-                seed, epoch=epoch, sample=sample, cameras=cameras, stream=STREAM, count=_NUM_DRAWS
+                seed,
+                epoch=epoch,
+                sample=sample,
+                cameras=cameras,
+                stream=STREAM,
+                count=_NUM_DRAWS,
             ).tolist()
         ]
 

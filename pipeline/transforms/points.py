@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, Positive, must_be
+from fuelrail.pipeline.settings import (
+    AtLeast0,
+    CheckedSettings,
+    Positive,
+    must_be,
+)
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 if TYPE_CHECKING:
@@ -127,7 +132,11 @@ class PointSweeps(CheckedSettings, frozen=True):
                 # the small numbers.
                 move = global2lidar @ earlier.lidar2global[sweep]
                 parts.append(
-                    (points, move, (timestamp_ns - int(earlier.timestamp_ns[sweep])) * 1e-9)
+                    (
+                        points,
+                        move,
+                        (timestamp_ns - int(earlier.timestamp_ns[sweep])) * 1e-9,
+                    )
                 )
         names = self.columns(columns)
         at_dt = names.index("dt_s")
@@ -138,7 +147,11 @@ class PointSweeps(CheckedSettings, frozen=True):
             part = cloud[first : first + len(points)]
             part[:, : points.shape[1]] = points
             if move is not None:
-                np.matmul(points[:, :3], move[:3, :3].T.astype(np.float32), out=part[:, :3])
+                np.matmul(
+                    points[:, :3],
+                    move[:3, :3].T.astype(np.float32),
+                    out=part[:, :3],
+                )
                 part[:, :3] += move[:3, 3].astype(np.float32)
             part[:, at_dt] = dt_s
             first += len(points)

@@ -40,7 +40,12 @@ def second_view(sample: int) -> int:
 
 
 def uniforms(
-    seed: int, epoch: int, sample: int, cameras: Sequence[int], stream: str, count: int
+    seed: int,
+    epoch: int,
+    sample: int,
+    cameras: Sequence[int],
+    stream: str,
+    count: int,
 ) -> NDArray[np.float64]:
     """Return uniforms in [0, 1), float64 (len(cameras), count), for one sample.
 

@@ -18,7 +18,13 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
-from fuelrail.sharding.demo.world import Capture, SynthClip, log_facts, make_clip, token
+from fuelrail.sharding.demo.world import (
+    Capture,
+    SynthClip,
+    log_facts,
+    make_clip,
+    token,
+)
 from fuelrail.sharding.sources.nuscenes.extras.groups import channel_file
 
 if TYPE_CHECKING:
@@ -28,7 +34,13 @@ if TYPE_CHECKING:
 _CELLS: Final = 32
 _CELL_M: Final = 3.2
 _START: Final = 63
-_KINDS: Final = ("vehicle.", "human.", "movable_object.", "static_object.", "animal")
+_KINDS: Final = (
+    "vehicle.",
+    "human.",
+    "movable_object.",
+    "static_object.",
+    "animal",
+)
 TOKENS: Final = Channel(
     name="tokens",
     kind="tokens",
@@ -55,7 +67,12 @@ class Sighting(NamedTuple):
 
 
 def filename(
-    world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: int, *, is_key_frame: bool
+    world: SynthOptions,
+    clip: SynthClip,
+    channel: str,
+    timestamp_us: int,
+    *,
+    is_key_frame: bool,
 ) -> str:
     """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
@@ -88,7 +105,11 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
         (root / name).write_bytes(encoded)
     points = cast(clip, solids, capture.timestamp_us)
     name = filename(
-        world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame
+        world,
+        clip,
+        LIDAR_CHANNEL,
+        capture.timestamp_us,
+        is_key_frame=capture.is_key_frame,
     )
     (root / name).write_bytes(points.astype("<f4").tobytes())
     return capture, _find_sightings(
@@ -97,7 +118,10 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
 
 
 def _find_sightings(
-    clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]
+    clip: SynthClip,
+    solids: list[Solid],
+    capture_us: int,
+    points: NDArray[np.float32],
 ) -> list[Sighting]:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
@@ -135,7 +159,10 @@ def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> ND
         kind = next(
             number for number, prefix in enumerate(_KINDS, 1) if category.startswith(prefix)
         )
-        along = global2ego[:2, :2] @ (np.cos(solid.yaw_rad), np.sin(solid.yaw_rad))
+        along = global2ego[:2, :2] @ (
+            np.cos(solid.yaw_rad),
+            np.sin(solid.yaw_rad),
+        )
         heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
         cells[row, column] = kind + 6 * heading
     middle = np.arange(_CELLS) - (_CELLS - 1) / 2

@@ -42,7 +42,11 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     flat = np.cos(elevation)
     level = np.zeros(NUM_COLUMNS)
     rays = np.stack(
-        [flat * np.cos(_AZIMUTH_RAD), flat * np.sin(_AZIMUTH_RAD), np.sin(elevation) + level]
+        [
+            flat * np.cos(_AZIMUTH_RAD),
+            flat * np.sin(_AZIMUTH_RAD),
+            np.sin(elevation) + level,
+        ]
     )
     down = np.tensordot(lidar2global[2, :3], rays, 1)
     with np.errstate(divide="ignore"):

@@ -36,17 +36,29 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
     clips: Annotated[int, _number("number of clips", 1, 999)] = 4
     frames: Annotated[int, _number("number of keyframes in each clip, 2 a second", 1, 400)] = 10
     size: Annotated[
-        tuple[Annotated[int, Meta(ge=64, le=4096)], Annotated[int, Meta(ge=36, le=2304)]],
+        tuple[
+            Annotated[int, Meta(ge=64, le=4096)],
+            Annotated[int, Meta(ge=36, le=2304)],
+        ],
         Meta(extra={"must be": "(width, height) in pixels, from (64, 36) to (4096, 2304)"}),
-        flag("size of the images in pixels (default: 1600x900)", parse=_parse_size, metavar="WxH"),
+        flag(
+            "size of the images in pixels (default: 1600x900)",
+            parse=_parse_size,
+            metavar="WxH",
+        ),
     ] = (1600, 900)
     lidar_sweeps: Annotated[int, _number("number of lidar sweeps between two keyframes", 0, 9)] = 1
     tokens: Annotated[
-        bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")
+        bool,
+        flag("write what is around the vehicle in each keyframe as tokens, for a decoder"),
     ] = False
     workers: Annotated[
         int,
-        _number(f"number of workers (default: one per usable CPU, at most {MOST_WORKERS})", 0, 999),
+        _number(
+            f"number of workers (default: one per usable CPU, at most {MOST_WORKERS})",
+            0,
+            999,
+        ),
     ] = 0
 
 

@@ -28,7 +28,13 @@ from fuelrail.sharding.demo.shapes import (
     meet,
     side_colours,
 )
-from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M, Road, corners
+from fuelrail.sharding.demo.street import (
+    FACADE_M,
+    KERB_M,
+    LANE_WIDTH_M,
+    Road,
+    corners,
+)
 
 with needs("`fuelrail synth`"):
     import cv2
@@ -54,7 +60,11 @@ _STRIPS: Final = (
     (-KERB_M, KERB_M, _ROAD_RGB),
     *((side * 0.14 - 0.06, side * 0.14 + 0.06, _LINE_RGB) for side in (-1, 1)),
     *(
-        (side * 2 * LANE_WIDTH_M - 0.07, side * 2 * LANE_WIDTH_M + 0.07, _LINE_RGB)
+        (
+            side * 2 * LANE_WIDTH_M - 0.07,
+            side * 2 * LANE_WIDTH_M + 0.07,
+            _LINE_RGB,
+        )
         for side in (-1, 1)
     ),
 )
@@ -74,12 +84,18 @@ class Sight(NamedTuple):
 def pixel_rays(intrinsics: NDArray[np.float64], size: tuple[int, int]) -> NDArray[np.float32]:
     """Return the rays (3, height, width) of all pixels of an image of ``size`` (width, height)."""
     u, v = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
-    rays = np.einsum("ij,jrc->irc", np.linalg.inv(intrinsics), np.stack([u, v, np.ones_like(u)]))
+    rays = np.einsum(
+        "ij,jrc->irc",
+        np.linalg.inv(intrinsics),
+        np.stack([u, v, np.ones_like(u)]),
+    )
     return np.asarray(rays, np.float32)
 
 
 def window_of(
-    vertices: NDArray[np.float64], intrinsics: NDArray[np.float64], size: tuple[int, int]
+    vertices: NDArray[np.float64],
+    intrinsics: NDArray[np.float64],
+    size: tuple[int, int],
 ) -> tuple[slice, slice]:
     """Return the rows and columns of an image of ``size`` (width, height) that can show a body.
 
@@ -123,7 +139,10 @@ def in_view(solids: list[Solid], global2cam: NDArray[np.float64], camera: RigSen
 
 
 def sights(
-    solid: Solid, global2cam: NDArray[np.float64], intrinsics: NDArray[np.float64], rays: Floats
+    solid: Solid,
+    global2cam: NDArray[np.float64],
+    intrinsics: NDArray[np.float64],
+    rays: Floats,
 ) -> Iterator[Sight]:
     """Yield what the pixels with these ``rays`` (3, H, W) show of an object, block by block."""
     unit2cam = global2cam @ solid.unit2global()
@@ -135,12 +154,19 @@ def sights(
             depth, entries = meet(block, cam2unit, rays[:, rows, columns])
             depth[depth < NEAR_M] = np.inf
             yield Sight(
-                block=block, window=(rows, columns), depth=depth, entries=entries, cam2unit=cam2unit
+                block=block,
+                window=(rows, columns),
+                depth=depth,
+                entries=entries,
+                cam2unit=cam2unit,
             )
 
 
 def owners(
-    camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid], width_px: int
+    camera: RigSensor,
+    cam2global: NDArray[np.float64],
+    solids: list[Solid],
+    width_px: int,
 ) -> tuple[NDArray[np.int32], dict[int, int]]:
     """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of
     each actor if alone.
@@ -261,7 +287,10 @@ class Canvas:
     """A picture that is being painted."""
 
     def __init__(
-        self, camera: RigSensor, cam2global: NDArray[np.float64], weather: Weather
+        self,
+        camera: RigSensor,
+        cam2global: NDArray[np.float64],
+        weather: Weather,
     ) -> None:
         self.camera = camera
         self.weather = weather
@@ -273,7 +302,10 @@ class Canvas:
     def paint_backdrop(self) -> None:
         """Paint the sky and a meadow, from a smaller picture: they have no edges."""
         width, height = self.camera.size
-        size = (max(width // _BACKDROP_SCALE, 2), max(height // _BACKDROP_SCALE, 2))
+        size = (
+            max(width // _BACKDROP_SCALE, 2),
+            max(height // _BACKDROP_SCALE, 2),
+        )
         shrink = np.diag([size[0] / width, size[1] / height, 1.0])
         rays = pixel_rays(shrink @ self.camera.intrinsics, size)
         toward = np.einsum("ij,jrc->irc", self.cam2global[:3, :3].astype(np.float32), rays)
@@ -292,7 +324,13 @@ class Canvas:
         reach = min(_ROAD_M, 1.4 / max(abs(road.curvature_per_m), 1e-3))
         steps = np.concatenate([np.arange(0.0, 12.0, 1.0), np.geomspace(12.0, reach, 30)])
         along = here + np.concatenate([-steps[:0:-1], steps])
-        starts = np.arange(math.floor((here - reach) / 9.0), math.ceil((here + reach) / 9.0)) * 9.0
+        starts = (
+            np.arange(
+                math.floor((here - reach) / 9.0),
+                math.ceil((here + reach) / 9.0),
+            )
+            * 9.0
+        )
         dashes = np.stack([starts + 2.9, starts + 6.1], -1)
         spans = self._centre_line(road, np.stack([along[:-1], along[1:]], -1))
         for low, high, rgb in _STRIPS:
@@ -371,7 +409,13 @@ class Canvas:
             if len(seen):
                 colour = self._add_haze(details.rgb, depths[place : place + 1])[0]
                 fixed = np.rint(self._project(seen) * (1 << _SHIFT)).astype(np.int32)
-                cv2.fillPoly(self.image, list(fixed), colour.tolist(), cv2.LINE_AA, _SHIFT)
+                cv2.fillPoly(
+                    self.image,
+                    list(fixed),
+                    colour.tolist(),
+                    cv2.LINE_AA,
+                    _SHIFT,
+                )
 
     def _fill(self, quads: Floats, colours: Floats) -> Iterator[tuple[int, float]]:
         """Fill polygons (N, 4, 3) of camera axes, one after the other.

@@ -154,7 +154,11 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
         )
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
-    translation = (round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS), 0.0, 1.84)
+    translation = (
+        round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS),
+        0.0,
+        1.84,
+    )
     turned = _round_quaternion(_make_rotation(roll, pitch, yaw))
     lidar = RigSensor(
         channel=LIDAR_CHANNEL,

@@ -102,7 +102,10 @@ _SHAPES: Final[dict[str, tuple[Block, ...]]] = {
         _make_block((-0.49, 0.49), (0.45, 0.85), 0.49, "glass"),
         _make_block((-0.5, 0.5), (0.85, 1.0), 0.5, "paint"),
     ),
-    "vehicle.trailer": (*_WHEELS, _make_block((-0.5, 0.5), (0.2, 1.0), 0.5, "paint")),
+    "vehicle.trailer": (
+        *_WHEELS,
+        _make_block((-0.5, 0.5), (0.2, 1.0), 0.5, "paint"),
+    ),
     "vehicle.construction": (
         _make_block((-0.42, 0.36), (0.0, 0.3), 0.5, "tyre"),
         _make_block((-0.5, 0.02), (0.3, 0.64), 0.44, "paint"),
@@ -249,8 +252,18 @@ def list_sides(shape: str) -> Sides:
             for is_high in (False, True):
                 quad = np.empty((4, 3))
                 quad[:, axis] = high[axis] if is_high else low[axis]
-                quad[:, first] = (low[first], high[first], high[first], low[first])
-                quad[:, second] = (low[second], low[second], high[second], high[second])
+                quad[:, first] = (
+                    low[first],
+                    high[first],
+                    high[first],
+                    low[first],
+                )
+                quad[:, second] = (
+                    low[second],
+                    low[second],
+                    high[second],
+                    high[second],
+                )
                 quads.append(quad if is_high else quad[::-1])
                 axes.append(axis)
                 numbers.append(number)

@@ -197,7 +197,13 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
             else:
                 width = draw.uniform(2.2, 3.2)
                 crown_height = draw.uniform(2.6, 5.1)
-                stand("crown", along, lateral, (width, width, crown_height), floor_m=_CROWN_BASE_M)
+                stand(
+                    "crown",
+                    along,
+                    lateral,
+                    (width, width, crown_height),
+                    floor_m=_CROWN_BASE_M,
+                )
                 stand("trunk", along, lateral, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
     return tuple(solids)
@@ -315,15 +321,26 @@ def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterat
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
             yield _make_actor(
-                draw, category, *place, attribute="pedestrian.standing", facing_rad=facing
+                draw,
+                category,
+                *place,
+                attribute="pedestrian.standing",
+                facing_rad=facing,
             )
         else:
             yield _make_actor(
-                draw, category, *place, attribute="pedestrian.moving", speed_mps=(speed, 0.0)
+                draw,
+                category,
+                *place,
+                attribute="pedestrian.moving",
+                speed_mps=(speed, 0.0),
             )
     for _ in range(6):  # crossing the road where the traffic lets them
         along, lateral = somewhere(3.0, 12.0)
-        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -lateral))
+        velocity = (
+            draw.uniform(-0.2, 0.2),
+            math.copysign(draw.uniform(1.2, 1.7), -lateral),
+        )
         yield _make_actor(
             draw,
             category="human.pedestrian.adult",
@@ -357,7 +374,10 @@ def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]
     )
     for step in range(6):
         yield _make_actor(
-            draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1
+            draw,
+            "movable_object.trafficcone",
+            along - 12.0 + 3.2 * step,
+            lane - side * 2.1,
         )
     for step in range(3):
         yield _make_actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
@@ -417,5 +437,9 @@ def footprint_track(
     """
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
     return corners(
-        x, y=y, yaw_rad=yaw, length=actor.size_wlh[1] + margin_m, width=actor.size_wlh[0] + margin_m
+        x,
+        y=y,
+        yaw_rad=yaw,
+        length=actor.size_wlh[1] + margin_m,
+        width=actor.size_wlh[0] + margin_m,
     )

@@ -16,7 +16,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, needs
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetExistsError,
+    needs,
+)
 from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import in_processes, in_threads
 from fuelrail.pipeline.settings import make_options
@@ -32,7 +37,10 @@ from fuelrail.sharding.demo.options import (
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import captures, make_clip
-from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, CHANNELS_FOLDER
+from fuelrail.sharding.sources.nuscenes.extras.groups import (
+    CHANNELS_FILE,
+    CHANNELS_FOLDER,
+)
 
 with needs("`fuelrail synth`"):
     import cv2
@@ -132,7 +140,10 @@ def _count_bytes(folder: Path) -> int:
 
 
 def _build_world(
-    out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
+    out: Path,
+    world: SynthOptions,
+    num_workers: int,
+    advance: Callable[[int, int], None],
 ) -> SynthReport:
     """Make the world in a folder beside ``out`` and rename it."""
     try:
@@ -152,7 +163,10 @@ def _build_world(
 
 
 def _write_world(
-    root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
+    root: Path,
+    world: SynthOptions,
+    num_workers: int,
+    advance: Callable[[int, int], None],
 ) -> SynthReport:
     tasks = [
         capture

@@ -11,8 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.sharding.demo.capture import Sighting, filename
-from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, RigSensor, yaw_quaternion
-from fuelrail.sharding.demo.world import SynthClip, captures, log_facts, make_clip, token
+from fuelrail.sharding.demo.rig import (
+    CAMERA_CHANNELS,
+    LIDAR_CHANNEL,
+    RigSensor,
+    yaw_quaternion,
+)
+from fuelrail.sharding.demo.world import (
+    SynthClip,
+    captures,
+    log_facts,
+    make_clip,
+    token,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
@@ -108,7 +119,10 @@ def make_tables(
             }
             for entry_name in names
         ]
-        for name, names in (("category", _CATEGORIES), ("attribute", _ATTRIBUTES))
+        for name, names in (
+            ("category", _CATEGORIES),
+            ("attribute", _ATTRIBUTES),
+        )
     }
     tables["visibility"] = [
         {
@@ -133,7 +147,11 @@ def make_tables(
             _add_sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
         clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
         _annotate_actors(
-            clip, times=key_times, sightings=clip_sightings, tokens=tokens, tables=tables
+            clip,
+            times=key_times,
+            sightings=clip_sightings,
+            tokens=tokens,
+            tables=tables,
         )
     logs = dict.fromkeys(clip.log for clip in clips)
     tables["log"] = [{"token": tokens("log", log), **log_facts(world, log)} for log in logs]
@@ -149,7 +167,10 @@ def make_tables(
 
 
 def _make_scene(
-    world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]
+    world: SynthOptions,
+    clip: SynthClip,
+    tokens: Tokens,
+    tables: dict[str, list[Row]],
 ) -> list[int]:
     times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
     samples = [tokens("sample", clip.index, frame) for frame in range(len(times))]
@@ -165,7 +186,11 @@ def _make_scene(
         }
     )
     rows = [
-        {"token": sample, "timestamp": time, "scene_token": tokens("scene", clip.index)}
+        {
+            "token": sample,
+            "timestamp": time,
+            "scene_token": tokens("scene", clip.index),
+        }
         for sample, time in zip(samples, times, strict=True)
     ]
     tables["sample"] += _chain_rows(rows)
@@ -226,7 +251,13 @@ def _add_sensor_data(
                 "is_key_frame": capture.is_key_frame,
                 "height": sensor.size[1],
                 "width": sensor.size[0],
-                "filename": filename(world, clip, channel, time, is_key_frame=capture.is_key_frame),
+                "filename": filename(
+                    world,
+                    clip,
+                    channel,
+                    time,
+                    is_key_frame=capture.is_key_frame,
+                ),
             }
         )
     tables["sample_data"] += _chain_rows(rows)

@@ -25,7 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
+from fuelrail.sharding.demo.rig import (
+    METRE_DECIMALS,
+    Rig,
+    make_rig,
+    stream,
+    yaw_quaternion,
+)
 from fuelrail.sharding.demo.shapes import Solid
 from fuelrail.sharding.demo.street import (
     LANE_WIDTH_M,
@@ -93,7 +99,12 @@ _WEATHERS: Final = (
     ),
 )
 _VEHICLES: Final = ("synth-a", "synth-b")
-_LOCATIONS: Final = ("synth-riverside", "synth-hilltop", "synth-harbour", "synth-oldtown")
+_LOCATIONS: Final = (
+    "synth-riverside",
+    "synth-hilltop",
+    "synth-harbour",
+    "synth-oldtown",
+)
 
 
 class Capture(NamedTuple):
@@ -147,7 +158,11 @@ class SynthClip:
         x, y, yaw = _compute_ego_pose(
             self.road, self.speed_mps, self.sway, self.seconds(timestamp_us)
         )
-        return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
+        return (
+            round(x, METRE_DECIMALS),
+            round(y, METRE_DECIMALS),
+            0.0,
+        ), yaw_quaternion(yaw)
 
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
         """Return ego to global (4, 4) of exactly the pose that the tables hold."""
@@ -160,7 +175,11 @@ class SynthClip:
         """
         x, y, yaw = actor.pose(self.road, self.seconds(capture_us))
         # Boxes end a little above the ground: no ground point is ever inside one.
-        return (x, y, round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS)), yaw
+        return (
+            x,
+            y,
+            round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS),
+        ), yaw
 
     def solids(self, capture_us: int) -> list[Solid]:
         """Return all within sight of the car in a capture, actors first, at their places at its

@@ -49,7 +49,10 @@ class Engine(Protocol):
     """A place where shards are made."""
 
     def make_shards(
-        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+        self,
+        job: WriteJob,
+        numbers: Sequence[int],
+        advance: Callable[[int], None],
     ) -> Iterator[ShardDone]:
         """Make these shards of the plan; yield them as they are done, in any order.
 

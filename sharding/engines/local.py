@@ -24,7 +24,12 @@ from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
-from fuelrail.sharding.write.shard_writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
+from fuelrail.sharding.write.shard_writer import (
+    RunStoppedError,
+    ShardDone,
+    ShardWriter,
+    WriteJob,
+)
 
 MAX_THREADS: Final = 4
 """Workers that are threads where the options do not say; more of them are processes."""
@@ -49,7 +54,10 @@ class LocalEngine:
         self._kind = kind or ("threads" if num_workers <= MAX_THREADS else "processes")
 
     def make_shards(
-        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+        self,
+        job: WriteJob,
+        numbers: Sequence[int],
+        advance: Callable[[int], None],
     ) -> Iterator[ShardDone]:
         """Make these shards of the plan."""
         num_workers = min(self._num_workers, len(numbers))

@@ -25,15 +25,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    FuelrailError,
+    SourceError,
+    needs,
+)
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import pickled_error
-from fuelrail.pipeline.storage.files import check_plain_tree, open_lock, published, read_file
+from fuelrail.pipeline.storage.files import (
+    check_plain_tree,
+    open_lock,
+    published,
+    read_file,
+)
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
-from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
+from fuelrail.sharding.write.shard_writer import (
+    ShardDone,
+    ShardWriter,
+    WriteJob,
+)
 
 TASK_MEMORY_BYTES: Final = 512 << 20
 """Memory that a task requests: a sample's bytes, the rows of one shard's record, and the
@@ -81,7 +96,12 @@ class RayEngine:
     """
 
     def __init__(
-        self, address: str | None, num_workers: int = 0, *, cpus: int = 1, gpus: int = 0
+        self,
+        address: str | None,
+        num_workers: int = 0,
+        *,
+        cpus: int = 1,
+        gpus: int = 0,
     ) -> None:
         """Check that Ray is installed; raise ConfigError otherwise."""
         with needs("--engine ray", "fuelrail[ray]"):
@@ -93,7 +113,10 @@ class RayEngine:
         self._gpus = gpus
 
     def make_shards(
-        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+        self,
+        job: WriteJob,
+        numbers: Sequence[int],
+        advance: Callable[[int], None],
     ) -> Iterator[ShardDone]:
         """Make these shards of the plan, each in a task."""
         if not len(numbers):
@@ -103,7 +126,9 @@ class RayEngine:
             share_inputs(job, run)
             try:
                 for done in self.make(
-                    partial(_start_writer, job, run), numbers, partial(advance, 0)
+                    partial(_start_writer, job, run),
+                    numbers,
+                    partial(advance, 0),
                 ):
                     advance(done.num_bytes)
                     yield done
@@ -111,7 +136,10 @@ class RayEngine:
                 self._forget(job)
 
     def make(
-        self, start: Start, numbers: Sequence[int], look: Callable[[], None] = lambda: None
+        self,
+        start: Start,
+        numbers: Sequence[int],
+        look: Callable[[], None] = lambda: None,
     ) -> Iterator[Any]:
         """Yield what becomes of these pieces, each made by a task, in any order; call ``look``
         twice a second.
@@ -119,7 +147,10 @@ class RayEngine:
         Raises the first error of a task, and FuelrailError where a task is lost again and again.
         """
         ray = self._ray
-        nodes = _Nodes(ray, {"CPU": self._cpus, "GPU": self._gpus, "memory": TASK_MEMORY_BYTES})
+        nodes = _Nodes(
+            ray,
+            {"CPU": self._cpus, "GPU": self._gpus, "memory": TASK_MEMORY_BYTES},
+        )
         # A task that takes a GPU would end its process else, and the model that is loaded there.
         task = ray.remote(
             num_cpus=self._cpus,
@@ -178,7 +209,9 @@ class RayEngine:
         return result
 
     def _forget(self, job: WriteJob) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+        )
 
         if "://" not in job.out:
             return
@@ -187,7 +220,8 @@ class RayEngine:
         tidy = [
             ray.remote(forget_inputs)
             .options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
             )
             .remote(job.out)
             for node in nodes
@@ -290,7 +324,10 @@ def share_inputs(job: WriteJob, run: str) -> None:
         with out.writing():
             for name in _FIELDS:
                 file: Path = getattr(job, name)
-                with file.open("rb") as source, out.publish(f"{_INPUTS}/{file.name}") as target:
+                with (
+                    file.open("rb") as source,
+                    out.publish(f"{_INPUTS}/{file.name}") as target,
+                ):
                     shutil.copyfileobj(source, target, 8 << 20)
 
 

@@ -163,7 +163,8 @@ class FolderOutput:
             return []
         except NotADirectoryError as error:
             file = next(
-                (path for path in (self.root, *self.root.parents) if path.exists()), self.root
+                (path for path in (self.root, *self.root.parents) if path.exists()),
+                self.root,
             )
             kind = "a file" if file.is_file() else "not a folder"
             raise DatasetExistsError(
@@ -281,7 +282,12 @@ def link_file(old: Path, out: FolderOutput, new: str) -> bool:
     try:
         os.link(os.path.realpath(old), temporary)
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+        if error.errno not in (
+            errno.EXDEV,
+            errno.EPERM,
+            errno.EMLINK,
+            errno.ENOTSUP,
+        ):
             raise
         return False
     out.publish_file(new, temporary)

@@ -60,7 +60,9 @@ class ObjectLock:
         self._out = out
         self._path = out.path(LOCK_NAME)
         self._mine = _Held(
-            uuid.uuid4().hex, place, f"process {os.getpid()} on {socket.gethostname()}"
+            uuid.uuid4().hex,
+            place,
+            f"process {os.getpid()} on {socket.gethostname()}",
         )
         self._ended = threading.Event()
         self._lost: str | None = None

@@ -137,7 +137,9 @@ def check_same_samples(place: str, started: RunState, current: RunState) -> None
 
 
 def check_cut(
-    location: str, stored: Sequence[PlannedShard], planned: Sequence[PlannedShard]
+    location: str,
+    stored: Sequence[PlannedShard],
+    planned: Sequence[PlannedShard],
 ) -> None:
     """Refuse a stored cut into shards that does not hold the planned samples, split by split.
 
@@ -148,7 +150,10 @@ def check_cut(
     position = 0
     is_sound = True
     for shard in stored:
-        is_next = (shard.first_sample, shard.number) == (position, numbers[shard.split])
+        is_next = (shard.first_sample, shard.number) == (
+            position,
+            numbers[shard.split],
+        )
         is_sound = is_sound and is_next and shard.num_samples > 0
         counts[shard.split] = counts.get(shard.split, 0) + shard.num_samples
         numbers[shard.split] += 1
@@ -182,6 +187,11 @@ def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:
     """Return the cut of a finished dataset into shards."""
     numbers: defaultdict[str, count[int]] = defaultdict(count)
     return [
-        PlannedShard(entry.split, next(numbers[entry.split]), entry.first_sample, entry.num_samples)
+        PlannedShard(
+            entry.split,
+            next(numbers[entry.split]),
+            entry.first_sample,
+            entry.num_samples,
+        )
         for entry in finished
     ]

@@ -115,7 +115,10 @@ class UrlOutput:
         with (
             self._reading(),
             self.fs.open(
-                self.path(name), "rb", block_size=_COPY_BYTES, cache_type="readahead"
+                self.path(name),
+                "rb",
+                block_size=_COPY_BYTES,
+                cache_type="readahead",
             ) as file,
         ):
             while data := file.read(_COPY_BYTES):
@@ -181,7 +184,10 @@ class UrlOutput:
                 "missing": "the bucket is not there",
                 "refused": fault.advice,
                 "invalid": "the store refused it",
-            }.get(fault.kind, f"{reused} are kept; run the same command again to resume")
+            }.get(
+                fault.kind,
+                f"{reused} are kept; run the same command again to resume",
+            )
             raise DatasetError(
                 f"output '{self.shown}' cannot be written: {hint} ({fault.text})"
             ) from error
@@ -190,7 +196,12 @@ class UrlOutput:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (FuelrailError, KeyboardInterrupt, GeneratorExit, FileNotFoundError):
+        except (
+            FuelrailError,
+            KeyboardInterrupt,
+            GeneratorExit,
+            FileNotFoundError,
+        ):
             raise
         except Exception as error:
             fault = fault_of(error)

@@ -88,9 +88,15 @@ class Workspace:
 
                 assert isinstance(self.out, UrlOutput), "what is at a URL"
                 place = self.folder / "place"
-                with contextlib.suppress(FileExistsError), place.open("x") as file:
+                with (
+                    contextlib.suppress(FileExistsError),
+                    place.open("x") as file,
+                ):
                     file.write(uuid.uuid4().hex)
-                lock = ObjectLock(self.out, read_file(place, _PLACE_BYTES).decode(errors="replace"))
+                lock = ObjectLock(
+                    self.out,
+                    read_file(place, _PLACE_BYTES).decode(errors="replace"),
+                )
                 self.out.abort_uploads()
                 self._remote_lock = lock
         except BaseException:

@@ -19,8 +19,17 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.sharding.planning.recipe import Recipe, Splits, check_split_names, unit_frames
-from fuelrail.sharding.sources.shared.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
+from fuelrail.sharding.planning.recipe import (
+    Recipe,
+    Splits,
+    check_split_names,
+    unit_frames,
+)
+from fuelrail.sharding.sources.shared.scan_table import (
+    CLIP_NUMBER,
+    ClipInfo,
+    ScanTable,
+)
 
 DEFAULT_SPLIT = "train"
 
@@ -88,7 +97,10 @@ def assign_splits(
 
 
 def _assign_by_name(
-    clips: Sequence[ClipInfo], lists: Mapping[str, Sequence[str]], *, must_exist: bool
+    clips: Sequence[ClipInfo],
+    lists: Mapping[str, Sequence[str]],
+    *,
+    must_exist: bool,
 ) -> dict[str, list[int]]:
     # Clip ids are unique in a source, the source's own names need not be; a list may use either.
     split_of: dict[str, str] = {}
@@ -140,7 +152,8 @@ def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dic
             else int(np.argmin(np.where(counts > 1, gap, np.inf)))
         ] += np.sign(difference)
     ranked = sorted(
-        clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest()
+        clips,
+        key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest(),
     )
     ends = np.cumsum(counts).tolist()
     return {

@@ -42,7 +42,13 @@ from fuelrail.pipeline.sample.schema import (
     SWEEPS_FIELD,
     lidar_channel,
 )
-from fuelrail.pipeline.settings import Settings, convert, flag, parse_yaml, read_text
+from fuelrail.pipeline.settings import (
+    Settings,
+    convert,
+    flag,
+    parse_yaml,
+    read_text,
+)
 from fuelrail.pipeline.text import differences
 
 if TYPE_CHECKING:
@@ -237,7 +243,8 @@ class Recipe(Settings, frozen=True):
     scan_sha256: str = ""
     name: Annotated[str | None, flag("name of the dataset (default: from the source)")] = None
     license: Annotated[
-        str | None, flag("license of the data, stored in the manifest and in every sample")
+        str | None,
+        flag("license of the data, stored in the manifest and in every sample"),
     ] = None
     seed: Annotated[
         int,
@@ -255,11 +262,13 @@ class Recipe(Settings, frozen=True):
         ),
     ] = None
     limit: Annotated[
-        Annotated[int, Meta(ge=1)] | None, flag("keep only the first N selected samples")
+        Annotated[int, Meta(ge=1)] | None,
+        flag("keep only the first N selected samples"),
     ] = None
-    order: Annotated[str, flag("shuffle granularity: frame, clip or window:N (default: frame)")] = (
-        "frame"
-    )
+    order: Annotated[
+        str,
+        flag("shuffle granularity: frame, clip or window:N (default: frame)"),
+    ] = "frame"
     splits: Annotated[
         Splits | None,
         flag(
@@ -363,7 +372,10 @@ def channel_codec(channel: Channel) -> str:
 
 
 def codec_of(
-    field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()
+    field: str,
+    recipe: Recipe,
+    lidars: tuple[LidarEntry, ...],
+    extra: tuple[Channel, ...] = (),
 ) -> str:
     """Return the codec of a member with this field name: what shrinks is compressed, media stay
     raw.

@@ -131,7 +131,12 @@ _TABLES: Final = (
 )
 _DIGITS: Final = 19
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
-MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
+MAP_LAYERS: Final = (
+    "drivable_area",
+    "ped_crossing",
+    "lane_marking",
+    "lane_border",
+)
 """``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
 _UNPAINTED: Final = ("NONE", "UNKNOWN")
 
@@ -149,13 +154,16 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
         ),
     ] = "forward"
     stereo: Annotated[
-        bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")
+        bool,
+        Meta(description="true takes the two stereo cameras too, which run at 5 Hz"),
     ] = False
     boxes: Annotated[
-        bool, Meta(description="false leaves boxes out; train and val must have them otherwise")
+        bool,
+        Meta(description="false leaves boxes out; train and val must have them otherwise"),
     ] = True
     map: Annotated[
-        bool, Meta(description="true stores the vector map about ego as the channel map")
+        bool,
+        Meta(description="true stores the vector map about ego as the channel map"),
     ] = False
 
 
@@ -201,9 +209,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             if "." in log:
                 continue  # logs are named by a UUID
             folder = f"{split}/{log}" if split else log
-            if {"calibration", "sensors", "city_SE3_egovehicle.feather"}.isdisjoint(
-                self.files.listed(folder)
-            ):
+            if {
+                "calibration",
+                "sensors",
+                "city_SE3_egovehicle.feather",
+            }.isdisjoint(self.files.listed(folder)):
                 continue
             cities = [
                 match[1]
@@ -234,7 +244,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         if self.given.boxes and "annotations.feather" in self.files.listed(folder):
             labels = read_feather(self.files, name, _BOXES)
             pairs = list(
-                zip(labels["timestamp_ns"].tolist(), labels["track_uuid"].tolist(), strict=True)
+                zip(
+                    labels["timestamp_ns"].tolist(),
+                    labels["track_uuid"].tolist(),
+                    strict=True,
+                )
             )
             check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
             rows = BoxRows(
@@ -353,7 +367,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
         for table, name in zip((lenses, mounts), names, strict=True):
             check_unique(
-                table["sensor_name"].tolist(), f"table '{self.files.shown}/{name}'", "the sensor"
+                table["sensor_name"].tolist(),
+                f"table '{self.files.shown}/{name}'",
+                "the sensor",
             )
         where = f"table '{self.files.shown}/{names[1]}'"
         sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
@@ -441,15 +457,23 @@ def parse_map(data: bytes, where: str) -> VectorMap:
     ]
     for lane in document.lane_segments.values():
         outlines.append(
-            (3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary)
+            (
+                3 if lane.left_lane_mark_type in _UNPAINTED else 2,
+                lane.left_lane_boundary,
+            )
         )
         outlines.append(
-            (3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary)
+            (
+                3 if lane.right_lane_mark_type in _UNPAINTED else 2,
+                lane.right_lane_boundary,
+            )
         )
     lines = dict.fromkeys(
         (layer, tuple((element.x, element.y) for element in points)) for layer, points in outlines
     )
     lines_kept = [(layer, points) for layer, points in lines if len(points) > 1]
     return VectorMap.from_lines(
-        [np.array(points) for _, points in lines_kept], [layer for layer, _ in lines_kept], where
+        [np.array(points) for _, points in lines_kept],
+        [layer for layer, _ in lines_kept],
+        where,
     )

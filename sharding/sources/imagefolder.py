@@ -88,7 +88,11 @@ class ImageFolder(FrameSource[FrameSettings]):
                 ]
                 num_images += len(images)
                 for image in images:
-                    yield Clip(name=f"{inside}/{image}", token=name, split=_SPLITS.get(folder, ""))
+                    yield Clip(
+                        name=f"{inside}/{image}",
+                        token=name,
+                        split=_SPLITS.get(folder, ""),
+                    )
                 if num_skipped := len(listed) - len(images):
                     self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += (
                         num_skipped

@@ -27,8 +27,18 @@ from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
-from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Clip, Frame, Image, Sensors
-from fuelrail.sharding.sources.adapter.rows import COMMON_COLUMNS, may_be_attribute
+from fuelrail.sharding.sources.adapter.frame import (
+    FRAME,
+    Absent,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+)
+from fuelrail.sharding.sources.adapter.rows import (
+    COMMON_COLUMNS,
+    may_be_attribute,
+)
 from fuelrail.sharding.sources.adapter.videos import VideoSource
 from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
@@ -39,7 +49,11 @@ from fuelrail.sharding.sources.shared.pictures import (
     convertible_png,
     plain_or_damaged,
 )
-from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
+from fuelrail.sharding.sources.shared.video import (
+    VideoSettings,
+    check_decoder,
+    libraries,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -48,7 +62,13 @@ if TYPE_CHECKING:
 
 _INFO: Final = "meta/info.json"
 _EPISODES: Final = "meta/episodes"
-_OWN_COLUMNS: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_OWN_COLUMNS: Final = (
+    "timestamp",
+    "frame_index",
+    "episode_index",
+    "index",
+    "task_index",
+)
 """Columns of every dataset; all but the last say where a frame is."""
 _FIELD: Final = re.compile(r"\{(\w+)(?::0(\d)d)?\}")
 _FIRST_ROWS: Final = 16
@@ -205,9 +225,18 @@ class _Metadata:
             if not texts:
                 raise SourceError(f"table '{self.files.shown}/{name}' has no column of texts")
             columns = read_parquet(
-                self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, read_whole=True
+                self.files,
+                name,
+                {"task_index": pa.int64(), texts[0]: pa.string()},
+                read_whole=True,
             )
-            return dict(zip(columns["task_index"].tolist(), columns[texts[0]], strict=True))
+            return dict(
+                zip(
+                    columns["task_index"].tolist(),
+                    columns[texts[0]],
+                    strict=True,
+                )
+            )
         return {
             field.task_index: field.task for field in self._read_lines("meta/tasks.jsonl", _Task)
         }
@@ -229,16 +258,23 @@ class _Metadata:
                     "episode_index": line.episode_index,
                 }
                 files = {
-                    name: (_fill_path(info.video_path or "", numbers | {"video_key": name}), 0.0)
+                    name: (
+                        _fill_path(info.video_path or "", numbers | {"video_key": name}),
+                        0.0,
+                    )
                     for name in videos
                 }
                 yield _Episode(
-                    line.episode_index, line.length, _fill_path(info.data_path, numbers), files
+                    line.episode_index,
+                    line.length,
+                    _fill_path(info.data_path, numbers),
+                    files,
                 )
             return
         integer_type = pa.int64()
         types = dict.fromkeys(
-            ("episode_index", "length", "data/chunk_index", "data/file_index"), integer_type
+            ("episode_index", "length", "data/chunk_index", "data/file_index"),
+            integer_type,
         )
         for name in videos:
             types |= {
@@ -251,7 +287,9 @@ class _Metadata:
                 columns = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
                 for row in range(len(columns["length"])):
                     yield _make_episode(
-                        {name: column[row].item() for name, column in columns.items()}, info, videos
+                        {name: column[row].item() for name, column in columns.items()},
+                        info,
+                        videos,
                     )
 
 
@@ -310,7 +348,10 @@ class LeRobot(VideoSource[VideoSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options, and the versions of the libraries that decode, where there are videos."""
-        return {**super().options, "libraries": libraries() if self._meta.has_videos else ""}
+        return {
+            **super().options,
+            "libraries": libraries() if self._meta.has_videos else "",
+        }
 
     def sensors(self) -> Sensors:
         """Return the cameras; their own names are those of the features.
@@ -346,7 +387,8 @@ class LeRobot(VideoSource[VideoSettings]):
                 name=name,
                 vehicle=self._meta.info.robot_type or "",
                 split=next(
-                    (split for split, numbers in ranges.items() if episode.number in numbers), ""
+                    (split for split, numbers in ranges.items() if episode.number in numbers),
+                    "",
                 ),
                 attributes={"episode_index": episode.number},
                 files=(_INFO, episode.data, *videos),
@@ -386,7 +428,10 @@ class LeRobot(VideoSource[VideoSettings]):
                 columns[name] = part.column(feature).to_pylist()
             else:
                 columns[name] = _read_array(
-                    part, feature, () if feature_info.scalar else feature_info.shape, where
+                    part,
+                    feature,
+                    () if feature_info.scalar else feature_info.shape,
+                    where,
                 )
         names = self.columns
         for number in range(episode.length):
@@ -399,7 +444,10 @@ class LeRobot(VideoSource[VideoSettings]):
                 timestamp_ns=time_ns,
                 images={
                     camera: self._make_image(
-                        episode, feature, float(times_s[number]), int(rows[number])
+                        episode,
+                        feature,
+                        float(times_s[number]),
+                        int(rows[number]),
                     )
                     for camera, feature in self._meta.cameras.items()
                 },
@@ -425,11 +473,21 @@ class LeRobot(VideoSource[VideoSettings]):
         if isinstance(head, ConvertiblePng):
             self.noted[CONVERTED] += 1
         ref = f"{episode.data}#row={row}&{feature}"
-        image = Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None, made=True)
+        image = Image(
+            ref=ref,
+            timestamp_ns=time_ns,
+            intrinsics=None,
+            cam2ego=None,
+            made=True,
+        )
         num_bytes = head.width * head.height
         extension = EXTENSION_OF[head.format]
         return replace(
-            image, width=head.width, height=head.height, num_bytes=num_bytes, extension=extension
+            image,
+            width=head.width,
+            height=head.height,
+            num_bytes=num_bytes,
+            extension=extension,
         )
 
     @cached_property
@@ -501,7 +559,10 @@ class LeRobot(VideoSource[VideoSettings]):
                     end = begin + file.metadata.row_group(group).num_rows
                     chosen = [row for row in rows if begin <= row < end]
                     if chosen:
-                        with parsing(where, f"has no images in column '{shortened(feature)}'"):
+                        with parsing(
+                            where,
+                            f"has no images in column '{shortened(feature)}'",
+                        ):
                             column = file.read_row_group(
                                 group, [feature], use_threads=False
                             ).column(0)
@@ -511,7 +572,10 @@ class LeRobot(VideoSource[VideoSettings]):
                                 .field("bytes")
                             )
                         for row, data in zip(chosen, images, strict=True):
-                            yield f"{name}#row={row}&{feature}", data.as_py() or b""
+                            yield (
+                                f"{name}#row={row}&{feature}",
+                                data.as_py() or b"",
+                            )
                     begin = end
 
 
@@ -545,13 +609,19 @@ def _make_episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) ->
 
     files = {
         name: (
-            _fill_path(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
+            _fill_path(
+                info.video_path or "",
+                place(f"videos/{name}") | {"video_key": name},
+            ),
             row[f"videos/{name}/from_timestamp"],
         )
         for name in videos
     }
     return _Episode(
-        row["episode_index"], row["length"], _fill_path(info.data_path, place("data")), files
+        row["episode_index"],
+        row["length"],
+        _fill_path(info.data_path, place("data")),
+        files,
     )
 
 
@@ -564,7 +634,10 @@ def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) 
             f"{where} has no column '{shortened(name)}'; it has "
             f"{', '.join(map(shortened, table.column_names))}"
         )
-    with parsing(where, f"has no numbers of shape {list(shape)} in column '{shortened(name)}'"):
+    with parsing(
+        where,
+        f"has no numbers of shape {list(shape)} in column '{shortened(name)}'",
+    ):
         array = table.column(name).combine_chunks()
         while (
             pa.types.is_list(array.type)

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from msgspec import inspect
 
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError, how_to_install
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    FuelrailError,
+    SourceError,
+    how_to_install,
+)
 from fuelrail.pipeline.settings import did_you_mean, parse_yaml
 from fuelrail.pipeline.text import Printed, fault_in_words, shortened
 
@@ -61,8 +66,15 @@ _EXAMPLES: Final = {
 CONTENTS: Final = {
     "fuelrail": ("dataset.json",),
     "nuscenes": ("v1.0-*/sample.json",),
-    "t4": ("annotation/sample.json", "*/annotation/sample.json", "*/*/annotation/sample.json"),
-    "argoverse2": ("*/city_SE3_egovehicle.feather", "*/*/city_SE3_egovehicle.feather"),
+    "t4": (
+        "annotation/sample.json",
+        "*/annotation/sample.json",
+        "*/*/annotation/sample.json",
+    ),
+    "argoverse2": (
+        "*/city_SE3_egovehicle.feather",
+        "*/*/city_SE3_egovehicle.feather",
+    ),
     "kitti": ("*_drive_*_sync/oxts", "*/*_drive_*_sync/oxts"),
     "kitti_object": ("image_2", "training/image_2"),
     "waymo": ("*.tfrecord", "*/*.tfrecord"),
@@ -222,7 +234,11 @@ def _described(entry: EntryPoint) -> SourceKind:
         kind = _load(entry)
     except ConfigError as error:
         return SourceKind(
-            kind=entry.name, summary=str(error), package=package, missing=[], options=[]
+            kind=entry.name,
+            summary=str(error),
+            package=package,
+            missing=[],
+            options=[],
         )
     info = inspect.type_info(kind.settings)
     assert isinstance(info, inspect.StructType), "settings are a struct"
@@ -236,7 +252,10 @@ def _described(entry: EntryPoint) -> SourceKind:
         described = str(meta.get("description", ""))
         options.append(
             SourceOption(
-                name=field.name, type=type_text, default=default.lower(), description=described
+                name=field.name,
+                type=type_text,
+                default=default.lower(),
+                description=described,
             )
         )
     return SourceKind(
@@ -345,7 +364,10 @@ def check_place(spec: SourceSpec) -> None:
         return
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a name that is too long, or holds a zero
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise SourceError(f"source '{shortened(f'{spec.kind}:{spec.location}')}' {problem}")
 

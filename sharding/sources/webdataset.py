@@ -24,15 +24,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    ImageError,
+    SchemaError,
+    SourceError,
+)
 from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import ValueForms
-from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+)
 from fuelrail.sharding.sources.adapter.members import MADE_PREFIX
-from fuelrail.sharding.sources.adapter.rows import fitting_type, may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import (
+    fitting_type,
+    may_be_attribute,
+)
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
@@ -68,7 +82,12 @@ _DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
 """Decoders by the last part of an extension, as the library decodes them."""
 _MOST_VALUE_BYTES: Final = 1 << 20  # values are in the scan's table
 _LATE: Final = "none of the first samples has it; first_samples=0 looks at all"
-_TYPES: Final[dict[str, type]] = {"": str, "bool": bool, "int64": int, "float64": float}
+_TYPES: Final[dict[str, type]] = {
+    "": str,
+    "bool": bool,
+    "int64": int,
+    "float64": float,
+}
 _MOST_EXTENSIONS: Final = 12
 _STEP_NS: Final = 1_000_000_000
 
@@ -86,19 +105,24 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
     meta: Annotated[
-        str, Meta(description="extension of the JSON member that the paths below are in")
+        str,
+        Meta(description="extension of the JSON member that the paths below are in"),
     ] = "json"
     timestamp_ns: Annotated[
-        str, Meta(description="path of the sample's time [ns]; empty: samples are counted")
+        str,
+        Meta(description="path of the sample's time [ns]; empty: samples are counted"),
     ] = ""
     intrinsics: Annotated[
-        str, Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated")
+        str,
+        Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated"),
     ] = ""
     cam2ego: Annotated[
-        str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")
+        str,
+        Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego"),
     ] = ""
     ego2global: Annotated[
-        str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")
+        str,
+        Meta(description="path of the 4x4 ego to global; empty: no ego poses"),
     ] = ""
     first_samples: Annotated[
         int,
@@ -216,7 +240,12 @@ class _Reader(NamedTuple):
     def _used(self) -> frozenset[str]:
         """Names at the top of the JSON that the options name."""
         settings = self.given
-        paths = (settings.timestamp_ns, settings.intrinsics, settings.cam2ego, settings.ego2global)
+        paths = (
+            settings.timestamp_ns,
+            settings.intrinsics,
+            settings.cam2ego,
+            settings.ego2global,
+        )
         return frozenset(path.partition(".")[0] for path in paths if path)
 
     def _data(self, sample: _Sample, member: Member) -> bytes:
@@ -359,7 +388,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 members = self._unpack_tar(tar, read, noted)
             else:
                 members = tar_members(
-                    self.files, tar, ignore_zeros=self.given.ignore_zeros, noted=noted
+                    self.files,
+                    tar,
+                    ignore_zeros=self.given.ignore_zeros,
+                    noted=noted,
                 )
             where = f"tar '{self.files.shown}/{tar}'"
             group = _gather_samples if self.given.gather else _group_adjacent
@@ -428,7 +460,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             )
         names_seen.add(name)
         self._current = samples
-        return Clip(name=name, files=tuple(dict.fromkeys(sample.tar for sample in samples)))
+        return Clip(
+            name=name,
+            files=tuple(dict.fromkeys(sample.tar for sample in samples)),
+        )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:  # noqa: ARG002 - the current one
         """Yield the clip's samples, by time where they have one."""
@@ -561,7 +596,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             by_tar.setdefault(tar, set()).add(name)
         for tar, names in by_tar.items():
             for member, data in compressed_members(
-                self.files, tar, None, names=names, ignore_zeros=self.given.ignore_zeros
+                self.files,
+                tar,
+                None,
+                names=names,
+                ignore_zeros=self.given.ignore_zeros,
             ):
                 if data is not None:
                     names.discard(member.name)

@@ -130,7 +130,11 @@ class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
     def as_text(self) -> str:
         """Return the report for people."""
         same = "have one fingerprint" if self.is_same else "have different fingerprints"
-        lines = [f"a: {escaped(self.a)}", f"b: {escaped(self.b)}", f"They {same}."]
+        lines = [
+            f"a: {escaped(self.a)}",
+            f"b: {escaped(self.b)}",
+            f"They {same}.",
+        ]
         for title, keys in (
             ("samples only in a", self.samples_only_in_a),
             ("samples only in b", self.samples_only_in_b),
@@ -233,7 +237,8 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
         clips_only_in_b=_list_ids(clips_b - clips_a),
         channels=channels,
         members=_compare_values(
-            dict.fromkeys(first.index.names, True), dict.fromkeys(second.index.names, True)
+            dict.fromkeys(first.index.names, True),
+            dict.fromkeys(second.index.names, True),
         ),
         options=_compare_values(_list_options(first), _list_options(second)),
     )
@@ -257,7 +262,10 @@ def _list_options(dataset: Dataset) -> dict[str, Any]:
     }
     values = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
     if isinstance(manifest, LayerManifest):
-        values |= {"base": manifest.base.fingerprint, "view": msgspec.to_builtins(manifest.view)}
+        values |= {
+            "base": manifest.base.fingerprint,
+            "view": msgspec.to_builtins(manifest.view),
+        }
     return {**values, **recipe}
 
 
@@ -278,14 +286,18 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
                 data = store.cat_file(f"{folder}/{TAGS_FILE}", start=0, end=_MAX_TAGS_BYTES)
             except Exception as error:
                 fault = fault_of(error)
-                if fault.kind in ("missing", "refused"):  # a store may refuse what is not there
+                if fault.kind in (
+                    "missing",
+                    "refused",
+                ):  # a store may refuse what is not there
                     return ()
                 raise DatasetError(
                     f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})"
                 ) from error
         else:
             data = read_file(
-                Path(str(dataset).removeprefix("file://")) / TAGS_FILE, _MAX_TAGS_BYTES
+                Path(str(dataset).removeprefix("file://")) / TAGS_FILE,
+                _MAX_TAGS_BYTES,
             )
     except FileNotFoundError:
         return ()
@@ -304,7 +316,10 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def tag(
-    dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()
+    dataset: str | os.PathLike[str],
+    *,
+    add: tuple[str, ...] = (),
+    remove: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """Add and remove tags of a dataset in a folder; returns those it has then, sorted.
 

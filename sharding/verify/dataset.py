@@ -29,11 +29,19 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
-from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
+from fuelrail.pipeline.format.index.blocks import (
+    BLOCKS_FILE,
+    TABLE_FILES,
+    block_digests,
+)
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
-from fuelrail.pipeline.format.index.tables import MAX_BLOCKS_BYTES, open_shards, open_tables
+from fuelrail.pipeline.format.index.tables import (
+    MAX_BLOCKS_BYTES,
+    open_shards,
+    open_tables,
+)
 from fuelrail.pipeline.format.layers import (
     EITHER,
     INDEXED,
@@ -42,7 +50,12 @@ from fuelrail.pipeline.format.layers import (
     LayerManifest,
     read_rows,
 )
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Manifest, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    load_manifest,
+)
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -131,13 +144,19 @@ def verify(
     try:
         if shards:
             dataset = Dataset(
-                folder, manifest, *open_tables(folder, manifest, origin), origin=origin
+                folder,
+                manifest,
+                *open_tables(folder, manifest, origin),
+                origin=origin,
             )
     except IndexFileError as error:
         report.faults.append(Fault(INDEX_FILE, str(error)))
     if dataset is not None:
         try:
-            dataset = replace(dataset, dictionary=load_dictionary(folder, manifest, dataset.index))
+            dataset = replace(
+                dataset,
+                dictionary=load_dictionary(folder, manifest, dataset.index),
+            )
         except (
             ManifestError
         ) as error:  # then members are not decoded: each of them would be a fault
@@ -154,7 +173,8 @@ def verify(
             check = make_check(place, manifest, (number, shard), dataset, deep=deep).run()
             if shard.idx_bytes:
                 check.faults += _check_file(
-                    place, FileEntry(shard.idx_name, shard.idx_bytes, shard.idx_sha256)
+                    place,
+                    FileEntry(shard.idx_name, shard.idx_bytes, shard.idx_sha256),
                 )
             return check
 
@@ -214,7 +234,12 @@ def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
         with open_file(folder / entry.name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
-            return [Fault(entry.name, f"has {size} bytes, the manifest says {entry.bytes}")]
+            return [
+                Fault(
+                    entry.name,
+                    f"has {size} bytes, the manifest says {entry.bytes}",
+                )
+            ]
         if not file_is(folder / entry.name, entry.bytes, entry.sha256):
             return [Fault(entry.name, "SHA-256 does not match the manifest")]
     except OSError as error:
@@ -235,7 +260,8 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
             if split_of.setdefault(clip, split) != split:
                 faults.append(
                     Fault(
-                        INDEX_FILE, f"clip '{clip}' is in the splits {split_of[clip]} and {split}"
+                        INDEX_FILE,
+                        f"clip '{clip}' is in the splits {split_of[clip]} and {split}",
                     )
                 )
     for first in range(0, len(index), _ROWS_AT_ONCE):
@@ -245,7 +271,11 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     for value in values[counts > 1].tolist():
         first, second = np.flatnonzero(hashes == value)[:2].tolist()
         faults.append(
-            Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key)
+            Fault(
+                INDEX_FILE,
+                f"rows {first} and {second} have one key",
+                key=index.row(first).key,
+            )
         )
     return faults + _check_attributes(dataset)
 
@@ -264,7 +294,10 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
         block_digests(folder / name) for name in names
     ):
         return [
-            Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(names)}")
+            Fault(
+                BLOCKS_FILE,
+                f"does not hold the digests of the blocks of {', '.join(names)}",
+            )
         ]
     return []
 

@@ -78,19 +78,36 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
     members = _count_members(dataset)
     recipe = manifest.provenance.get("recipe", {})
     head = [
-        ("dataset", f"{manifest.name} ({shown_url(str(root)) if is_url(root) else dataset.root})"),
-        ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
-        ("shards", f"{manifest.num_shards:,}, {manifest.num_bytes / 1e6:,.1f} MB"),
+        (
+            "dataset",
+            f"{manifest.name} ({shown_url(str(root)) if is_url(root) else dataset.root})",
+        ),
+        (
+            "samples",
+            f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}",
+        ),
+        (
+            "shards",
+            f"{manifest.num_shards:,}, {manifest.num_bytes / 1e6:,.1f} MB",
+        ),
         ("layout", _describe_layout(dataset)),
         ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
-        ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
+        (
+            "source",
+            f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}",
+        ),
         ("license", manifest.license or "not stated"),
         ("classes", ", ".join(manifest.classes) or "none"),
         ("fingerprint", manifest.fingerprint),
         *(_list_layer_facts(manifest) if isinstance(manifest, LayerManifest) else ()),
     ]
     splits = [
-        (name, f"{entry.num_samples:,}", f"{entry.num_clips:,}", f"{entry.num_shards:,}")
+        (
+            name,
+            f"{entry.num_samples:,}",
+            f"{entry.num_clips:,}",
+            f"{entry.num_shards:,}",
+        )
         for name, entry in manifest.splits.items()
     ]
     channels = [
@@ -137,10 +154,17 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         (("channel", "kind", "values; frame; law; description"), extra),
         (("attribute", "type", "values and samples"), attributes),
         (("member", "codec", "samples", "stored MB", "raw MB"), fields),
-        (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _format_statistics(numbers)),
+        (
+            ("split", "first numbers", "; ".join(_SHOWN_STATISTICS)),
+            _format_statistics(numbers),
+        ),
     )
     named = [dict(zip(("name", "type", "values"), channel, strict=True)) for channel in attributes]
-    facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
+    facts = {
+        "manifest": msgspec.to_builtins(manifest),
+        "members": members,
+        "attributes": named,
+    }
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
 
 
@@ -194,11 +218,20 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     ]
     if framed:
         address.append(
-            ("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")
+            (
+                "frame",
+                f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it",
+            )
         )
     base = 0 if framed else row.offset
     members = [
-        (m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}")
+        (
+            m.name,
+            m.codec,
+            str(base + m.offset),
+            f"{m.stored_bytes:,}",
+            f"{m.raw_bytes:,}",
+        )
         for m in row.members
     ]
     if isinstance(dataset.manifest, LayerManifest):
@@ -211,21 +244,34 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         head = [
             ("row", f"{row.key} ({of_layer})"),
             *address,
-            ("clip", f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns"),
+            (
+                "clip",
+                f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns",
+            ),
         ]
         tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
     else:
         sample = dataset[row_number]
         check_sample(
-            sample, [member.name for member in row.members], Rig.from_manifest(dataset.manifest)
+            sample,
+            [member.name for member in row.members],
+            Rig.from_manifest(dataset.manifest),
         )
         facts["meta"] = msgspec.to_builtins(sample.meta)
         of_split = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
-        head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
+        head = [
+            ("sample", f"{row.key} ({of_split})"),
+            *address,
+            *_sample_facts(dataset, sample),
+        ]
         tables = _make_sensor_tables(dataset, sample)
     return Description(
         facts,
-        _format_page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables),
+        _format_page(
+            ((), head),
+            (("member", "codec", "at", "stored", "raw"), members),
+            *tables,
+        ),
     )
 
 
@@ -235,7 +281,10 @@ def _list_layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     lacking = base.num_samples - manifest.num_samples
     of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
     return [
-        ("layer of", f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}"),
+        (
+            "layer of",
+            f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}",
+        ),
         (
             "rows",
             "complete"
@@ -282,7 +331,10 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
         ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
         ("source token", meta.sample_token),
-        ("tags", ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none"),
+        (
+            "tags",
+            ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none",
+        ),
         ("ego", _format_vector(sample.geometry.ego2global[:3, 3], "m")),
         ("boxes", boxes),
     ]
@@ -311,7 +363,18 @@ def _make_sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
         for channel, array in sample.points.items()
     ]
     return [
-        (("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
+        (
+            (
+                "camera",
+                "valid",
+                "pixels",
+                "exposed",
+                "fx fy",
+                "cx cy",
+                "in ego",
+            ),
+            cameras,
+        ),
         ((), points),
     ]
 
@@ -442,8 +505,14 @@ def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for *cells, last in every:
         first, *more = textwrap.wrap(
-            last, max(_MAX_WIDTH - indent, 40), break_long_words=False, break_on_hyphens=False
+            last,
+            max(_MAX_WIDTH - indent, 40),
+            break_long_words=False,
+            break_on_hyphens=False,
         ) or [""]
         row = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines += [f"{row}  {first}".rstrip(), *(" " * indent + text for text in more)]
+        lines += [
+            f"{row}  {first}".rstrip(),
+            *(" " * indent + text for text in more),
+        ]
     return "\n".join(lines)

@@ -18,15 +18,30 @@ import pyarrow as pa
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.channels.table import Law
-from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
+from fuelrail.pipeline.errors import (
+    FrameError,
+    FuelrailError,
+    IndexFileError,
+    ShardError,
+)
 from fuelrail.pipeline.format.codecs import suffix
-from fuelrail.pipeline.format.dataset import Dataset, check_digests, check_span, read_members
+from fuelrail.pipeline.format.dataset import (
+    Dataset,
+    check_digests,
+    check_span,
+    read_members,
+)
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.layers import LayerManifest
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, check_key, iter_members
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    FoundMember,
+    check_key,
+    iter_members,
+)
 from fuelrail.pipeline.format.zstd_frames import (
     Frame,
     decode_frame,
@@ -36,7 +51,12 @@ from fuelrail.pipeline.format.zstd_frames import (
     span_bytes,
 )
 from fuelrail.pipeline.runtime.workers import one_at_a_time
-from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
+from fuelrail.pipeline.sample.schema import (
+    IMAGE_EXTENSIONS,
+    META,
+    Meta,
+    decode_sample,
+)
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.text import repeated_key, shortened
 from fuelrail.sharding.sources.shared.pictures import check_pixels
@@ -129,7 +149,10 @@ class ShardCheck:
         if position + len(END_OF_ARCHIVE) != shard.bytes:
             self._fault(f"the index covers {position} bytes of {shard.bytes}", position)
         for member in members.values():
-            self._fault(f"member '{member.name}' is not in the index", member.header_offset)
+            self._fault(
+                f"member '{member.name}' is not in the index",
+                member.header_offset,
+            )
         name = shard.idx_name
         text = dali_index(rows)
         with contextlib.suppress(OSError):  # reported already, with the other files
@@ -201,7 +224,11 @@ class ShardCheck:
             check_key(row.key)
             dictionary = None if self._dataset is None else self._dataset.dictionary
             name = self.shard.name
-            check_digests(row, open_span(row, span, name) if is_framed(name) else span, name)
+            check_digests(
+                row,
+                open_span(row, span, name) if is_framed(name) else span,
+                name,
+            )
             members = read_members(row, span, name, dictionary=dictionary)
             if isinstance(self._manifest, LayerManifest):
                 self._check_layer(row, members)
@@ -233,7 +260,11 @@ class ShardCheck:
                     camera = sample.meta.cameras.get(channel)
                     size = None if camera is None else (camera.width, camera.height)
                     check_pixels(
-                        members[entry.name], extension, size, key=row.key, member=entry.name
+                        members[entry.name],
+                        extension,
+                        size,
+                        key=row.key,
+                        member=entry.name,
                     )
                     self.num_images += 1
                     if size is not None and channel in self.sizes:
@@ -286,7 +317,9 @@ class ShardCheck:
         for member in members:
             if member not in fields:
                 self._fault(
-                    f"member '{member}': the table has no such channel", row.offset, row.key
+                    f"member '{member}': the table has no such channel",
+                    row.offset,
+                    row.key,
                 )
 
 
@@ -302,7 +335,10 @@ class _FramedCheck(ShardCheck):
             self._fault(error.message, error.offset)
         if self._dataset is None:
             for frame in (table or [])[:-1]:
-                self._read_members(view[frame.offset : frame.offset + frame.stored_bytes], frame)
+                self._read_members(
+                    view[frame.offset : frame.offset + frame.stored_bytes],
+                    frame,
+                )
             return
         position = 0
         for number, row in enumerate(self._rows(self._dataset)):
@@ -312,7 +348,11 @@ class _FramedCheck(ShardCheck):
             frame = Frame(row.offset, row.length, span_bytes(row))
             if table is not None and (number >= len(table) or table[number] != frame):
                 text = f"{table[number]}" if number < len(table) else "no such frame"
-                self._fault(f"the index has {frame}, the seek table {text}", position, row.key)
+                self._fault(
+                    f"the index has {frame}, the seek table {text}",
+                    position,
+                    row.key,
+                )
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
                     members = self._read_members(stored, frame, row.key)
@@ -321,7 +361,9 @@ class _FramedCheck(ShardCheck):
                     self._check_members(row, by_offset, row.offset + frame.raw_bytes)
                     for member in by_offset.values():
                         self._fault(
-                            f"member '{member.name}' is not in the index", position, row.key
+                            f"member '{member.name}' is not in the index",
+                            position,
+                            row.key,
                         )
                     self._check_content(row, stored)
             position += row.length
@@ -334,14 +376,20 @@ class _FramedCheck(ShardCheck):
         """Return the members in a frame; None where it cannot be decoded."""
         try:
             raw = decode_frame(
-                stored, frame.raw_bytes, shard=self.shard.name, offset=frame.offset, key=key
+                stored,
+                frame.raw_bytes,
+                shard=self.shard.name,
+                offset=frame.offset,
+                key=key,
             )
             return list(iter_members(raw, shard=self.shard.name, closed=False))
         except FrameError as error:
             self._fault(error.message, error.offset, key)
         except ShardError as error:
             self._fault(
-                f"{error.message}, {error.offset} bytes into the decoded frame", frame.offset, key
+                f"{error.message}, {error.offset} bytes into the decoded frame",
+                frame.offset,
+                key,
             )
         return None
 

@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 
 STATISTICS_FILE: Final = "statistics.json"
 """Beside the manifest. It is not part of the dataset: no digest covers it."""
-_QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+_QUANTILES: Final = {
+    "q01": 0.01,
+    "q10": 0.1,
+    "q50": 0.5,
+    "q90": 0.9,
+    "q99": 0.99,
+}
 _MOST_NUMBERS: Final = 4096  # of a value
 _MOST_KEPT: Final = 1 << 22  # of a channel, for quantiles
 _AT_ONCE: Final = 4096
 
 
-def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]:
+def dataset_statistics(
+    dataset: Dataset,
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Compute statistics by split and channel, and store them beside the manifest.
 
     Those of kind ``array`` and series, number by number of a value's shape, and of attributes:
@@ -166,7 +174,11 @@ class _Numbers:
         }
         statistics |= {"min": self._min, "max": self._max}
         statistics |= dict(
-            zip(_QUANTILES, np.nanquantile(values, [*_QUANTILES.values()], axis=0), strict=True)
+            zip(
+                _QUANTILES,
+                np.nanquantile(values, [*_QUANTILES.values()], axis=0),
+                strict=True,
+            )
         )
         lists = {}
         for name, array in statistics.items():

@@ -105,7 +105,12 @@ def break_even(
         made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
         options.append(
-            BreakEvenOption(f"{title}, {size_text}", number, round(size / made_of * number), hours)
+            BreakEvenOption(
+                f"{title}, {size_text}",
+                number,
+                round(size / made_of * number),
+                hours,
+            )
         )
     return BreakEven(len(videos), num_all, num_bytes, options)
 
@@ -119,7 +124,10 @@ def _find_videos(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
         if path is not None and file_facts is not None:
             video = partial(VideoFile, path)
             facts = video().facts()
-            frames = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
+            frames = range(
+                facts.first_frame,
+                min(facts.first_frame + _FRAMES, facts.num_frames),
+            )
             starts.append(
                 VideoStart(
                     num_frames=facts.num_frames,

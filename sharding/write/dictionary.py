@@ -15,7 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, DatasetExistsError
-from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary, train_dictionary
+from fuelrail.pipeline.format.codecs import (
+    DICTIONARY_FILE,
+    Dictionary,
+    train_dictionary,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.manifest import Manifest
@@ -56,7 +60,10 @@ def train_or_load_dictionary(
     sample_bytes = sum(
         len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
     )
-    count = min(len(rows), max(1, (recipe.dictionary_bytes * _TIMES_ITS_SIZE) // sample_bytes))
+    count = min(
+        len(rows),
+        max(1, (recipe.dictionary_bytes * _TIMES_ITS_SIZE) // sample_bytes),
+    )
     chosen = rows[np.arange(count) * len(rows) // count]
     samples: list[bytes] = []
     for number in chosen.tolist():

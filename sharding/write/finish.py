@@ -16,10 +16,19 @@ import pyarrow as pa
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
-from fuelrail.pipeline.format.manifest import FORMAT, FORMAT_VERSION, FileEntry, Manifest
+from fuelrail.pipeline.format.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    FileEntry,
+    Manifest,
+)
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
-from fuelrail.sharding.sources.shared.scan_table import CLIP_NUMBER, ScanTable, frame_keys
+from fuelrail.sharding.sources.shared.scan_table import (
+    CLIP_NUMBER,
+    ScanTable,
+    frame_keys,
+)
 from fuelrail.sharding.write.images import stored_channel, stored_field
 from fuelrail.sharding.write.publish import (
     ROWS_PER_GROUP,
@@ -66,7 +75,11 @@ def finish(
     write_attributes(
         work.temporary,
         _iter_attributes(
-            work.temporary, plan=plan, table=table, info=info, clips_by_split=clips_by_split
+            work.temporary,
+            plan=plan,
+            table=table,
+            info=info,
+            clips_by_split=clips_by_split,
         ),
     )
     published = []
@@ -74,7 +87,9 @@ def finish(
         data = job.dictionary.data
         published.append(
             FileEntry(
-                name=DICTIONARY_FILE, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+                name=DICTIONARY_FILE,
+                bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
             )
         )
     num_clips = {split: len(clips) for split, clips in clips_by_split.items()}

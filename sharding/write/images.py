@@ -99,7 +99,9 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
 
 
 def stored_channel(
-    channel: Channel, recipe: ImageRecipe | None, sizes: Collection[tuple[int, int]] | None = None
+    channel: Channel,
+    recipe: ImageRecipe | None,
+    sizes: Collection[tuple[int, int]] | None = None,
 ) -> Channel:
     """Return the entry of a channel as it is stored: a raster is scaled with the image that it lies
     on.
@@ -203,14 +205,19 @@ def jpegtran_version() -> str:
         )
     try:
         result = subprocess.run(
-            [_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S
+            [_PROGRAM, "-version"],
+            input=b"",
+            capture_output=True,
+            check=False,
+            timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s"
         ) from error
     match = re.search(
-        r"libjpeg-turbo version [0-9.]+", (result.stdout + result.stderr).decode(errors="replace")
+        r"libjpeg-turbo version [0-9.]+",
+        (result.stdout + result.stderr).decode(errors="replace"),
     )
     if match is None:
         raise ConfigError(
@@ -227,7 +234,11 @@ def with_restart_rows(data: Buffer) -> bytes:
     command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
     try:
         done = subprocess.run(
-            command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S
+            command,
+            input=data,
+            capture_output=True,
+            check=False,
+            timeout=_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
         raise ImageError(

@@ -123,7 +123,9 @@ class MemberCheck:
         self._pending = []
         geometries = [geometry for _, geometry, _ in pending]
         if not pending or are_sound(
-            geometries, [boxes for _, _, boxes in pending if boxes is not None], self._rig
+            geometries,
+            [boxes for _, _, boxes in pending if boxes is not None],
+            self._rig,
         ):
             return
         for key, geometry, boxes in pending:

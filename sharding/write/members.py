@@ -105,7 +105,10 @@ class Members:
         gets image sizes.
         """
         source_sizes = {
-            reference.name.partition(".")[0]: (reference.width, reference.height)
+            reference.name.partition(".")[0]: (
+                reference.width,
+                reference.height,
+            )
             for reference in references
             if reference.width
         }
@@ -140,11 +143,18 @@ class Members:
         images = self._recipe.images
         steps: list[Step] = [self._read]
         if (extra := self._extra_fields.get(name)) is not None:
-            if images is not None and extra.law.name in ("image", "image_points"):
+            if images is not None and extra.law.name in (
+                "image",
+                "image_points",
+            ):
                 stored = stored_channel(extra, images)
                 steps.append(
                     lambda _, data, sizes: scale_value(
-                        data, channel=extra, stored=stored, sizes=sizes, recipe=images
+                        data,
+                        channel=extra,
+                        stored=stored,
+                        sizes=sizes,
+                        recipe=images,
                     )
                 )
             chain = self._chains[name] = Chain(name, None, tuple(steps))
@@ -173,7 +183,9 @@ class Members:
             return self._source.open(member.ref)
         path, offset, length = place
         return self._buffer.read(
-            path, member.bytes if length is None else length, None if length is None else offset
+            path,
+            member.bytes if length is None else length,
+            None if length is None else offset,
         )
 
     def _stored_size(self, member: Reference) -> tuple[int, int]:

@@ -14,7 +14,12 @@ import xxhash
 from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, PackedSpan, StoredMember, pack_sample
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    PackedSpan,
+    StoredMember,
+    pack_sample,
+)
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
 from fuelrail.sharding.write.blocks import BlockWriter
 
@@ -72,7 +77,12 @@ class ShardPacker:
         self._offset = 0
 
     def add(
-        self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]
+        self,
+        key: str,
+        clip_id: str,
+        frame: int,
+        timestamp_ns: int,
+        members: Sequence[RawMember],
     ) -> int:
         """Encode and write the next sample; returns the length of its span [bytes]."""
         encode = functools.partial(codecs.encode, level=self._level, dictionary=self._dictionary)
@@ -132,7 +142,12 @@ class ShardPacker:
         self._write([end])
         self._file.flush()
         listing = dali_index(self._rows) if self._has_listing else b""
-        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, listing)
+        return Packed(
+            self._offset + len(end),
+            self._digest.hexdigest(),
+            self._rows,
+            listing,
+        )
 
     def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
         """Return a sample's span as the file takes it, in pieces, and its length."""
@@ -179,7 +194,11 @@ def dali_index(rows: Sequence[IndexRow]) -> bytes:
     lines = []
     for row in rows:
         stored = [
-            (f"{member.name}{codecs.suffix(member.codec)}", row.offset + member.offset, member)
+            (
+                f"{member.name}{codecs.suffix(member.codec)}",
+                row.offset + member.offset,
+                member,
+            )
             for member in row.members
         ]
         lines.append(

@@ -12,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, MAX_COLUMNS
+from fuelrail.pipeline.format.index.attributes_file import (
+    ATTRIBUTES_FILE,
+    MAX_COLUMNS,
+)
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import (
@@ -36,7 +39,10 @@ M = TypeVar("M", bound=Manifest)
 
 
 def write_index(
-    folder: Path, names: Sequence[str], codecs: Iterable[str], rows: Iterable[IndexRow]
+    folder: Path,
+    names: Sequence[str],
+    codecs: Iterable[str],
+    rows: Iterable[IndexRow],
 ) -> None:
     """Write ``index.arrow`` into the folder: members of these names, stored with these codecs."""
     with IndexWriter(folder / INDEX_FILE, names, sorted({*codecs})) as index:

@@ -106,12 +106,18 @@ class ReadBuffer:
                 begin = start - len(between)
                 self._memory[begin:start] = between
             else:
-                pieces_joined += [*self._with_rest(begin, end, limit, between), piece]
+                pieces_joined += [
+                    *self._with_rest(begin, end, limit, between),
+                    piece,
+                ]
                 begin = end = 0
                 continue
             end = start + data.nbytes
             limit = end + -data.nbytes % BLOCK_BYTES + BLOCK_BYTES
-        return [*pieces_joined, *self._with_rest(begin, end, limit, b"".join(small))]
+        return [
+            *pieces_joined,
+            *self._with_rest(begin, end, limit, b"".join(small)),
+        ]
 
     def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
         """Return a run and what follows it: in one piece where that ends in front of the next

@@ -71,7 +71,10 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
 def _is_record_of(record: ShardRecord, stem: str) -> bool:
     """Return whether a record has the names of a shard, and numbers that an index can hold."""
     shard = record.shard
-    has_names = record.stem == stem and shard.name in (f"{stem}.tar", f"{stem}.tar.zst")
+    has_names = record.stem == stem and shard.name in (
+        f"{stem}.tar",
+        f"{stem}.tar.zst",
+    )
     if not has_names or len(record.rows) != shard.num_samples:
         return False
     if not 0 <= shard.bytes <= _LARGEST or not 0 <= shard.idx_bytes <= _LARGEST:

@@ -32,8 +32,16 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.pipeline.storage.files import map_npy
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
-from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, decode_row
-from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
+from fuelrail.sharding.sources.shared.scan_table import (
+    ScanRow,
+    ScanTable,
+    decode_row,
+)
+from fuelrail.sharding.write.images import (
+    scale_geometry,
+    scale_meta,
+    stored_channel,
+)
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
@@ -179,7 +187,11 @@ class ShardWriter:
                         frame=scanned.frame,
                         timestamp_ns=scanned.timestamp_ns,
                         members=self._raw_members(
-                            scanned, number=row, split=shard.split, sizes=sizes, check=check
+                            scanned,
+                            number=row,
+                            split=shard.split,
+                            sizes=sizes,
+                            check=check,
                         ),
                     )
                 pulse(length)
@@ -219,7 +231,14 @@ class ShardWriter:
         job = self._job
         dictionary = b"" if job.dictionary is None else job.dictionary.data
         columns = (tuple(lidar.columns) for lidar in job.lidars)
-        head = job.dataset, job.license, shard.split, dictionary, *columns, *job.channels
+        head = (
+            job.dataset,
+            job.license,
+            shard.split,
+            dictionary,
+            *columns,
+            *job.channels,
+        )
         return msgspec.msgpack.encode(head)
 
     def _source_digest(self, shard: PlannedShard) -> str:

@@ -31,7 +31,12 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
-from fuelrail.pipeline.storage.files import map_npy, published, read_file, save_npy
+from fuelrail.pipeline.storage.files import (
+    map_npy,
+    published,
+    read_file,
+    save_npy,
+)
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.pictures import JpegForm, StoredJpeg
@@ -202,7 +207,12 @@ class Staging:
                 num_bytes = memoryview(data).nbytes
                 band = refs[ref]
                 files[band].write(data)
-                places[ref] = band, sizes[band], num_bytes, isinstance(data, StoredJpeg)
+                places[ref] = (
+                    band,
+                    sizes[band],
+                    num_bytes,
+                    isinstance(data, StoredJpeg),
+                )
                 sizes[band] += num_bytes
             if missing := refs.keys() - places.keys():
                 raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
@@ -289,7 +299,12 @@ def stage_clips(
         bands.forget()
         arguments = *arguments[:5], 0
     bands.sweep()
-    _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder, images)
+    _check_space(
+        ScanTable(scan_table),
+        np.flatnonzero(of_row >= bands.num_done),
+        folder,
+        images,
+    )
     num_workers = min(num_workers, len(tasks))
     stage = partial(_stage_clip, arguments)
     if num_workers > _MAX_THREADS:
@@ -306,7 +321,10 @@ def stage_clips(
 
 
 def _check_space(
-    table: ScanTable, rows: NDArray[np.int64], folder: Path, images: ImageRecipe | None
+    table: ScanTable,
+    rows: NDArray[np.int64],
+    folder: Path,
+    images: ImageRecipe | None,
 ) -> None:
     """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of
     some of them.
@@ -374,7 +392,10 @@ def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int
     current = -1
     places = dict[str, Placed]()
     target.unlink(missing_ok=True)  # not written through: it may be another file's second name
-    with pa.memory_map(os.fspath(scan_table)) as mapped, pa.OSFile(os.fspath(target), "wb") as sink:
+    with (
+        pa.memory_map(os.fspath(scan_table)) as mapped,
+        pa.OSFile(os.fspath(target), "wb") as sink,
+    ):
         file = pa.ipc.open_file(mapped)
         column = file.schema.get_field_index(_SAMPLE)
         with pa.ipc.new_file(sink, file.schema) as writer:

@@ -54,7 +54,15 @@ LAYER_COMMANDS = {
     "verify-deep": ["verify", "--deep", "LAYER", "--workers", "2"],
     "inspect": ["inspect", "LAYER"],
     "inspect-key": ["inspect", "LAYER", "clip-0000-000001"],
-    "view": ["view", "DS", "clip-0000-000001", "--layers", "t=LAYER", "--output", "out/sheet.png"],
+    "view": [
+        "view",
+        "DS",
+        "clip-0000-000001",
+        "--layers",
+        "t=LAYER",
+        "--output",
+        "out/sheet.png",
+    ],
     "rebase": ["layer", "rebase", "LAYER", "DS", "out/rebased"],
     "diff": ["diff", "LAYER", "GOOD"],
     "log": ["log", "LAYER"],
@@ -123,7 +131,8 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
 
     def make() -> None:
         with edited(
-            small.parent / "GOOD" if is_layer else small, place / ("LAYER" if is_layer else "DS")
+            small.parent / "GOOD" if is_layer else small,
+            place / ("LAYER" if is_layer else "DS"),
         ) as parts:
             CASES[case](parts)
 

@@ -38,7 +38,10 @@ from support.hostile_runs import in_fork, run
 
 IS_WHOLE = os.environ.get("FUELRAIL_ATTACK") == "all"
 EVERY = 1 if IS_WHOLE else 23  # of the states of a command
-pytestmark = [pytest.mark.process, *([pytest.mark.timeout(0)] if IS_WHOLE else [])]
+pytestmark = [
+    pytest.mark.process,
+    *([pytest.mark.timeout(0)] if IS_WHOLE else []),
+]
 
 
 def preload() -> None:
@@ -159,7 +162,10 @@ def by_chance(seed: int, number: int, folder: Path) -> int:
         for fault in list_faults(command, place):
             num_faults += 1
             text = (place / "output.txt").read_text(errors="replace").strip().rpartition("\n")[2]
-            print(f"{seed}/{count} {command} {done}: {fault} | {text[:300]}", flush=True)
+            print(
+                f"{seed}/{count} {command} {done}: {fault} | {text[:300]}",
+                flush=True,
+            )
     print(f"{number} states, {num_faults} faults")
     return num_faults
 

@@ -149,16 +149,25 @@ def ledger_values(
     for where in places(record):
         for name, value in VALUES.items():
             spoiled = write_ledger(
-                [*records[:number], set_value(record, where, value), *records[number + 1 :]]
+                [
+                    *records[:number],
+                    set_value(record, where, value),
+                    *records[number + 1 :],
+                ]
             )
-            yield f"{record['record']}/{'.'.join(map(str, where))}={name}", partial(_write, spoiled)
+            yield (
+                f"{record['record']}/{'.'.join(map(str, where))}={name}",
+                partial(_write, spoiled),
+            )
 
 
 def _write(data: bytes, path: Path) -> None:
     path.write_bytes(data)
 
 
-def safetensors_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], None]]]:
+def safetensors_values(
+    sound: bytes,
+) -> Iterator[tuple[str, Callable[[Path], None]]]:
     size = int.from_bytes(sound[:8], "little")
     header = json.loads(sound[8 : 8 + size])
     data = sound[8 + size :]
@@ -172,16 +181,24 @@ def safetensors_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], Non
             )
 
 
-def checkpoint_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], None]]]:
+def checkpoint_values(
+    sound: bytes,
+) -> Iterator[tuple[str, Callable[[Path], None]]]:
     sealed = json.loads(sound)
     for where in places(sealed["manifest"]):
         for name, value in VALUES.items():
             if name == "deep":  # checkpoints of strangers are not loaded: see Checkpoints
                 continue
-            body = json.dumps(set_value(sealed["manifest"], where, value), separators=(",", ":"))
+            body = json.dumps(
+                set_value(sealed["manifest"], where, value),
+                separators=(",", ":"),
+            )
             digest = xxhash.xxh3_64_hexdigest(f"{sealed['version']}\n{body}".encode())
             text = f'{{"version":{sealed["version"]},"xxh3":"{digest}","manifest":{body}}}'
-            yield f"{'.'.join(map(str, where))}={name}", partial(_write, text.encode())
+            yield (
+                f"{'.'.join(map(str, where))}={name}",
+                partial(_write, text.encode()),
+            )
 
 
 def make_sound(folder: Path) -> None:
@@ -230,7 +247,12 @@ def make_small_loader(dataset: Path | str, **options: Any) -> Any:
     from fuelrail import ImageAugment
 
     return make_loader(
-        str(dataset), 2, seed=1, num_workers=1, image=ImageAugment(height=32, width=64), **options
+        str(dataset),
+        2,
+        seed=1,
+        num_workers=1,
+        image=ImageAugment(height=32, width=64),
+        **options,
     )
 
 
@@ -288,7 +310,16 @@ KINDS: dict[str, tuple[str, dict[str, list[str] | Callable[[], int]]]] = {
             "seen": ["runs", "seen", "a.ledger", "clip-0000-000000"],
             "diff": ["runs", "diff", "a.ledger", "GOOD"],
             "diff-other": ["runs", "diff", "GOOD", "a.ledger"],
-            "attest": ["runs", "attest", "a.ledger", "GOOD", "--epoch", "0", "--samples", "4"],
+            "attest": [
+                "runs",
+                "attest",
+                "a.ledger",
+                "GOOD",
+                "--epoch",
+                "0",
+                "--samples",
+                "4",
+            ],
             "train": make_trainer_command(train_with_ledger),
         },
     ),
@@ -311,7 +342,11 @@ def cases(folder: Path) -> dict[str, Case]:
         for name in names:
             for how, spoil in BYTES.items():
                 file_name = Path(name).name if kind == "checkpoint" else ""
-                cases_by_name[f"{kind}/bytes/{file_name}{how}"] = kind, name, spoil
+                cases_by_name[f"{kind}/bytes/{file_name}{how}"] = (
+                    kind,
+                    name,
+                    spoil,
+                )
     sound = (folder / "a.ledger").read_bytes()
     kinds = set()
     for number, line in enumerate(sound.splitlines()):
@@ -319,9 +354,17 @@ def cases(folder: Path) -> dict[str, Case]:
         if record["record"] not in kinds:
             kinds.add(record["record"])
             for how, spoil in ledger_values(number, record, sound):
-                cases_by_name[f"ledger/values/{how}"] = "ledger", "a.ledger", spoil
+                cases_by_name[f"ledger/values/{how}"] = (
+                    "ledger",
+                    "a.ledger",
+                    spoil,
+                )
     for how, spoil in safetensors_values((folder / "weights.safetensors").read_bytes()):
-        cases_by_name[f"weights/values/{how}"] = "weights", "weights.safetensors", spoil
+        cases_by_name[f"weights/values/{how}"] = (
+            "weights",
+            "weights.safetensors",
+            spoil,
+        )
     for how, spoil in checkpoint_values((checkpoint / "checkpoint.json").read_bytes()):
         cases_by_name[f"checkpoint/values/{how}"] = (
             "checkpoint",
@@ -409,7 +452,8 @@ def choose_cases(cases_by_name: dict[str, Case], number: int) -> dict[str, Case]
 @pytest.mark.parametrize("kind", ["ledger", "weights", "checkpoint"])
 def test_hostile_ledgers_weights_and_checkpoints_end_in_a_sentence(kind, sound, tmp_path) -> None:
     selected = choose_cases(
-        cases(sound), 10_000 if os.environ.get("FUELRAIL_ATTACK") == "all" else 2
+        cases(sound),
+        10_000 if os.environ.get("FUELRAIL_ATTACK") == "all" else 2,
     )
     kind_cases = {name: case for name, case in selected.items() if case[0] == kind}
     faults = {

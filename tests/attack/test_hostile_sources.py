@@ -109,7 +109,9 @@ def suites() -> dict[str, type[SourceSuite]]:
     return suites_by_name
 
 
-def replace_with(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+def replace_with(
+    make: Callable[[Path], object],
+) -> Callable[[Path, random.Random], None]:
     """Put something else in place of the file."""
 
     def spoil(path: Path, _: random.Random) -> None:
@@ -159,7 +161,11 @@ def overwrite_numbers(data: bytearray, rng: random.Random) -> bytearray:
     for _ in range(3):
         start = rng.randrange(max(len(data) - 8, 1))
         data[start : start + 8] = rng.choice(
-            [b"\xff" * 8, b"\xff\xff\xff\x7f\0\0\0\0", (1 << 40).to_bytes(8, "little")]
+            [
+                b"\xff" * 8,
+                b"\xff\xff\xff\x7f\0\0\0\0",
+                (1 << 40).to_bytes(8, "little"),
+            ]
         )
     return data
 
@@ -200,7 +206,10 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
     "nested": spoil_bytes(lambda _, __: b"[" * 300_000),
     "nested-in": spoil_bytes(
         lambda data, _: re.sub(
-            rb": *([0-9.]+|\"[^\"]*\")", b": " + b"[" * 50_000, bytes(data), count=1
+            rb": *([0-9.]+|\"[^\"]*\")",
+            b": " + b"[" * 50_000,
+            bytes(data),
+            count=1,
         )
     ),
     "nested-yaml": spoil_bytes(lambda _, __: b"a: " + b"{b: " * 50_000),
@@ -327,7 +336,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else NUM_QUICK_CASES), ids=str
+    "case",
+    chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else NUM_QUICK_CASES),
+    ids=str,
 )
 def test_hostile_files_of_sources_end_in_a_sentence(case, folder, tmp_path) -> None:
     assert attack(case, folder, tmp_path / "place") == []

@@ -67,7 +67,19 @@ def test_scaling_over_too_few_steps_gives_no_figure(dataset, tmp_path, capsys, m
 def test_a_wall_clock_that_jumps_moves_no_step_of_a_rank(dataset, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(_WILD_CLOCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert bench("train", dataset, tmp_path / "out", *QUICK, "--steps", 20, "--warmup", 5) == 0
+    assert (
+        bench(
+            "train",
+            dataset,
+            tmp_path / "out",
+            *QUICK,
+            "--steps",
+            20,
+            "--warmup",
+            5,
+        )
+        == 0
+    )
     assert (tmp_path / "a-rank-was-here").exists()
     report = load_report(tmp_path / "out" / "report.json")
     assert report.cut_off is None

@@ -26,10 +26,20 @@ from support.ranks import environment
 pytestmark = [
     pytest.mark.process,
     pytest.mark.timeout(1800),  # of commands that take half a minute on an idle machine
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"),
+        reason="looks for processes in /proc",
+    ),
 ]
 
-QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
+QUICK = (
+    "--workers",
+    1,
+    "--batch-size",
+    1,
+    "--accelerator",
+    "emulated:resnet50-224-h100",
+)
 _PATIENCE_S = 600
 
 
@@ -95,7 +105,11 @@ def under_way(word, dataset, out, options, is_under_way):
     ]
     process = subprocess.Popen(
         [*map(str, command)],
-        env={**environment(), "FUELRAIL_TEST_RUN": token, "TMPDIR": str(temporary)},
+        env={
+            **environment(),
+            "FUELRAIL_TEST_RUN": token,
+            "TMPDIR": str(temporary),
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -121,7 +135,13 @@ def wait_until(condition):
 def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_path):
     options, is_under_way, sent = CASES[word]
     out = tmp_path / "out"
-    with under_way(word, dataset=dataset, out=out, options=options, is_under_way=is_under_way) as (
+    with under_way(
+        word,
+        dataset=dataset,
+        out=out,
+        options=options,
+        is_under_way=is_under_way,
+    ) as (
         process,
         token,
     ):
@@ -139,7 +159,10 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
 
 
 STUDIES = {
-    "diagnose": ((*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1)),
+    "diagnose": (
+        (*QUICK, "--steps", 100, "--warmup", 2),
+        stepped("without-storage/records", 1),
+    ),
     "scale": (
         (*QUICK, "--ranks", 1, 2, "--steps", 100, "--warmup", 2),
         stepped("records/ranks-2-batch-1", 1),
@@ -156,7 +179,22 @@ def bench_until(is_under_way, act, word, dataset, out, *options):
 
     with ThreadPoolExecutor(1) as pool:
         acted = pool.submit(acting)
-        code = main([*map(str, ("bench", word, dataset, "--out", out, "--no-html", *options))])
+        code = main(
+            [
+                *map(
+                    str,
+                    (
+                        "bench",
+                        word,
+                        dataset,
+                        "--out",
+                        out,
+                        "--no-html",
+                        *options,
+                    ),
+                )
+            ]
+        )
     acted.result()
     assert server().children() == []
     return code
@@ -178,7 +216,12 @@ def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_
     options, is_under_way = STUDIES[word]
     out = tmp_path / "out"
     code = bench_until(
-        is_under_way, lambda: os.kill(os.getpid(), signal.SIGINT), word, dataset, out, *options
+        is_under_way,
+        lambda: os.kill(os.getpid(), signal.SIGINT),
+        word,
+        dataset,
+        out,
+        *options,
     )
     assert code == 130
     assert "the report is partial: " in capsys.readouterr().err
@@ -199,7 +242,12 @@ def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path, c
     out = tmp_path / "out"
     assert (
         bench_until(
-            is_under_way, lambda: os.kill(rank_1(), signal.SIGKILL), "train", dataset, out, *options
+            is_under_way,
+            lambda: os.kill(rank_1(), signal.SIGKILL),
+            "train",
+            dataset,
+            out,
+            *options,
         )
         == 1
     )
@@ -214,7 +262,15 @@ def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
     """Once it is asked to end, it is continued: the launcher would wait half a minute before it kills it."""
     options, is_under_way, _ = CASES["train"]
     # A mesh of two axes has groups of its own, which must have the same limit.
-    options = (*options, "--ranks", 4, "--mesh", "dp_replicate=2,dp_shard=2", "--timeout-s", 10)
+    options = (
+        *options,
+        "--ranks",
+        4,
+        "--mesh",
+        "dp_replicate=2,dp_shard=2",
+        "--timeout-s",
+        10,
+    )
 
     def stop():
         rank = rank_1()
@@ -232,7 +288,9 @@ def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
 def is_asked_to_end(pid):
     """Whether SIGTERM waits for a process that is stopped."""
     (pending,) = re.findall(
-        r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        r"^ShdPnd:\s*(\w+)",
+        Path(f"/proc/{pid}/status").read_text(),
+        re.MULTILINE,
     )
     return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -241,7 +299,11 @@ def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
     options, is_under_way, _ = CASES["train"]
     options = (*options, "--ranks", 1)  # a launcher and its rank
     with under_way(
-        "train", dataset=dataset, out=tmp_path / "out", options=options, is_under_way=is_under_way
+        "train",
+        dataset=dataset,
+        out=tmp_path / "out",
+        options=options,
+        is_under_way=is_under_way,
     ) as (process, token):
         process.kill()
         process.wait()

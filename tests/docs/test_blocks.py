@@ -68,7 +68,11 @@ def test_blocks_are_found_with_language_title_and_heading(tmp_path) -> None:
     text, python = blocks_of(page)
     assert text == Block(language="text", title=None, code="# no heading\n", heading="A", line=4)
     assert python == Block(
-        language="python", title="x.py", code="a = 1\n\nb = 2\n", heading="A", line=10
+        language="python",
+        title="x.py",
+        code="a = 1\n\nb = 2\n",
+        heading="A",
+        line=10,
     )
 
 
@@ -104,9 +108,10 @@ def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() ->
             for call in ast.walk(tree):
                 if isinstance(call, ast.Call) and trains(call) and call not in looks:
                     arguments = {keyword.arg for keyword in call.keywords}
-                    assert "drop_last" in arguments and arguments & {"shuffle", "order"}, (
-                        f"{file.name}: {ast.unparse(call)}"
-                    )
+                    assert "drop_last" in arguments and arguments & {
+                        "shuffle",
+                        "order",
+                    }, f"{file.name}: {ast.unparse(call)}"
                     num_loaders += 1
     assert num_loaders > 15
 

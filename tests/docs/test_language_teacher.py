@@ -30,7 +30,10 @@ def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch)
         vocabulary=Vocabulary("words", 64),
     )
     extra = [
-        (tokens, lambda row: np.random.default_rng(row).integers(0, 64, 129).astype(np.uint16))
+        (
+            tokens,
+            lambda row: np.random.default_rng(row).integers(0, 64, 129).astype(np.uint16),
+        )
     ]
     build_dataset(tmp_path / "talk", {"train": (10, 10)}, extra=extra, size=(16, 16))
     monkeypatch.chdir(tmp_path)
@@ -52,5 +55,8 @@ def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     manifest = fr.inspect(Path("layers") / "speaker").facts["manifest"]
     (channel,) = manifest["channels"]
-    assert channel["kind"] == "logits_sampled" and list(channel["shape"]) == [128, 50]
+    assert channel["kind"] == "logits_sampled" and list(channel["shape"]) == [
+        128,
+        50,
+    ]
     assert len(manifest["provenance"]["recipe"]["teacher"]) == 64

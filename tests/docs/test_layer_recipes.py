@@ -95,7 +95,10 @@ def test_latents_of_windows_are_those_of_the_frames_beside_them(capsys) -> None:
                 assert int(batch["frame"]) in (0, 1)
                 for name, values in expected.items():
                     torch.testing.assert_close(
-                        batch[f"latents.{name}"][:, 0].float(), values, rtol=1e-3, atol=1e-3
+                        batch[f"latents.{name}"][:, 0].float(),
+                        values,
+                        rtol=1e-3,
+                        atol=1e-3,
                     )
                 num_windows += 1
     assert num_windows == 4

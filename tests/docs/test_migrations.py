@@ -83,10 +83,14 @@ def robot(folder):
     for episode in range(2):
         numbers = range(4 * episode, 4 * episode + 4)
         actions = [[number / 2, -number] for number in numbers]
-        table = {"timestamp": [frame / 10 for frame in range(4)], "action": actions}
+        table = {
+            "timestamp": [frame / 10 for frame in range(4)],
+            "action": actions,
+        }
         pq.write_table(pa.table(table), folder / "robot" / "data" / f"{episode}.parquet")
         write_video(
-            folder / "robot" / "videos" / f"{episode}.mp4", [picture(number) for number in numbers]
+            folder / "robot" / "videos" / f"{episode}.mp4",
+            [picture(number) for number in numbers],
         )
         truth |= {
             number + 2: [actions[min(frame + step, 3)] for step in range(3)]
@@ -111,11 +115,35 @@ def kitti(folder):
         (root / "image_2" / f"{number:06d}.png").write_bytes(encode_picture(number, "png"))
         (root / "calib" / f"{number:06d}.txt").write_text("\n".join(lines) + "\n")
         boxes = [
-            (names[(number + position) % 4], 4.0 + position, 5.0, 20.0 + number, 25.5)
+            (
+                names[(number + position) % 4],
+                4.0 + position,
+                5.0,
+                20.0 + number,
+                25.5,
+            )
             for position in range(number % 4)
         ]
         labels = [
-            " ".join(map(str, (*box[:1], 0, 0, 0, *box[1:], 1.5, 1.6, 4, 0, 1, 20 + position, 0)))
+            " ".join(
+                map(
+                    str,
+                    (
+                        *box[:1],
+                        0,
+                        0,
+                        0,
+                        *box[1:],
+                        1.5,
+                        1.6,
+                        4,
+                        0,
+                        1,
+                        20 + position,
+                        0,
+                    ),
+                )
+            )
             for position, box in enumerate(boxes)
         ]
         (root / "label_2" / f"{number:06d}.txt").write_text("".join(f"{line}\n" for line in labels))
@@ -128,7 +156,11 @@ FRAMES = "sed '1s/.*/clip_id,timestamp_us,cam.front.path,sign/' signs/labels.csv
 OF_SIGNS = (signs, [FRAMES, "fuelrail shard manifest:signs dataset"])
 CASES = {
     "torch_script": ("torch, with a `Dataset` of one's own", *OF_SIGNS),
-    "webdataset": ("webdataset, with labels", tars, ["fuelrail shard webdataset:tars dataset"]),
+    "webdataset": (
+        "webdataset, with labels",
+        tars,
+        ["fuelrail shard webdataset:tars dataset"],
+    ),
     "imagefolder": (
         "torchvision's `ImageFolder`",
         images,
@@ -151,7 +183,11 @@ CASES = {
         kitti,
         ["fuelrail shard kitti_object:root/Kitti/raw dataset -o boxes2d=true"],
     ),
-    "captions": ("webdataset, with captions", captions, ["fuelrail shard webdataset:tars dataset"]),
+    "captions": (
+        "webdataset, with captions",
+        captions,
+        ["fuelrail shard webdataset:tars dataset"],
+    ),
 }
 NEEDS = {
     "webdataset": ("webdataset", "PIL"),
@@ -203,7 +239,8 @@ def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsy
     for package in NEEDS.get(name, ()):
         try:
             pytest.importorskip(
-                package, reason=f"{package} is not installed; {INSTALL.get(package, TRAINERS)}"
+                package,
+                reason=f"{package} is not installed; {INSTALL.get(package, TRAINERS)}",
             )
         except RuntimeError as error:
             pytest.skip(f"{package} does not fit this torch: {error}")

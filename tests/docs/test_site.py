@@ -47,7 +47,8 @@ def test_every_page_is_whole(site) -> None:
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|source)[^>]+src=\"([^\"]+)\"", text)
         loaded += re.findall(
-            r"<link[^>]+rel=\"(?:stylesheet|preload|preconnect)\"[^>]+href=\"([^\"]+)\"", text
+            r"<link[^>]+rel=\"(?:stylesheet|preload|preconnect)\"[^>]+href=\"([^\"]+)\"",
+            text,
         )
         assert not [link for link in loaded if "//" in link], page.name
         for link in re.findall(r"<a [^>]*href=\"([^\"#]+)", text):
@@ -58,7 +59,11 @@ def test_every_page_is_whole(site) -> None:
 def test_references_name_everything(site) -> None:
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
     package = ROOT / ".src" / "fuelrail"
-    names = read_public_names(package / "__init__.pyi").keys() - {"bench", "errors", "order"}
+    names = read_public_names(package / "__init__.pyi").keys() - {
+        "bench",
+        "errors",
+        "order",
+    }
     names |= read_public_names(package / "bench" / "__init__.pyi").keys()
     assert not [
         name
@@ -82,7 +87,9 @@ def test_llms_txt_has_a_line_for_each_page_and_each_public_name(site) -> None:
     said = {name: (target, sentence) for name, target, sentence in lines}
     assert said["Layers"][1].startswith("A layer adds channels to the samples of a dataset")
     nav = re.findall(
-        r"^ +- (.+): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+        r"^ +- (.+): (\S+)\.md$",
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert len(nav) > 25
     for title, path in nav:
@@ -99,7 +106,10 @@ def test_llms_txt_has_a_line_for_each_page_and_each_public_name(site) -> None:
         f"{face}.{name}" for face, stub in faces for name in read_public_names(package / stub)
     }
     public -= {"fr.bench", "fr.errors", "fr.order", "fr.FuelrailError"}
-    assert names.keys() >= public | {"fr.order.BatchSampler", "fr.errors.FuelrailError"}
+    assert names.keys() >= public | {
+        "fr.order.BatchSampler",
+        "fr.errors.FuelrailError",
+    }
     assert names["fr.DataLoader"][1] in " ".join(fr.DataLoader.__doc__.split())
     index = (site / "reference" / "names.html").read_text(encoding="utf-8")
     assert not [name for name in names if f"<code>{name}</code>" not in index]
@@ -108,9 +118,18 @@ def test_llms_txt_has_a_line_for_each_page_and_each_public_name(site) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("# A\n\n![b](b.svg)\n\n**Read [this](x.md).** Then that.", "Read this."),
-        ("# A\n\n```sh\nrun it. Now\n```\n\nUse `a.b`, then `c`. Go.", "Use `a.b`, then `c`."),
-        ("# A\n\n1. one\n2. two\n\n| a |\n|---|\n\nChoose\none:\n", "Choose one."),
+        (
+            "# A\n\n![b](b.svg)\n\n**Read [this](x.md).** Then that.",
+            "Read this.",
+        ),
+        (
+            "# A\n\n```sh\nrun it. Now\n```\n\nUse `a.b`, then `c`. Go.",
+            "Use `a.b`, then `c`.",
+        ),
+        (
+            "# A\n\n1. one\n2. two\n\n| a |\n|---|\n\nChoose\none:\n",
+            "Choose one.",
+        ),
         ("A ``name`` of :class:`~a.B`.\n\nMore.", "A `name` of `a.B`."),
         ("# A\n", ""),
     ],
@@ -138,8 +157,13 @@ def test_search_works_from_files(site) -> None:
     for page in ("index.html", "guides/quickstart.html"):
         address = f"{(site / page).as_uri()}?q=occupancy"
         done = subprocess.run(
-            ["chromium", *options, address], capture_output=True, text=True, check=True, timeout=120
+            ["chromium", *options, address],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
         )
         assert re.search(
-            r'<a href="file://[^"]*/training.html[^"]*" class="md-search-result__link"', done.stdout
+            r'<a href="file://[^"]*/training.html[^"]*" class="md-search-result__link"',
+            done.stdout,
         )

@@ -80,17 +80,27 @@ def test_3_augment_without_losing_the_boxes(desk, capsys) -> None:
     plain = names["plain"]
     flipped = names["flipped"]
     centres = torch.cat(
-        [plain["gt_boxes_3d"][0][:, :3], torch.ones(len(plain["gt_boxes_3d"][0]), 1)], 1
+        [
+            plain["gt_boxes_3d"][0][:, :3],
+            torch.ones(len(plain["gt_boxes_3d"][0]), 1),
+        ],
+        1,
     )
     u, v, depth, _ = plain["ego2img"][0, 1] @ centres.T
     u_flipped, v_flipped, depth_flipped, _ = flipped["ego2img"][0, 1] @ centres.T
     ahead = depth > 1
     last = plain["img"].shape[-1] - 1
     torch.testing.assert_close(
-        (last - u / depth)[ahead], (u_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4
+        (last - u / depth)[ahead],
+        (u_flipped / depth_flipped)[ahead],
+        atol=1e-2,
+        rtol=1e-4,
     )
     torch.testing.assert_close(
-        (v / depth)[ahead], (v_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4
+        (v / depth)[ahead],
+        (v_flipped / depth_flipped)[ahead],
+        atol=1e-2,
+        rtol=1e-4,
     )
 
 
@@ -103,8 +113,18 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
                 "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
                 "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]],
                 "cam2ego": forward,
-                "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
-                "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
+                "ego2global": [
+                    [1, 0, 0, number],
+                    [0, 1, 0, 0],
+                    [0, 0, 1, 0],
+                    [0, 0, 0, 1],
+                ],
+                "boxes": [
+                    {
+                        "xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1],
+                        "category": "car",
+                    }
+                ],
                 "action": [number / 4, -1.5],
                 "night": number == 1,
                 **({"caption": f"frame {number}"} if number else {}),
@@ -144,7 +164,11 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
 
 
 def test_5_move_from_other_loaders(desk) -> None:
-    names = follow(GUIDES / "migrate.md", "torch's DataLoader", "mmdetection3d, BEVDet, BEVFormer")
+    names = follow(
+        GUIDES / "migrate.md",
+        "torch's DataLoader",
+        "mmdetection3d, BEVDet, BEVFormer",
+    )
     batch = names["batch"]
     data = names["data"]
     boxes = data["data_samples"][0]["gt_bboxes_3d"]
@@ -155,16 +179,21 @@ def test_5_move_from_other_loaders(desk) -> None:
 @pytest.mark.filterwarnings("ignore::Warning")  # of the trainers
 def test_5_move_with_ones_trainer(desk) -> None:
     pytest.importorskip(
-        "lightning", reason="lightning is not installed: pip install -e '.[trainers]'"
+        "lightning",
+        reason="lightning is not installed: pip install -e '.[trainers]'",
     )
     trainer = follow(GUIDES / "migrate.md", "PyTorch Lightning")["trainer"]
-    assert (trainer.global_step, trainer.train_dataloader.state_dict()["epoch"]) == (4, 1)
+    assert (
+        trainer.global_step,
+        trainer.train_dataloader.state_dict()["epoch"],
+    ) == (4, 1)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_5_move_with_accelerate(desk) -> None:
     pytest.importorskip(
-        "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
+        "accelerate",
+        reason="accelerate is not installed: pip install -e '.[trainers]'",
     )
     names = follow(GUIDES / "migrate.md", "Hugging Face Accelerate")
     assert names["loader"].state_dict()["epoch"] == 2
@@ -198,7 +227,8 @@ def test_5_move_with_the_hugging_face_trainer(desk) -> None:
 def test_5_move_a_config_of_mmengine(desk) -> None:
     """The lines of the page in a config of which all else is MMEngine's own, run by its Runner."""
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
+        "mmengine",
+        reason="mmengine is not installed: pip install -e '.[trainers]'",
     )
     from mmengine.config import Config
     from mmengine.model import BaseModel
@@ -257,7 +287,14 @@ def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
     names = follow(GUIDES / "parallelism.md")
     assert capfd.readouterr().out.strip().endswith("1")
     assert len(names["parts"][0]) == len(names["parts"][1]) > 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     keys = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank ")]

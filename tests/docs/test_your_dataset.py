@@ -102,7 +102,10 @@ def test_lightning() -> None:
     first = names["trainer"].lightning_module
     resumed = names["Model"]()
     trainer = names["pl"].Trainer(
-        max_steps=14, enable_checkpointing=False, use_distributed_sampler=False, **names["quiet"]
+        max_steps=14,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        **names["quiet"],
     )
     trainer.fit(resumed, ckpt_path="lightning.ckpt", weights_only=False)
     assert [*first.seen, *resumed.seen] == [sampler[step] for step in range(14)]
@@ -150,7 +153,11 @@ def test_episodes_of_lerobot() -> None:
         "lerobot.datasets.lerobot_dataset", reason="lerobot is not installed"
     )
     features = {
-        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
+        "observation.state": {
+            "dtype": "float32",
+            "shape": (2,),
+            "names": ["episode", "frame"],
+        }
     }
     episodes = lerobot.LeRobotDataset.create(
         "me/episodes", 10, features, root="episodes", use_videos=False
@@ -158,7 +165,10 @@ def test_episodes_of_lerobot() -> None:
     for episode in range(12):
         for frame in range(20):
             episodes.add_frame(
-                {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
+                {
+                    "observation.state": np.array([episode, frame], np.float32),
+                    "task": "move",
+                }
             )
         episodes.save_episode()
     episodes.finalize()
@@ -169,7 +179,10 @@ def test_episodes_of_lerobot() -> None:
         sampler[step] for step in range(len(sampler))
     ]
     states = np.concatenate([batch["observation.state"] for batch in batches])
-    assert (len(states), len(batches)) == (200, 10)  # 12 x 18 have a whole window
+    assert (len(states), len(batches)) == (
+        200,
+        10,
+    )  # 12 x 18 have a whole window
     assert (states[..., 0] == states[:, :1, 0]).all(), "no window crosses an episode"
     assert (np.diff(states[..., 1], axis=1) == 1).all()
     lanes = np.stack([batch["index"] for batch in names["followed"]])

@@ -30,7 +30,13 @@ def whole_bench(tmp_path_factory, pytestconfig):
     folder = tmp_path_factory.mktemp("gpu-check")
     out = pytestconfig.getoption("gpu_out", None)
     dataset = pytestconfig.getoption("gpu_dataset", None) or synthesise(folder)
-    return Bench(CUDA, dataset, folder, folder if out is None else out.parent, is_small=False)
+    return Bench(
+        CUDA,
+        dataset,
+        folder,
+        folder if out is None else out.parent,
+        is_small=False,
+    )
 
 
 @pytest.fixture

@@ -43,7 +43,13 @@ def test_contention(bench, facts, decoder):
     model = nn.Sequential(resnet.stem, *resnet.blocks).to(bench.device).eval()
     side = bench.pick(224, 64)
     images = torch.zeros(
-        bench.pick(64, 1), 1, 3, side, side, dtype=torch.uint8, device=bench.device
+        bench.pick(64, 1),
+        1,
+        3,
+        side,
+        side,
+        dtype=torch.uint8,
+        device=bench.device,
     )
 
     def step():
@@ -62,7 +68,11 @@ def test_contention(bench, facts, decoder):
 
     for _ in range(bench.pick(10, 1)):
         step()
-    paces = {"1x": _DEMAND_IMAGES_PER_S, "4x": 4 * _DEMAND_IMAGES_PER_S, "free": None}
+    paces = {
+        "1x": _DEMAND_IMAGES_PER_S,
+        "4x": 4 * _DEMAND_IMAGES_PER_S,
+        "free": None,
+    }
     facts["idle"] = steps()
     first = torch.cuda.Stream(bench.device, priority=-1) if bench.on_gpu else None
     with jpeg_engines(bench, decoder, facts):
@@ -134,7 +144,11 @@ def test_graphs_beside_the_loader(bench, facts, decoder):
             )
             replay()
             worst = max(worst, float((result() - compute()).abs().max()))
-    facts |= {"captured": bench.on_gpu, "batches": num_batches, "largest_difference": worst}
+    facts |= {
+        "captured": bench.on_gpu,
+        "batches": num_batches,
+        "largest_difference": worst,
+    }
     assert worst <= 1e-4, f"the captured graph's results differ by {worst:g} from eager mode's"
 
 
@@ -228,6 +242,7 @@ def test_a_batch_that_changed_is_found(bench, monkeypatch):
 
     monkeypatch.setitem(globals(), "endless", tampering)
     with pytest.raises(
-        AssertionError, match="1 of 40 batches changed between epochs, the first is 33"
+        AssertionError,
+        match="1 of 40 batches changed between epochs, the first is 33",
     ):
         test_batches_stay_right(bench, {}, "turbo")

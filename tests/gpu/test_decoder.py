@@ -117,12 +117,20 @@ def test_share_of_the_bare_decoder(bench, facts, decoder):
         for load in sorted(loads, reverse=True):
             for batch in batches:
                 bare.setdefault(f"share {load:g}", {})[str(batch)] = _bare(
-                    plain, device=bench.device, load=load, batch=batch, seconds=seconds
+                    plain,
+                    device=bench.device,
+                    load=load,
+                    batch=batch,
+                    seconds=seconds,
                 )
     for kind in ("restart", "4:2:2", "gray"):
         with jpeg_engines(bench, "turbo", facts, f"jpeg_engines_busy_{kind}"):
             rate = _bare(
-                [jpeg(kind)], device=bench.device, load=1.0, batch=batches[-1], seconds=seconds
+                [jpeg(kind)],
+                device=bench.device,
+                load=1.0,
+                batch=batches[-1],
+                seconds=seconds,
             )
         bare[f"{kind}, share 1"] = {str(batches[-1]): rate}
     with jpeg_engines(bench, "dali", facts, "jpeg_engines_busy_ours"):
@@ -148,7 +156,9 @@ def _stage_rate(bench, kind, seconds):
     device = str(bench.device) if bench.on_gpu else None
     recorded = record_stages(dataset, options, num_batches=2, device=device)
     (rate,) = measure_stages(
-        [entry for entry in recorded if entry.stage.name == "decode"], batch_size, seconds
+        [entry for entry in recorded if entry.stage.name == "decode"],
+        batch_size,
+        seconds,
     )
     return rate.samples_per_s * len(dataset.manifest.cameras)
 
@@ -179,20 +189,37 @@ def _pipeline(images, device, *, load, batch, graph):
         "adjust_orientation": False,
     }
     if on_gpu:
-        hints = {"preallocate_width_hint": 1600, "preallocate_height_hint": 900, "affine": False}
+        hints = {
+            "preallocate_width_hint": 1600,
+            "preallocate_height_hint": 900,
+            "affine": False,
+        }
         options |= {"device": "mixed", "hw_decoder_load": load, **hints}
-    pipeline = Pipeline(batch, 4, (device.index or 0) if on_gpu else None, prefetch_queue_depth=2)
+    pipeline = Pipeline(
+        batch,
+        4,
+        (device.index or 0) if on_gpu else None,
+        prefetch_queue_depth=2,
+    )
     with pipeline:
         encoded = fn.external_source(source=lambda: arrays, dtype=types.UINT8, ndim=1)
         if graph == "image_slice":
             pictures = fn.decoders.image_slice(
-                encoded, start=[300, 0], end=[900, 1600], axis_names="HW", **options
+                encoded,
+                start=[300, 0],
+                end=[900, 1600],
+                axis_names="HW",
+                **options,
             )
         else:
             pictures = fn.decoders.image(encoded, **options)
         if graph == "image":
             pictures = fn.resize(
-                pictures, roi_start=[311, 0], roi_end=[900, 1600], size=[256, 704], antialias=True
+                pictures,
+                roi_start=[311, 0],
+                roi_end=[900, 1600],
+                size=[256, 704],
+                antialias=True,
             )
         pipeline.set_outputs(pictures)
     pipeline.build()
@@ -282,7 +309,8 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
             keep_busy(_PRESSURE_CYCLES)
         found = _decoded(dali, moved)
         worst = max(
-            worst, int(np.abs(np.roll(alone, number, axis=0).astype(np.int16) - found).max())
+            worst,
+            int(np.abs(np.roll(alone, number, axis=0).astype(np.int16) - found).max()),
         )
     # One cut off, one whose header is that of another format, one empty.
     whole = jpeg("plain")
@@ -375,7 +403,9 @@ def wrong(kind, damage):
 @pytest.mark.costly
 @needs_dali
 @pytest.mark.parametrize(
-    "damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"]
+    "damage",
+    [lambda image: image[:, :, ::-1].copy(), lambda image: 0],
+    ids=["other", "black"],
 )
 @pytest.mark.parametrize("kind", ["restart", "gray"])
 def test_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
@@ -422,7 +452,12 @@ def test_the_share_is_judged_against_the_best_batch_at_the_same_load(
         "share 0.65",
         "share 1",
     }
-    assert set(facts["bare_images_per_s"]["share 1"]) == {"64", "126", "252", "504"}
+    assert set(facts["bare_images_per_s"]["share 1"]) == {
+        "64",
+        "126",
+        "252",
+        "504",
+    }
     assert facts["share_of_best"] == pytest.approx(ours / 300.0, abs=1e-3)
 
 

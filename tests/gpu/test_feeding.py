@@ -56,7 +56,12 @@ def _alone(bench, decoder, kind, workers):
 
     batch_size = bench.pick(16, 2)
     with make_loader(
-        bench, cameras(bench, kind), batch_size, decoder, num_workers=workers, trace=observe
+        bench,
+        cameras(bench, kind),
+        batch_size,
+        decoder,
+        num_workers=workers,
+        trace=observe,
     ) as loader:
         batches = endless(loader)
         for _ in range(3):
@@ -172,12 +177,15 @@ def test_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypa
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)]
+    ("occupancies", "holds"),
+    [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)],
 )
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
 def test_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench, monkeypatch):
     monkeypatch.setitem(
-        globals(), "_point", lambda *inputs: {"occupancy": occupancies.get(inputs[2], 1.0)}
+        globals(),
+        "_point",
+        lambda *inputs: {"occupancy": occupancies.get(inputs[2], 1.0)},
     )
     monkeypatch.setattr(
         Bench,
@@ -189,7 +197,8 @@ def test_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench,
         test_occupancy_against_the_step(bench, facts, "turbo")
     else:
         with pytest.raises(
-            AssertionError, match=r"98.5% at 10 ms \(600 images/s needed\), not 99%"
+            AssertionError,
+            match=r"98.5% at 10 ms \(600 images/s needed\), not 99%",
         ):
             test_occupancy_against_the_step(bench, facts, "turbo")
     assert {name for name in facts if name.startswith("step")} == {

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from fuelrail import ImageAugment
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, EmulatedAccelerator, load_profile
+from fuelrail.bench.measure.accelerator import (
+    DEFAULT_PROFILE,
+    EmulatedAccelerator,
+    load_profile,
+)
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator
 from fuelrail.bench.measure.machine import usable_cpus
@@ -83,7 +87,11 @@ def test_dali_decodes_by_hardware(bench, facts, decoder):
     facts["dali"] = str(found)
     if bench.on_gpu:
         engine = dali_install.gpu_engine(bench.device.index)
-        facts |= {"engine": engine.name, "reason": engine.reason, "advice": engine.advice}
+        facts |= {
+            "engine": engine.name,
+            "reason": engine.reason,
+            "advice": engine.advice,
+        }
         assert engine.name == "hardware", (
             f"JPEGs are decoded by {engine.name}: {engine.reason}; {engine.advice}"
         )
@@ -104,7 +112,11 @@ def test_accelerator_times_are_right(bench, facts):
         expected = {
             phase: getattr(profile, f"{phase}_ms") for phase in ("forward", "backward", "optimiser")
         }
-    for phase, arguments in (("forward", (1, 1)), ("backward", ()), ("optimiser", ())):
+    for phase, arguments in (
+        ("forward", (1, 1)),
+        ("backward", ()),
+        ("optimiser", ()),
+    ):
         with getattr(accelerator, phase)(*arguments):
             if bench.on_gpu:
                 keep_busy(round(expected[phase] * cycles))
@@ -145,7 +157,13 @@ def _nvidia_smi():
     ]
     if shutil.which("nvidia-smi") is None:
         return {}
-    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "-i", "0"]
+    query = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(names)}",
+        "--format=csv,noheader",
+        "-i",
+        "0",
+    ]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     return dict(zip(names, answer.stdout.strip().split(", "), strict=False))
 
@@ -155,15 +173,25 @@ def _nvidia_smi():
     [
         (0.5, None, None),
         (0.0, None, "the JPEG engines were idle"),
-        (None, None, "NVML does not say how busy the JPEG engines are: the card does not know"),
-        (None, "OSError: Driver Not Loaded", "NVML does not say.*Driver Not Loaded"),
+        (
+            None,
+            None,
+            "NVML does not say how busy the JPEG engines are: the card does not know",
+        ),
+        (
+            None,
+            "OSError: Driver Not Loaded",
+            "NVML does not say.*Driver Not Loaded",
+        ),
     ],
 )
 def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(
     jpeg, reason, problem, bench, monkeypatch
 ):
     monkeypatch.setattr(
-        gpu_bench, "NvmlWatch", type("Card", (Watch,), {"jpeg": jpeg, "reason": reason})
+        gpu_bench,
+        "NvmlWatch",
+        type("Card", (Watch,), {"jpeg": jpeg, "reason": reason}),
     )
     on_gpu = bench._replace(device=CUDA)
     found = {}
@@ -171,7 +199,10 @@ def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(
         with jpeg_engines(on_gpu, "dali", found):
             pass
     else:
-        with pytest.raises(AssertionError, match=problem), jpeg_engines(on_gpu, "dali", found):
+        with (
+            pytest.raises(AssertionError, match=problem),
+            jpeg_engines(on_gpu, "dali", found),
+        ):
             pass
     assert found == {"jpeg_engines_busy": jpeg}
     with jpeg_engines(on_gpu, "turbo", {}):  # which uses none
@@ -181,7 +212,9 @@ def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(
 @pytest.mark.process
 def test_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"})
+        train_run,
+        "NvmlWatch",
+        type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"}),
     )
     report = train_run.bench_train(
         bench.dataset,

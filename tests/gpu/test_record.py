@@ -78,7 +78,10 @@ def test_d(facts):
     assert done.ret == pytest.ExitCode.INTERRUPTED
     assert signal.getsignal(signal.SIGTERM) is before
     done.stdout.fnmatch_lines(
-        ["passed  a b * {'figure': 1}", "1 of 2 checks failed, 0 were not run; result in out.json"]
+        [
+            "passed  a b * {'figure': 1}",
+            "1 of 2 checks failed, 0 were not run; result in out.json",
+        ]
     )
 
 
@@ -97,11 +100,17 @@ test_three = test_one
         "--seconds",
         "500",
     )
-    assert outcomes(result) == [("one", "passed"), ("long", "not run"), ("three", "passed")]
+    assert outcomes(result) == [
+        ("one", "passed"),
+        ("long", "not run"),
+        ("three", "passed"),
+    ]
     assert result.checks[1].problem.startswith("it takes about 1000 s, and ")
 
 
-def test_a_check_that_fails_or_breaks_keeps_its_facts_and_the_others_still_run(run):
+def test_a_check_that_fails_or_breaks_keeps_its_facts_and_the_others_still_run(
+    run,
+):
     done, result = run("""
 def test_fails(facts):
     facts["measured"] = 3
@@ -179,7 +188,12 @@ def test_make_installs_dali_by_the_driver(driver, extra, tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["make", "-n", "gpu-check"], cwd=ROOT, env=path, capture_output=True, text=True, check=True
+        ["make", "-n", "gpu-check"],
+        cwd=ROOT,
+        env=path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert f'-e ".[dev,{extra},nvml]"' in done.stdout
     assert "-m gpu tests/gpu --out gpu-check.json" in done.stdout
@@ -206,16 +220,26 @@ def test_it_runs_from_a_plain_folder_of_wheels():
         "gpu-check.json",
     ]
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "shows no GPU here" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_without_a_gpu_that_torch_can_use_it_says_so_in_one_sentence(monkeypatch):
+def test_without_a_gpu_that_torch_can_use_it_says_so_in_one_sentence(
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     new = types.SimpleNamespace(name="NVIDIA H100", driver="580.1")
-    for gpus, said in (([], "shows no GPU here"), ([new], "NVIDIA H100 (driver 580.1), but torch")):
+    for gpus, said in (
+        ([], "shows no GPU here"),
+        ([new], "NVIDIA H100 (driver 580.1), but torch"),
+    ):
         monkeypatch.setattr(gpu_bench, "installed_gpus", lambda gpus=gpus: gpus)
         assert said in why_no_gpu()

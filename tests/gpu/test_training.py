@@ -32,7 +32,14 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
-from support.gpu_bench import cameras, check, each_decoder, endless, make_loader, train
+from support.gpu_bench import (
+    cameras,
+    check,
+    each_decoder,
+    endless,
+    make_loader,
+    train,
+)
 
 MIN_OCCUPANCY = 0.98
 _NUM_SYNC_STEPS = 6
@@ -160,7 +167,10 @@ def test_no_wait_in_a_step(bench, facts, decoder):
             if name == "trainer":
                 places.add(f"{filename}:{lineno}")
 
-    with make_loader(bench, bench.dataset, 2, decoder) as loader, warnings.catch_warnings():
+    with (
+        make_loader(bench, bench.dataset, 2, decoder) as loader,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("always")
         warnings.showwarning = note
         try:
@@ -189,10 +199,22 @@ def _modes(on_gpu):
     yield "fp32", ParallelSettings(), "fp32"
     yield "bf16", ParallelSettings(), "bf16"
     yield "fp16", ParallelSettings(), "fp16"
-    yield "bf16, compiled", ParallelSettings(compile="inductor" if on_gpu else "aot_eager"), "bf16"
-    yield "bf16, selective recomputation", ParallelSettings(recompute="selective"), "bf16"
+    yield (
+        "bf16, compiled",
+        ParallelSettings(compile="inductor" if on_gpu else "aot_eager"),
+        "bf16",
+    )
+    yield (
+        "bf16, selective recomputation",
+        ParallelSettings(recompute="selective"),
+        "bf16",
+    )
     yield "bf16, full recomputation", ParallelSettings(recompute="full"), "bf16"
-    yield "bf16, offloaded", ParallelSettings(mesh="dp_shard=1", offload=True), "bf16"
+    yield (
+        "bf16, offloaded",
+        ParallelSettings(mesh="dp_shard=1", offload=True),
+        "bf16",
+    )
 
 
 # torch.compile looks at the gradients of all tensors in a frame, and torch warns of those that are no leaves.
@@ -211,7 +233,11 @@ def test_ways_to_compute_a_step(bench, facts, group):
                 "model": name,
                 "name": mode,
                 **_measure(
-                    name, settings=settings, precision=precision, device=bench.device, rows=rows
+                    name,
+                    settings=settings,
+                    precision=precision,
+                    device=bench.device,
+                    rows=rows,
                 ),
             }
         losses = [made["loss"] for made in facts.values() if made["model"] == name]
@@ -270,7 +296,10 @@ def _measure(name, settings, precision, device, rows):
         seconds.append(time.perf_counter() - started_s)
     step_s = statistics.median(seconds[_NUM_WARMUP:])
     peak = (
-        peak_tflops(torch.cuda.get_device_name(), "fp32" if precision == "fp32" else "bf16")
+        peak_tflops(
+            torch.cuda.get_device_name(),
+            "fp32" if precision == "fp32" else "bf16",
+        )
         if on_gpu
         else None
     )
@@ -325,7 +354,11 @@ def test_distillation(bench, facts):
         ("offline", {"teacher_layer": str(layer)}),
     ):
         report = train(
-            bench.dataset, bench.work / f"student-{name}", model=student, **common, **how
+            bench.dataset,
+            bench.work / f"student-{name}",
+            model=student,
+            **common,
+            **how,
         )
         losses = report.series[0].loss
         facts[name] = {
@@ -363,7 +396,13 @@ def test_the_example_trainer_under_torchrun(bench, facts):
         "--nproc-per-node",
         "1",
     ]
-    arguments = [str(bench.dataset), "--steps", "4", "--checkpoint", str(bench.work / "ddp")]
+    arguments = [
+        str(bench.dataset),
+        "--steps",
+        "4",
+        "--checkpoint",
+        str(bench.work / "ddp"),
+    ]
     done = subprocess.run(
         [*launch, str(example), *arguments],
         capture_output=True,
@@ -392,7 +431,11 @@ def test_trace_of_steps(bench, facts, decoder):
                 _loss(bench, model, next(batches)).backward()
     path = bench.keep / f"gpu-check-trace-{decoder}.json.gz"
     profile.export_chrome_trace(str(path))
-    facts |= {"file": path.name, "bytes": path.stat().st_size, "events": len(profile.events())}
+    facts |= {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "events": len(profile.events()),
+    }
     kinds = {event.device_type for event in profile.events()}
     assert not bench.on_gpu or torch.profiler.DeviceType.CUDA in kinds, (
         "the profiler saw no kernel on the GPU: CUPTI is missing, or another profiler holds it"

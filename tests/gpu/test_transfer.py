@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from fuelrail import Transforms
-from fuelrail.loaders.batch.transfer import CudaTransfer, make_transfer, map_tensors
+from fuelrail.loaders.batch.transfer import (
+    CudaTransfer,
+    make_transfer,
+    map_tensors,
+)
 from support.batches import unlike
 from support.gpu_bench import (
     check,
@@ -123,7 +127,12 @@ def test_batches_outlive_their_release(bench, facts, decoder):
         for is_busy in (False, True):
             kept = []
             with make_loader(
-                bench, bench.dataset, 2, decoder, transform=transform, num_workers=2
+                bench,
+                bench.dataset,
+                2,
+                decoder,
+                transform=transform,
+                num_workers=2,
             ) as loader:
                 for batch in loader:
                     if is_busy and bench.on_gpu:

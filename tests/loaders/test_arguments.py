@@ -68,7 +68,11 @@ WRONG = [
     ("seed", None, "an integer >= 0"),
     ("order", 3, f"an OrderSpec, {PRESET}, or None"),
     ("drop_last", 1, "True or False"),
-    ("num_workers", "many", "an integer from 1 to 4096, 'auto', a Budget or None"),
+    (
+        "num_workers",
+        "many",
+        "an integer from 1 to 4096, 'auto', a Budget or None",
+    ),
     ("num_workers", np.float32(4.0), "an integer from 1 to 4096"),
     ("num_workers", 10**30, "an integer from 1 to 4096"),
     (
@@ -81,7 +85,11 @@ WRONG = [
     ("transforms", None, f"a Transforms, {SETTINGS}"),
     ("transforms", Budget(cpus=2), f"a Transforms, {SETTINGS}"),
     ("storage", 3, f"a StorageOptions, {SETTINGS}"),
-    ("storage", "s3", "one of auto, pread, remote, fsspec, obstore, a StorageOptions"),
+    (
+        "storage",
+        "s3",
+        "one of auto, pread, remote, fsspec, obstore, a StorageOptions",
+    ),
     ("bad_samples", True, f"a BadSamplePolicy, {SETTINGS}"),
     ("transform", 3, "a function or None"),
     ("collate_fn", "stack", "a function or None"),
@@ -101,13 +109,28 @@ def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(root, name
 
 FIELDS = [
     ("window", "frames", 3, "must be a list"),
-    ("window", "frames", [-0.5, 0], "is not allowed: at entry 0: must be a whole number; got -0.5"),
+    (
+        "window",
+        "frames",
+        [-0.5, 0],
+        "is not allowed: at entry 0: must be a whole number; got -0.5",
+    ),
     ("window", "stride", "2", "must be a whole number"),
     ("window", "pad", "zeros", "must be one of"),
     ("transforms", "image", 3, f"must be an ImageAugment, {PRESET}, or None"),
     ("transforms", "ego", 3, f"must be a BevAugment, {PRESET}"),
-    ("transforms", "undistort", True, f"must be an Undistort, {SETTINGS}, or None"),
-    ("transforms", "normalize", True, f"must be a Normalize, {SETTINGS}, or None"),
+    (
+        "transforms",
+        "undistort",
+        True,
+        f"must be an Undistort, {SETTINGS}, or None",
+    ),
+    (
+        "transforms",
+        "normalize",
+        True,
+        f"must be a Normalize, {SETTINGS}, or None",
+    ),
     ("transforms", "decoder", 3, "must be a decoder's name"),
     ("transforms", "box_frame", "global", "must be one of ego, lidar"),
     ("transforms", "points", 3, "must be True, False, a PointSweeps"),
@@ -124,7 +147,12 @@ FIELDS = [
     ("storage", "backend", 3, "must be one of auto, pread"),
     ("storage", "options", "key=1", "must be a dict or None"),
     ("storage", "cache_dir", 3, "must be a path or None"),
-    ("storage", "cache_size", 1.5, "must be a number of bytes, a text such as '500GB', or None"),
+    (
+        "storage",
+        "cache_size",
+        1.5,
+        "must be a number of bytes, a text such as '500GB', or None",
+    ),
     ("storage", "look_ahead_bytes", "1MB", "must be an integer >= 1, or None"),
     ("storage", "retry", 120, f"must be a RetryPolicy, {SETTINGS}, or None"),
     ("bad_samples", "on_error", None, "must be one of raise, substitute"),
@@ -163,13 +191,19 @@ def test_a_wrong_field_is_named_in_a_dict_and_in_the_struct(root, name, field, v
         ({"order": {"kinds": "lanes"}}, "did you mean 'kind'?"),
         ({"window": {"stride": 2}}, "the field 'frames' is missing"),
         ({"window": {"frames": [1, 2]}}, "0 among them"),
-        ({"transforms": "nowhere.yaml"}, "config file 'nowhere.yaml' cannot be read"),
+        (
+            {"transforms": "nowhere.yaml"},
+            "config file 'nowhere.yaml' cannot be read",
+        ),
         (
             {"transforms": {"image": "nowhere.yaml"}},
             "transforms.image may be an ImageAugment, a dict",
         ),
         ({"order": "lanes"}, f"order may be an OrderSpec, {PRESET}"),
-        ({"transforms": {"points": {"sweeps": 3}}}, "did you mean 'num_sweeps'?"),
+        (
+            {"transforms": {"points": {"sweeps": 3}}},
+            "did you mean 'num_sweeps'?",
+        ),
     ],
 )
 def test_wrong_dicts_and_files_say_what_is_meant(root, arguments, words):
@@ -188,7 +222,10 @@ def test_wrong_dicts_and_files_say_what_is_meant(root, arguments, words):
         ("worker_init_fn", "no worker processes"),
         ("persistent_workers", "no worker processes"),
         ("multiprocessing_context", "no worker processes"),
-        ("timeout", "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))`"),
+        (
+            "timeout",
+            "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))`",
+        ),
         ("generator", "`seed`"),
         ("pin_memory_device", "`device='cuda:N'`"),
         ("image", "use transforms=Transforms(image=...)"),
@@ -254,12 +291,19 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     for transforms in (
         as_struct,
         {"image": small, "ego": {"train": True}},
-        {"image": {"height": 32, "width": 48, "train": True}, "ego": BevAugment(train=True)},
+        {
+            "image": {"height": 32, "width": 48, "train": True},
+            "ego": BevAugment(train=True),
+        },
         tmp_path / "transforms.yaml",
         str(tmp_path / "transforms.yaml"),
     ):
         assert read_arguments(transforms=transforms).transforms == as_struct
-    for transforms in ({"image": image}, {"image": str(image)}, Transforms(image=image)):
+    for transforms in (
+        {"image": image},
+        {"image": str(image)},
+        Transforms(image=image),
+    ):
         assert read_arguments(transforms=transforms).transforms.image.resize == "width"
     pread = StorageOptions(backend="pread")
     for storage in ("pread", {"backend": "pread"}, pread):
@@ -304,7 +348,10 @@ def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
     ):
         assert hasattr(torchs, name)
         assert not hasattr(loader, name)
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}', which torch's has: .+"):
+        with pytest.raises(
+            AttributeError,
+            match=rf"no attribute '{name}', which torch's has: .+",
+        ):
             getattr(loader, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nosuch'$"):
         loader.nosuch  # noqa: B018
@@ -318,7 +365,8 @@ def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
     parts = torch.utils.data.random_split(loader, [1, len(loader) - 1])
     for subset in (*parts, torch.utils.data.Subset(IterableView(loader), [0])):
         with pytest.raises(
-            TypeError, match=r"none by number: .*Subset, random_split .*MapView\(dataset\)"
+            TypeError,
+            match=r"none by number: .*Subset, random_split .*MapView\(dataset\)",
         ):
             subset[0]
     for name, value in {
@@ -346,7 +394,11 @@ def test_credentials_are_not_printed():
 
 def test_numpys_integers_are_integers(root):
     image = ImageAugment(height=32, width=48)
-    options = {"seed": np.int64(3), "num_workers": np.int32(1), "window": {"frames": (-1, 0)}}
+    options = {
+        "seed": np.int64(3),
+        "num_workers": np.int32(1),
+        "window": {"frames": (-1, 0)},
+    }
     with DataLoader(
         root, np.int64(2), transforms={"image": image}, world=World(), **options
     ) as loader:

@@ -101,7 +101,11 @@ def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
                 assert torch.equal(value, changed[name]), name
         for b, row in enumerate(plain["global_index"].tolist()):
             draws = PIXELS.draw(
-                32, seed=3, epoch=0, sample=row, cameras=range(plain["img"].shape[1])
+                32,
+                seed=3,
+                epoch=0,
+                sample=row,
+                cameras=range(plain["img"].shape[1]),
             )
             for camera, change in enumerate(draws):
                 expected = plain["img"][b, camera].numpy().copy()

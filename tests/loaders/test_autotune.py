@@ -37,7 +37,8 @@ class Machine:
         self.now_s += took_s
         self.waited_s += wait_s
         self.busy_s += min(
-            tuning.num_workers * took_s, self.decode_s * slower * tuning.num_workers / useful
+            tuning.num_workers * took_s,
+            self.decode_s * slower * tuning.num_workers / useful,
         )
 
     def clocks(self, tuning):
@@ -67,7 +68,13 @@ def drive(machine, tuner, batches=4000):
 
 
 def make(start, limits, **options):
-    return Autotuner(Tuning(*start), Tuning(*limits), window_s=1.0, window_batches=4, **options)
+    return Autotuner(
+        Tuning(*start),
+        Tuning(*limits),
+        window_s=1.0,
+        window_batches=4,
+        **options,
+    )
 
 
 def test_a_trainer_that_does_not_wait_is_left_alone():
@@ -143,7 +150,13 @@ def test_bounds_are_kept_and_the_result_is_no_slower_than_the_start(
 ):
     tuner = make(start, limits)
     history = drive(
-        Machine(step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s),
+        Machine(
+            step_s=step_s,
+            decode_s=decode_s,
+            cores=cores,
+            crowding=crowding,
+            burst_s=burst_s,
+        ),
         tuner,
         1500,
     )
@@ -153,13 +166,18 @@ def test_bounds_are_kept_and_the_result_is_no_slower_than_the_start(
 
     def pace(tuning):
         fresh = Machine(
-            step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s
+            step_s=step_s,
+            decode_s=decode_s,
+            cores=cores,
+            crowding=crowding,
+            burst_s=burst_s,
         )
         fresh.step(0, tuning)
         return fresh.now_s
 
     settled = min(
-        pace(history[-1]), pace(history[-2]) if len(history) > 1 else float("inf")
+        pace(history[-1]),
+        pace(history[-2]) if len(history) > 1 else float("inf"),
     )  # one may be on trial
     assert settled <= pace(Tuning(*start)) * 1.0001
 

@@ -17,13 +17,22 @@ from support.pictures import encode
 
 HEADING = "Transforms of a batch, on its device"
 TRAIN = ImageAugment(
-    height=48, width=80, train=True, resize_range=(0.9, 1.1), rotate_deg=(-5.4, 5.4), flip_prob=0.5
+    height=48,
+    width=80,
+    train=True,
+    resize_range=(0.9, 1.1),
+    rotate_deg=(-5.4, 5.4),
+    flip_prob=0.5,
 )
 
 
 def noted(batch, generator):
     """Put into the batch what its generator draws, and where the batch is in the order."""
-    return {**batch, "drawn": torch.rand(2, generator=generator), "device": str(generator.device)}
+    return {
+        **batch,
+        "drawn": torch.rand(2, generator=generator),
+        "device": str(generator.device),
+    }
 
 
 def draws(loader):
@@ -35,11 +44,26 @@ def draws(loader):
 
 @pytest.mark.costly
 def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
-    options = {"batch_transform": noted, "drop_last": False, "shuffle": False, "seed": 4}
+    options = {
+        "batch_transform": noted,
+        "drop_last": False,
+        "shuffle": False,
+        "seed": 4,
+    }
     alone = draws(load(tiny, 3, **options))
     assert len({tuple(numbers) for numbers in alone.values()}) == len(alone) == 7
     rank_draws = [
-        draws(load(tiny, 3, rank=rank, size=2, prefetch_factor=4, num_workers=1, **options))
+        draws(
+            load(
+                tiny,
+                3,
+                rank=rank,
+                size=2,
+                prefetch_factor=4,
+                num_workers=1,
+                **options,
+            )
+        )
         for rank in (0, 1)
     ]
     for numbers in rank_draws:
@@ -75,7 +99,9 @@ def test_it_is_the_last_step_and_gets_what_the_loop_would_get(tiny):
         return batch
 
     for ours, theirs in zip(
-        load(tiny, batch_transform=look, **options), load(tiny, **options), strict=True
+        load(tiny, batch_transform=look, **options),
+        load(tiny, **options),
+        strict=True,
     ):
         assert unlike(ours, theirs) == []
         assert unlike(received.pop(0), theirs) == []
@@ -91,7 +117,9 @@ def test_static_batches_take_any_views_of_a_batch(tiny):
 
     options = {"shuffle": False, "static": True}
     for ours, theirs in zip(
-        load(tiny, batch_transform=rolled, **options), load(tiny, **options), strict=True
+        load(tiny, batch_transform=rolled, **options),
+        load(tiny, **options),
+        strict=True,
     ):
         view = theirs["ida_mat"][..., :3, :3] if theirs["step"] % 2 else theirs["intrinsics"]
         assert torch.equal(ours["intrinsics"], view)
@@ -138,10 +166,18 @@ def test_what_it_returns_must_be_a_batch(tiny, static, result, said):
 
 def test_it_may_return_anything_and_is_left_out_with_transforms(tiny):
     with load(
-        tiny, 2, collate_fn=list, batch_transform=lambda batch, _: (len(batch), "x")
+        tiny,
+        2,
+        collate_fn=list,
+        batch_transform=lambda batch, _: (len(batch), "x"),
     ) as loader:
         assert next(iter(loader)) == (2, "x")
-    loader = load(tiny, 2, collate_fn=list, batch_transform=lambda batch, _: (len(batch), "x"))
+    loader = load(
+        tiny,
+        2,
+        collate_fn=list,
+        batch_transform=lambda batch, _: (len(batch), "x"),
+    )
     loader.leave_out(["transform"])
     assert isinstance(next(iter(loader)), list)
     loader.close()
@@ -167,10 +203,16 @@ def ramps(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("flip_samples", "torch"), ("flip_and_crop", "torchvision"), ("rotate_and_scale", "kornia")],
+    [
+        ("flip_samples", "torch"),
+        ("flip_and_crop", "torchvision"),
+        ("rotate_and_scale", "kornia"),
+    ],
 )
 @pytest.mark.parametrize(
-    "options", [{"image": FULL}, {"image": TRAIN, "frames": [-1, 0]}], ids=["plain", "windows"]
+    "options",
+    [{"image": FULL}, {"image": TRAIN, "frames": [-1, 0]}],
+    ids=["plain", "windows"],
 )
 def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, options, monkeypatch):
     pytest.importorskip(package)
@@ -182,7 +224,13 @@ def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, opt
             f"def {function}(" in block.code for function in ("move_pixels", name)
         ):
             exec(compile(block.code, str(page), "exec"), names)
-    arguments = {"root": ramps / "dataset", "batch_size": 4, "shuffle": False, "seed": 2, **options}
+    arguments = {
+        "root": ramps / "dataset",
+        "batch_size": 4,
+        "shuffle": False,
+        "seed": 2,
+        **options,
+    }
     (plain, *_), (moved, *_) = (
         list(load(**arguments, **more)) for more in ({}, {"batch_transform": names[name]})
     )
@@ -190,7 +238,8 @@ def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, opt
     check_pixels(moved["img"], moved["ida_mat"])
     # What a matrix says of a place in the world, in pixels of the stored image, is as before.
     world = torch.tensor(
-        [[12.0, 1.5, 0.5, 1], [8.0, -2, 1, 1], [20.0, 0, 2, 1]], dtype=torch.float64
+        [[12.0, 1.5, 0.5, 1], [8.0, -2, 1, 1], [20.0, 0, 2, 1]],
+        dtype=torch.float64,
     )
     for matrix in ("ego2img", "lidar2img"):
         stored = [

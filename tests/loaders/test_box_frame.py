@@ -46,7 +46,15 @@ BEV = BevAugment(
 def drive(tmp_path_factory):
     """A rendered drive, whose boxes and pictures come from one world."""
     base = tmp_path_factory.mktemp("frames")
-    synth(base / "world", seed=3, clips=1, frames=4, size=WH, lidar_sweeps=0, workers=1)
+    synth(
+        base / "world",
+        seed=3,
+        clips=1,
+        frames=4,
+        size=WH,
+        lidar_sweeps=0,
+        workers=1,
+    )
     shard_nuscenes(base / "world", base / "OUT", splits={"train": 1.0})
     return base
 
@@ -119,8 +127,14 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
         ida = batch["ida_mat"][row].numpy()
         for camera in range(6):
             for points, truth in (
-                (batch_boxes[:, :3], sample.boxes.boxes3d[:, :3].astype(np.float64)),
-                (corners(batch_boxes), sample.boxes.corners().astype(np.float64)),
+                (
+                    batch_boxes[:, :3],
+                    sample.boxes.boxes3d[:, :3].astype(np.float64),
+                ),
+                (
+                    corners(batch_boxes),
+                    sample.boxes.corners().astype(np.float64),
+                ),
             ):
                 expected = projected(ida[camera].astype(np.float64) @ stored[camera], truth)
                 pixels = projected(projection[row, camera], points)
@@ -139,7 +153,13 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
 @pytest.mark.parametrize("frames", [None, [-1, 0]])
 @pytest.mark.parametrize("bev", [BevAugment(), BEV])
 def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
-    options = {"image": IMAGE, "seed": 5, "ego": bev, "points": True, "frames": frames}
+    options = {
+        "image": IMAGE,
+        "seed": 5,
+        "ego": bev,
+        "points": True,
+        "frames": frames,
+    }
     count = 0
     loaders = (load(drive / "OUT", 2, box_frame=frame, **options) for frame in ("ego", "lidar"))
     for ego, lidar in zip(*loaders, strict=True):
@@ -224,6 +244,7 @@ def test_box_frame_needs_a_lidar(tmp_path):
         ),
     )
     with pytest.raises(
-        ConfigError, match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none"
+        ConfigError,
+        match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none",
     ):
         load(tmp_path / "tiny", 1, image=IMAGE, box_frame="lidar")

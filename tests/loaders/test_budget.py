@@ -32,7 +32,13 @@ def files(root, **contents):
         ({"cpu_dot_max": "350000 100000\n"}, 3.5),
         ({"cpu_dot_max": "10000 100000\n"}, 0.1),
         ({"cpu_dot_max": "1600000 100000\n"}, 8),
-        ({"cpu__cpu_dot_cfs_quota_us": "200000", "cpu__cpu_dot_cfs_period_us": "100000"}, 2),
+        (
+            {
+                "cpu__cpu_dot_cfs_quota_us": "200000",
+                "cpu__cpu_dot_cfs_period_us": "100000",
+            },
+            2,
+        ),
         ({"cpu__cpu_dot_cfs_quota_us": "-1"}, 8),
     ],
 )
@@ -87,7 +93,8 @@ def test_no_module_counts_the_cpus_of_the_host():
 
 
 @pytest.mark.parametrize(
-    ("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)]
+    ("local", "workers"),
+    [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)],
 )
 def test_ranks_share_the_host(eight, monkeypatch, local, workers):
     monkeypatch.setattr(host, "usable_cpus", lambda: 8.0)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import BevAugment, CameraGroup, ImageAugment, Normalize, PixelAugment
+from fuelrail import (
+    BevAugment,
+    CameraGroup,
+    ImageAugment,
+    Normalize,
+    PixelAugment,
+)
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, StateMismatchError
 from fuelrail.pipeline.transforms.image_map import ida_mats
@@ -62,7 +68,12 @@ def grouped(dataset, **options) -> list[dict]:
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0], "pad": "mask"}])
 @pytest.mark.parametrize(
-    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+    "decoder",
+    [
+        "turbo",
+        "pillow",
+        pytest.param("dali", marks=[needs_dali, pytest.mark.slow]),
+    ],
 )
 def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window) -> None:
     options = {
@@ -70,12 +81,18 @@ def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window)
         "window": window,
         "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
     }
-    options |= {"select": ["mask"], **({} if decoder == "dali" else {"pixels": PIXELS})}
+    options |= {
+        "select": ["mask"],
+        **({} if decoder == "dali" else {"pixels": PIXELS}),
+    }
     grouped_batches = grouped(dataset, **options)
     wide, tall = (batches(dataset, 4, image=image, **OPTIONS, **options) for image in (WIDE, TALL))
     axes = () if window is None else (2,)
     for batch, front, back in zip(grouped_batches, wide, tall, strict=True):
-        shapes = {"tall": (4, *axes, 1, 3, 56, 40), "wide": (4, *axes, 1, 3, 32, 64)}
+        shapes = {
+            "tall": (4, *axes, 1, 3, 56, 40),
+            "wide": (4, *axes, 1, 3, 32, 64),
+        }
         assert {name: images.shape for name, images in batch["img"].items()} == shapes
         assert torch.equal(batch["img"]["wide"], front["img"][..., :1, :, :, :])
         assert torch.equal(batch["img"]["tall"], back["img"][..., 1:, :, :, :])
@@ -99,7 +116,9 @@ def test_maps_are_those_of_the_group(dataset) -> None:
                 expected = augment.draw([size], seed=3, epoch=0, sample=row, cameras=[camera])
                 if batch["cam_valid"][index, camera]:
                     assert np.allclose(
-                        batch["ida_mat"][index, camera], ida_mats(expected)[0], atol=1e-6
+                        batch["ida_mat"][index, camera],
+                        ida_mats(expected)[0],
+                        atol=1e-6,
                     )
 
 
@@ -167,7 +186,10 @@ def test_the_state_names_the_groups(dataset) -> None:
             GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}},
             "names cameras that are not loaded: cam_left",
         ),
-        (GROUPS | {"c": {"cameras": ["cam_front"], "image": WIDE}}, "in several groups: cam_front"),
+        (
+            GROUPS | {"c": {"cameras": ["cam_front"], "image": WIDE}},
+            "in several groups: cam_front",
+        ),
         ({"a": {"cameras": ["cam_front"] * 2, "image": WIDE}}, "each once"),
         ({"a": {"cameras": [], "image": WIDE}}, "one camera or more"),
         ({"a": {"cameras": ["cam_front"]}}, "camera_groups.a"),

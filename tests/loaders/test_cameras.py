@@ -12,7 +12,11 @@ from fuelrail import BevAugment, ImageAugment, PixelAugment, StorageOptions
 from fuelrail.loaders.batch import samples
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import ConfigError, SchemaError, StateMismatchError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    SchemaError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.backends import needs_dali
@@ -38,7 +42,12 @@ SIZE = (96, 64)
 BACK = (48, 80)
 DRAWN = {
     "image": ImageAugment(
-        height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, scope="camera"
+        height=32,
+        width=48,
+        train=True,
+        resize_range=(0.6, 0.9),
+        flip_prob=0.5,
+        scope="camera",
     ),
     "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
 }
@@ -59,8 +68,14 @@ def mask_of(camera: str, size: tuple[int, int]) -> Channel:
 
 
 EXTRA = [
-    (mask_of("cam_front", SIZE), lambda row: np.full(SIZE[::-1], row, np.uint8)),
-    (mask_of("cam_back", BACK), lambda row: np.full(BACK[::-1], 100 + row, np.uint8)),
+    (
+        mask_of("cam_front", SIZE),
+        lambda row: np.full(SIZE[::-1], row, np.uint8),
+    ),
+    (
+        mask_of("cam_back", BACK),
+        lambda row: np.full(BACK[::-1], 100 + row, np.uint8),
+    ),
 ]
 
 
@@ -68,7 +83,14 @@ EXTRA = [
 def dataset(tmp_path_factory):
     root = tmp_path_factory.mktemp("cameras") / "dataset"
     missing = frozenset({(3, "cam_back"), (5, "cam_front")})
-    build_dataset(root, {"train": (8, 4)}, size=SIZE, back_size=BACK, missing=missing, extra=EXTRA)
+    build_dataset(
+        root,
+        {"train": (8, 4)},
+        size=SIZE,
+        back_size=BACK,
+        missing=missing,
+        extra=EXTRA,
+    )
     return root
 
 
@@ -91,7 +113,12 @@ def part(batch: dict, camera: int) -> dict:
 @pytest.mark.parametrize("camera", CAMERAS)
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0], "pad": "mask"}])
 @pytest.mark.parametrize(
-    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+    "decoder",
+    [
+        "turbo",
+        "pillow",
+        pytest.param("dali", marks=[needs_dali, pytest.mark.slow]),
+    ],
 )
 def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
     dataset, camera, window, decoder
@@ -113,7 +140,12 @@ def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
 
 
 @pytest.mark.parametrize(
-    "order", [{"kind": "sequential"}, {"kind": "shuffled", "seed": 5}, {"kind": "lanes"}]
+    "order",
+    [
+        {"kind": "sequential"},
+        {"kind": "shuffled", "seed": 5},
+        {"kind": "lanes"},
+    ],
 )
 def test_orders_do_not_depend_on_the_cameras(dataset, order) -> None:
     options = {"order": order, "two_views": True, **DRAWN}
@@ -139,7 +171,8 @@ def test_the_state_names_the_cameras(dataset) -> None:
     assert '"cameras":["cam_back"]' in state["identity"]
     load(dataset, 4, cameras=["cam_back"]).load_state_dict(state)
     with pytest.raises(
-        StateMismatchError, match=r"cameras: state has \['cam_back'\], loader has \['cam_front'\]"
+        StateMismatchError,
+        match=r"cameras: state has \['cam_back'\], loader has \['cam_front'\]",
     ):
         load(dataset, 4, cameras=["cam_front"]).load_state_dict(state)
     # All cameras, in any order, are what a loader without the setting has.
@@ -152,13 +185,18 @@ def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypa
     decoded = []
     decode = samples.decode_images
     monkeypatch.setattr(
-        samples, "decode_images", lambda *a: decoded.append(len(a[1])) or decode(*a)
+        samples,
+        "decode_images",
+        lambda *a: decoded.append(len(a[1])) or decode(*a),
     )
 
     def run(**options) -> tuple[list[dict], set[int], float]:
         """Batches, the images of each sample that was decoded, and the bytes of each that was fetched."""
         decoded.clear()
-        options |= {"storage": StorageOptions(backend), "image": {"height": 90, "width": 160}}
+        options |= {
+            "storage": StorageOptions(backend),
+            "image": {"height": 90, "width": 160},
+        }
         with load(six, 4, shuffle=False, **options) as loader:
             loaded = list(loader)
             stats = loader.stats().storage
@@ -198,7 +236,10 @@ def test_rigs_that_share_the_cameras_can_be_mixed(six, tmp_path) -> None:
 
 
 def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
-    with load(dataset, 2, cameras=["cam_back"]) as back_loader, load(dataset, 2) as full_loader:
+    with (
+        load(dataset, 2, cameras=["cam_back"]) as back_loader,
+        load(dataset, 2) as full_loader,
+    ):
         assert back_loader.cameras == ("cam_back",) and full_loader.cameras == CAMERAS
         assert back_loader.show().pixels.shape[1] < full_loader.show().pixels.shape[1]
 
@@ -210,8 +251,14 @@ def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
             {"cameras": ["cam_frnt"]},
             "has no camera 'cam_frnt'; did you mean 'cam_front'?; it has: cam_front, cam_back",
         ),
-        ({"cameras": []}, "must name a camera or more, each once; there are: cam_front, cam_back"),
-        ({"cameras": ["cam_back", "cam_back"]}, "must name a camera or more, each once"),
+        (
+            {"cameras": []},
+            "must name a camera or more, each once; there are: cam_front, cam_back",
+        ),
+        (
+            {"cameras": ["cam_back", "cam_back"]},
+            "must name a camera or more, each once",
+        ),
         (
             {"cameras": "cam_back"},
             "cameras='cam_back' must be a list of names of cameras, a dict of dataset to such",

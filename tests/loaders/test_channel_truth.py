@@ -68,7 +68,11 @@ PROJECTED = Channel(
         ArraySpec("centre", "float32", (2,)),
         ArraySpec("row", "int32"),
     ),
-    law=Law("image_points", camera=CAMERA, roles={"boxes": (("box",),), "points": (("centre",),)}),
+    law=Law(
+        "image_points",
+        camera=CAMERA,
+        roles={"boxes": (("box",),), "points": (("centre",),)},
+    ),
 )
 POSES = Channel(
     name="poses",
@@ -94,7 +98,13 @@ NAMES = [
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base: Path = tmp_path_factory.mktemp("truth")
     synth_with_channels(
-        base / "drive", seed=5, clips=1, frames=3, size=SIZE, lidar_sweeps=0, workers=1
+        base / "drive",
+        seed=5,
+        clips=1,
+        frames=3,
+        size=SIZE,
+        lidar_sweeps=0,
+        workers=1,
     )
     shard(f"nuscenes:{base / 'drive'}", base / "plain", workers=1)
     plain = open_dataset(base / "plain")
@@ -107,7 +117,9 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sample = plain[number]
         values = {
             "depth": ground_depth(
-                sample.geometry.intrinsics[0], sample.geometry.cam2keyego()[0], *SIZE
+                sample.geometry.intrinsics[0],
+                sample.geometry.cam2keyego()[0],
+                *SIZE,
             ),
             "occupancy": (
                 depth_inside(cell_centres(), sample.boxes.boxes3d.astype(np.float64)) > 0
@@ -118,7 +130,12 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for channel in ADDED_CHANNELS:
             file = base / "drive" / channel_file(channel, sample.meta.sample_token)
             file.write_bytes(KINDS[channel.kind].encode(values[channel.name], channel))
-    shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1, options={"channels": ["boxes2d"]})
+    shard(
+        f"nuscenes:{base / 'drive'}",
+        base / "out",
+        workers=1,
+        options={"channels": ["boxes2d"]},
+    )
     return base / "out"
 
 
@@ -277,7 +294,11 @@ def check_mask(batch: dict[str, Any], index: int, values: dict[str, Any]) -> Non
     stored = values[f"instances_{CAMERA}"]
     places = stored_places(batch["ida_mat"][index, 0].numpy(), moved.shape[1], moved.shape[0])
     near = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
-    expected = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0)
+    expected = np.where(
+        border(places, values["seen"]) > 0,
+        stored[near[..., 1], near[..., 0]],
+        0,
+    )
     # The matrix is float32: a place on the line between two pixels may fall to either.
     clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-2).all(-1) & (
         abs(border(places, values["seen"])) > 1e-2
@@ -292,7 +313,10 @@ def check_depth(batch: dict[str, Any], index: int, values: dict[str, Any]) -> No
     # Depth is the stored camera's: the ego map is taken off the pose again, the image map stays in the intrinsics.
     cam2ego = np.linalg.inv(batch["bda_mat"][index].numpy()) @ batch["cam2keyego"][index, 0].numpy()
     afresh = ground_depth(
-        batch["intrinsics"][index, 0].numpy().astype(np.float64), cam2ego, width, height
+        batch["intrinsics"][index, 0].numpy().astype(np.float64),
+        cam2ego,
+        width,
+        height,
     )
     places = stored_places(batch["ida_mat"][index, 0].numpy(), width, height)
     distance = border(places, values["seen"])
@@ -308,7 +332,11 @@ def check_true_depth(batch: dict[str, Any], index: int, values: dict[str, Any]) 
     places = stored_places(batch["ida_mat"][index, 0].numpy(), moved.shape[1], moved.shape[0])
     cells = (places + 0.5) / DEPTH_FRACTION
     near = np.floor(cells).astype(int).clip(0, np.array(stored.shape[::-1]) - 1)
-    expected = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0.0)
+    expected = np.where(
+        border(places, values["seen"]) > 0,
+        stored[near[..., 1], near[..., 0]],
+        0.0,
+    )
     clear = (abs(cells - np.rint(cells)) > 1e-2).all(-1) & (
         abs(border(places, values["seen"])) > 1e-2
     )
@@ -321,9 +349,13 @@ def check_boxes(batch: dict[str, Any], index: int, values: dict[str, Any], *, tu
     height, width = batch["img"].shape[-2:]
     moved = {name: arrays[index].numpy() for name, arrays in batch["projected"].items()}
     afresh = projections(
-        batch["ego2img"][index, 0].numpy().astype(np.float64), batch["gt_boxes_3d"][index].numpy()
+        batch["ego2img"][index, 0].numpy().astype(np.float64),
+        batch["gt_boxes_3d"][index].numpy(),
     )
-    is_common = np.isin(moved["row"], afresh["row"]), np.isin(afresh["row"], moved["row"])
+    is_common = (
+        np.isin(moved["row"], afresh["row"]),
+        np.isin(afresh["row"], moved["row"]),
+    )
     assert is_common[0].sum() >= len(moved["row"]) - 1  # the ego's scale moves the line at 3 m
     np.testing.assert_allclose(
         moved["centre"][is_common[0]], afresh["centre"][is_common[1]], atol=0.05
@@ -351,7 +383,8 @@ def check_boxes(batch: dict[str, Any], index: int, values: dict[str, Any], *, tu
     corners = corners @ ida[:2, :2].T + ida[:2, 2]
     limits = (width - 0.5, height - 0.5)
     bounds = np.concatenate(
-        [corners.min(1).clip(-0.5, limits), corners.max(1).clip(-0.5, limits)], 1
+        [corners.min(1).clip(-0.5, limits), corners.max(1).clip(-0.5, limits)],
+        1,
     )
     np.testing.assert_allclose(batch_boxes["box"][index].numpy(), bounds, atol=0.01)
     sides = np.minimum(bounds[:, 2:] - bounds[:, :2], kept_boxes[:, 2:] - kept_boxes[:, :2]).min(1)
@@ -373,7 +406,9 @@ def check_radar(batch: dict[str, Any], index: int, values: dict[str, Any]) -> No
     afresh = depth_inside(moved[:, :3], batch["gt_boxes_3d"][index].numpy().astype(np.float64))
     scale = abs(np.linalg.det(bda[:2, :2])) ** 0.5
     np.testing.assert_allclose(
-        afresh, scale * depth_inside(stored[:, :3], values["gt_boxes_3d"]), atol=2e-3
+        afresh,
+        scale * depth_inside(stored[:, :3], values["gt_boxes_3d"]),
+        atol=2e-3,
     )
     assert (abs(afresh) < 2e-3).mean() > 0.5
 

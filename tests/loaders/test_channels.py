@@ -10,8 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
-from fuelrail.loaders.batch.channels import OWN_NAMES, SelectedChannels, choose_channels
+from fuelrail import (
+    BevAugment,
+    DataLoader,
+    FrameWindow,
+    ImageAugment,
+    OrderSpec,
+    Transforms,
+    World,
+)
+from fuelrail.loaders.batch.channels import (
+    OWN_NAMES,
+    SelectedChannels,
+    choose_channels,
+)
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
@@ -98,8 +110,20 @@ CHANNELS = (
         optional=True,
         arrays=(ArraySpec("speed", "float32"), ArraySpec("kind", "int8", (2,))),
     ),
-    Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed"), optional=True),
-    Channel(name="blob", kind="bytes", field="blob.bin", law=Law("fixed"), optional=True),
+    Channel(
+        name="caption",
+        kind="text",
+        field="caption.txt",
+        law=Law("fixed"),
+        optional=True,
+    ),
+    Channel(
+        name="blob",
+        kind="bytes",
+        field="blob.bin",
+        law=Law("fixed"),
+        optional=True,
+    ),
     Channel(
         name="topics",
         kind="tokens",
@@ -167,7 +191,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLAIN = Transforms(image=ImageAugment(height=64, width=96), decoder="pillow")
 AUGMENTED = Transforms(
     image=ImageAugment(
-        height=32, width=48, train=True, resize_range=(0.4, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)
+        height=32,
+        width=48,
+        train=True,
+        resize_range=(0.4, 0.7),
+        flip_prob=0.5,
+        rotate_deg=(-5, 5),
     ),
     ego=BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5),
     decoder="pillow",
@@ -346,7 +375,12 @@ def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
 def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> None:
     nothing = batches(loader(root, select=None))[0]
     selected = batches(loader(root, select=("words", "score")))[0]
-    assert selected.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
+    assert selected.keys() - nothing.keys() == {
+        "words",
+        "words_valid",
+        "score",
+        "score_valid",
+    }
     assert [name for name in selected if name in NAMES] == [
         "score",
         "words",
@@ -408,10 +442,19 @@ def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, 
 def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -> None:
     build(tmp_path / "d", layout=layout)
     chosen = {"select": ["mask"], "storage": "pread"}
-    assert unlike(batches(loader(tmp_path / "d", **chosen)), batches(loader(root, **chosen))) == []
+    assert (
+        unlike(
+            batches(loader(tmp_path / "d", **chosen)),
+            batches(loader(root, **chosen)),
+        )
+        == []
+    )
     row = open_dataset(tmp_path / "d").index.row(1)
     shard = tmp_path / "d" / ("train-000000.tar.zst" if layout == "frame" else "train-000000.tar")
-    for name, is_read in (("topics.npy", layout == "frame"), ("cam_back.jpg", True)):
+    for name, is_read in (
+        ("topics.npy", layout == "frame"),
+        ("cam_back.jpg", True),
+    ):
         entry = next(entry for entry in row.members if entry.name == name)
         position = row.offset + min(entry.offset, row.length - 9)
         data = bytearray(shard.read_bytes())
@@ -445,7 +488,10 @@ def spoil(root: Path, name: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["radr"], "has no channel or attribute 'radr'; did you mean 'radar'? channels: radar, "),
+        (
+            ["radr"],
+            "has no channel or attribute 'radr'; did you mean 'radar'? channels: radar, ",
+        ),
         (["wrods"], "attributes: none"),
         (
             ["cam_front"],
@@ -460,12 +506,16 @@ def test_what_cannot_be_selected_is_refused(root, names, says) -> None:
         loader(root, select=names)
 
 
-def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> None:
+def test_channels_whose_entries_have_names_of_others_are_refused(
+    tmp_path,
+) -> None:
     fixed = {"kind": "text", "law": Law("fixed"), "optional": True}
     names = ("img", "gt", "cue", "cue_valid")
     channels = tuple(Channel(name=name, field=f"{name}.txt", **fixed) for name in names)
     build_dataset(
-        tmp_path / "d", {"train": (4,)}, extra=[(channel, lambda _: "text") for channel in channels]
+        tmp_path / "d",
+        {"train": (4,)},
+        extra=[(channel, lambda _: "text") for channel in channels],
     )
     for chosen, entry in (
         (["img"], "img"),
@@ -473,7 +523,8 @@ def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> No
         (["cue", "cue_valid"], "cue_valid"),
     ):
         with pytest.raises(
-            ConfigError, match=f"needs the batch entry '{entry}', which another entry has"
+            ConfigError,
+            match=f"needs the batch entry '{entry}', which another entry has",
         ):
             loader(tmp_path / "d", select=chosen)
 
@@ -489,13 +540,22 @@ def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
 @pytest.mark.costly
 def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
     build(tmp_path / "same")
-    spoil(tmp_path / "same", "topics", optional=True, description="of somebody else")
+    spoil(
+        tmp_path / "same",
+        "topics",
+        optional=True,
+        description="of somebody else",
+    )
     roots = {"a": root, "b": tmp_path / "same"}
     batch = next(iter(batches(loader(roots, mix={"a": 1, "b": 1}))))
     assert batch["dataset"].count("b") == 2
     assert batch["topics"].shape == (4, 3)
     build(tmp_path / "other")
-    spoil(tmp_path / "other", "occupancy", law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 7.0)))
+    spoil(
+        tmp_path / "other",
+        "occupancy",
+        law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 7.0)),
+    )
     build(tmp_path / "fewer", CHANNELS[:2])
     for name, says in (
         (
@@ -507,7 +567,11 @@ def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
         with pytest.raises(ConfigError, match=re.escape(says)):
             loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1})
         assert batches(
-            loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, select=["radar"])
+            loader(
+                {"a": root, "b": tmp_path / name},
+                mix={"a": 1, "b": 1},
+                select=["radar"],
+            )
         )
 
 
@@ -532,13 +596,17 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     build(tmp_path / "d")
     spoil(tmp_path / "d", "caption", optional=False)
     with pytest.raises(
-        SchemaError, match=r"clip-0000-000002.*channel 'caption' is missing, and the table does not"
+        SchemaError,
+        match=r"clip-0000-000002.*channel 'caption' is missing, and the table does not",
     ):
         batches(loader(tmp_path / "d"))
     policy = {"on_error": "substitute", "file": str(tmp_path / "bad.jsonl")}
     for window in (None, FrameWindow(frames=(-1, 0))):
         with loader(
-            tmp_path / "d", select=["caption", "mask"], bad_samples=policy, window=window
+            tmp_path / "d",
+            select=["caption", "mask"],
+            bad_samples=policy,
+            window=window,
         ) as data_loader:
             rows = [row for batch in data_loader for row in batch["global_index"].tolist()]
             assert data_loader.stats().bad_samples == 2
@@ -548,7 +616,13 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [{"decode"}, {"decompression"}, {"storage"}, {"storage", "decompression", "decode"}]
+    "parts",
+    [
+        {"decode"},
+        {"decompression"},
+        {"storage"},
+        {"storage", "decompression", "decode"},
+    ],
 )
 def test_parts_that_are_left_out_leave_the_shapes(root, parts) -> None:
     data_loader = loader(root, transforms=AUGMENTED)

@@ -81,7 +81,11 @@ def sampled(
 
 
 def check_frame(
-    batch: dict, index: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]
+    batch: dict,
+    index: tuple[int, ...],
+    sample,
+    key2global: np.ndarray,
+    lenses: tuple[bool, ...],
 ) -> float:
     """Matrices and pixels of one frame, ``index`` its place in the batch; the lowest PSNR of its cameras in dB."""
     geometry = sample.geometry
@@ -92,16 +96,29 @@ def check_frame(
         ida_mat = batch["ida_mat"][camera_index].double().numpy()
         k = geometry.intrinsics[camera]
         assert_allclose(
-            batch["intrinsics"][camera_index].numpy(), ida_mat[:3, :3] @ k, rtol=1e-5, atol=1e-4
+            batch["intrinsics"][camera_index].numpy(),
+            ida_mat[:3, :3] @ k,
+            rtol=1e-5,
+            atol=1e-4,
         )
         cam2global = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
         cam2ego = np.linalg.solve(geometry.ego2global, cam2global)
         k4 = np.eye(4)
         k4[:3, :3] = k
         ego2img = ida_mat @ k4 @ np.linalg.inv(cam2ego) @ np.linalg.inv(bda)
-        assert_allclose(batch["ego2img"][camera_index].numpy(), ego2img, rtol=1e-4, atol=2e-2)
+        assert_allclose(
+            batch["ego2img"][camera_index].numpy(),
+            ego2img,
+            rtol=1e-4,
+            atol=2e-2,
+        )
         cam2keyego = bda @ np.linalg.solve(key2global, cam2global)
-        assert_allclose(batch["cam2keyego"][camera_index].numpy(), cam2keyego, rtol=1e-4, atol=2e-3)
+        assert_allclose(
+            batch["cam2keyego"][camera_index].numpy(),
+            cam2keyego,
+            rtol=1e-4,
+            atol=2e-3,
+        )
         expected, inside = sampled(sample.images[channel], ida_mat, k, has_lens=lenses[camera])
         planes = batch["img"][camera_index].numpy()
         # A crop before a rotation leaves black corners.
@@ -142,7 +159,11 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(
                 lenses = (undistort is not None, False)
                 lowest.append(
                     check_frame(
-                        batch, index=(b, t), sample=sample, key2global=key2global, lenses=lenses
+                        batch,
+                        index=(b, t),
+                        sample=sample,
+                        key2global=key2global,
+                        lenses=lenses,
                     )
                 )
                 bda = batch["bda_mat"][b].double().numpy()
@@ -158,7 +179,9 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(
 
 
 @pytest.mark.costly
-def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_path) -> None:
+def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(
+    tmp_path,
+) -> None:
     roots = {name: tmp_path / name for name in ("city", "highway")}
     build_dataset(roots["city"], {"train": (8,)}, size=WH)
     build_dataset(roots["highway"], {"val": (4,), "train": (8,)}, size=WH, seed=5)
@@ -168,7 +191,11 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     entries = set()
     for batch in batches(roots, 4, mix={"city": 1, "highway": 1}, **options):
         for b, (name, rows) in enumerate(
-            zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)
+            zip(
+                batch["dataset"],
+                batch["frame_global_index"].tolist(),
+                strict=True,
+            )
         ):
             number = base[name] + rows[1]
             drawn = TRAIN.draw([WH] * 2, seed=7, epoch=0, sample=number)
@@ -178,7 +205,9 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
             for t, row in enumerate(rows):
                 for camera, image_map in enumerate(drawn):
                     assert_allclose(
-                        batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4
+                        batch["ida_mat"][b, t, camera].numpy(),
+                        image_map.ida_mat(),
+                        atol=1e-4,
                     )
                 sample = readers[name].sample(row)
                 assert (
@@ -219,7 +248,9 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(
     }
     reader = SampleReader(open_dataset(prepared))
     for plain_batch, prepared_batch in zip(
-        batches(root, 2, **options), batches(prepared, 2, **options), strict=True
+        batches(root, 2, **options),
+        batches(prepared, 2, **options),
+        strict=True,
     ):
         assert plain_batch["sample_key"] == prepared_batch["sample_key"]
         for name in ("ida_mat", "intrinsics", "ego2img"):
@@ -265,7 +296,9 @@ def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> 
         for channel in CAMERAS:
             try:
                 decoder.decode_into(
-                    members[f"{channel}.jpg"], image_map, np.empty((3, 32, 48), np.uint8)
+                    members[f"{channel}.jpg"],
+                    image_map,
+                    np.empty((3, 32, 48), np.uint8),
                 )
             except ImageError as error:
                 refused[key] = (channel, error.message)

@@ -38,7 +38,10 @@ MIX = {"city": 3, "highway": 1}
 @pytest.fixture(scope="module")
 def roots(build_once):
     highway, _ = build_once({"train": (7,), "val": (2,)}, seed=5)
-    return {"city": build_once({"val": (3,), "train": (8, 10)})[0], "highway": highway}
+    return {
+        "city": build_once({"val": (3,), "train": (8, 10)})[0],
+        "highway": highway,
+    }
 
 
 def make(roots, batch_size=4, **options):
@@ -95,12 +98,20 @@ def test_samples_are_those_of_the_datasets_alone(roots):
 
 def test_filters_weights_windows_and_epoch_length_hold_in_each_dataset(roots):
     order = OrderSpec(
-        filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=24, seed=1
+        filter="frame > 0",
+        weights=(AttributeWeights(attribute="frame"),),
+        epoch_length=24,
+        seed=1,
     )
     with make(roots, order=order, frames=[-1, 0]) as loader:
         assert len(loader) == 6
         for batch in loader:
-            assert sorted(batch["dataset"]) == ["city", "city", "city", "highway"]
+            assert sorted(batch["dataset"]) == [
+                "city",
+                "city",
+                "city",
+                "highway",
+            ]
             assert (batch["frame"] > 0).all()
             rows = batch["frame_global_index"]
             keys = batch["global_index"]
@@ -121,7 +132,10 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tiny):
             make(roots, mix={"city": 2, "highway": 1}),
             "order: state has .*'city': 3.* loader has .*'city': 2",
         ),
-        (make({"highway": roots["highway"], "city": roots["city"]}), "order: state has"),
+        (
+            make({"highway": roots["highway"], "city": roots["city"]}),
+            "order: state has",
+        ),
         (load(roots["city"], 4), "dataset: state has"),
     ]
     for mismatched, text in mismatches:
@@ -164,7 +178,10 @@ def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
     rest = [a + b for _ in range(3) for a, b in zip(*map(named, ranks), strict=True)]
     assert [*sum(epochs, []), *rest] == all_entries  # noqa: RUF017
     later_stages = make(roots, order=order, mix=stages[1:])
-    with later_stages, pytest.raises(StateMismatchError, match="order: state has"):
+    with (
+        later_stages,
+        pytest.raises(StateMismatchError, match="order: state has"),
+    ):
         later_stages.load_state_dict(state)
     with pytest.raises(ConfigError, match="a list of MixStage"):
         make(roots, mix=[{"city": 1}])
@@ -175,7 +192,11 @@ def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     plain = make(roots)
     expected = [named(plain) for _ in range(3)]
     with make(
-        roots, backend="remote", cache_dir=tmp_path, look_ahead_bytes=30_000, num_workers=1
+        roots,
+        backend="remote",
+        cache_dir=tmp_path,
+        look_ahead_bytes=30_000,
+        num_workers=1,
     ) as loader:
         schedule = loader._schedule
         assert [named(loader) for _ in range(3)] == expected
@@ -223,23 +244,44 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, build_once,
         ):
             make({"city": roots["city"], "highway": changed_root})
     with pytest.raises(ConfigError, match="'city' has boxes, 'highway' has no boxes"):
-        make({"city": roots["city"], "highway": build_once({"train": (4,)}, labelled=False)[0]})
+        make(
+            {
+                "city": roots["city"],
+                "highway": build_once({"train": (4,)}, labelled=False)[0],
+            }
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
         ({"mix": None}, ConfigError, "mix=None requires a dict of datasets"),
-        ({"mix": {"city": 1}}, OrderError, "names 'city', the datasets are 'city', 'highway'"),
-        ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "an integer >= 1 for each"),
+        (
+            {"mix": {"city": 1}},
+            OrderError,
+            "names 'city', the datasets are 'city', 'highway'",
+        ),
+        (
+            {"mix": {"city": 0.5, "highway": 0.5}},
+            ConfigError,
+            "an integer >= 1 for each",
+        ),
         ({"mix": {"city": 2000, "highway": 1}}, OrderError, "1024 in sum"),
-        ({"order": OrderSpec(kind="lanes")}, OrderError, "kind 'lanes' is of one dataset"),
+        (
+            {"order": OrderSpec(kind="lanes")},
+            OrderError,
+            "kind 'lanes' is of one dataset",
+        ),
         (
             {"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1}))},
             OrderError,
             "a mix of its own",
         ),
-        ({"order": OrderSpec(subset="keys.txt")}, OrderError, "a subset is of one dataset"),
+        (
+            {"order": OrderSpec(subset="keys.txt")},
+            OrderError,
+            "a subset is of one dataset",
+        ),
         (
             {"order": OrderSpec(filter="frame > 9")},
             OrderError,
@@ -267,7 +309,10 @@ def test_datasets_that_are_none_are_refused(roots, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_the_state_goes_through_torchs_distributed_checkpoint(roots, tmp_path):
     """Windows and mixes put nested values into the state; saved and loaded in place they are the same."""
-    options = {"frames": [-1, 0], "order": OrderSpec(filter="frame > 0", seed=3)}
+    options = {
+        "frames": [-1, 0],
+        "order": OrderSpec(filter="frame > 0", seed=3),
+    }
     with make(roots, **options) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -308,9 +353,17 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
 ):
     """Each sample is as its dataset alone gives it, its cameras in the order of the mapping."""
     monkeypatch.setattr("support.datasets.CAMERAS", ("left", "right"))
-    build_dataset(tmp_path / "other", {"train": (7,)}, seed=5, missing=frozenset({(2, "left")}))
+    build_dataset(
+        tmp_path / "other",
+        {"train": (7,)},
+        seed=5,
+        missing=frozenset({(2, "left")}),
+    )
     datasets = {"city": roots["city"], "other": tmp_path / "other"}
-    camera_names = {"city": ["cam_front", "cam_back"], "other": ["right", "left"]}
+    camera_names = {
+        "city": ["cam_front", "cam_back"],
+        "other": ["right", "left"],
+    }
     options = {
         "mix": {"city": 1, "other": 1},
         "order": OrderSpec(),
@@ -335,7 +388,12 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
                 value = alone[name, row][entry][0]
                 value = value.flip(axis) if name == "other" else value
                 assert torch.equal(batch[entry][index], value), (name, entry)
-    exchanged = load(datasets, 4, cameras={**camera_names, "other": ["left", "right"]}, **options)
+    exchanged = load(
+        datasets,
+        4,
+        cameras={**camera_names, "other": ["left", "right"]},
+        **options,
+    )
     with exchanged, pytest.raises(StateMismatchError, match="cameras"):
         exchanged.load_state_dict(state)
     for wrong, text in (

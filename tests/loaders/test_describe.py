@@ -21,8 +21,14 @@ CASES = [
         "transforms": {"image": IMAGE, "points": True, "box_frame": "lidar"},
         "window": {"frames": [-1, 0]},
     },
-    {"transforms": {"image": IMAGE, "static": True}, "order": {"kind": "lanes"}},
-    {"transforms": {"image": IMAGE, "two_views": True}, "mix": {"a": 1, "b": 1}},
+    {
+        "transforms": {"image": IMAGE, "static": True},
+        "order": {"kind": "lanes"},
+    },
+    {
+        "transforms": {"image": IMAGE, "two_views": True},
+        "mix": {"a": 1, "b": 1},
+    },
 ]
 
 
@@ -55,7 +61,11 @@ def test_every_entry_is_known_and_is_what_the_next_batch_holds(roots, case):
 
 def test_lengths_that_differ_are_stars(roots):
     with DataLoader(
-        roots["a"], 4, shuffle=False, transforms={"image": IMAGE, "points": True}, num_workers=1
+        roots["a"],
+        4,
+        shuffle=False,
+        transforms={"image": IMAGE, "points": True},
+        num_workers=1,
     ) as loader:
         text = str(loader.describe())
     assert re.search(r"^points +list of 4 float32 \[\*, 5\] +first lidar", text, re.MULTILINE)
@@ -70,7 +80,10 @@ def test_the_position_stays_and_a_running_iteration_too(roots):
         assert loader.state_dict() == state
         rest = list(batches)
         assert repr(described) == str(described)
-        long = (*described.entries, ("boxes", "dict of " + "x" * 99, "what it is"))
+        long = (
+            *described.entries,
+            ("boxes", "dict of " + "x" * 99, "what it is"),
+        )
         assert max(map(len, str(described._replace(entries=long)).splitlines()[:-1])) < 160
         assert "<td>img</td><td>uint8 [2, 2, 3, 32, 64]</td>" in described._repr_html_()
         assert len(rest) == 3 and first["step"] == 0 and rest[0]["step"] == 1
@@ -79,7 +92,11 @@ def test_the_position_stays_and_a_running_iteration_too(roots):
 def test_what_is_not_a_dict_is_refused(roots):
     with (
         DataLoader(
-            roots["a"], 2, transforms={"image": IMAGE}, num_workers=1, collate_fn=tuple
+            roots["a"],
+            2,
+            transforms={"image": IMAGE},
+            num_workers=1,
+            collate_fn=tuple,
         ) as loader,
         pytest.raises(ConfigError, match="must be a dict, and it is tuple"),
     ):
@@ -94,7 +111,9 @@ def test_inspect_shows_a_batch(roots, capsys):
 
 def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
     rows = re.findall(
-        r"^(\w+) +(\S.*?)  +`?(\w+)`?  +(\S.*)$", records.__doc__ or "", re.MULTILINE
+        r"^(\w+) +(\S.*?)  +`?(\w+)`?  +(\S.*)$",
+        records.__doc__ or "",
+        re.MULTILINE,
     )[1:]
     assert [stage for stage, *_ in rows] == [
         "schedule",

@@ -36,7 +36,10 @@ TRAIN = ImageAugment(
     crop_y="top",
 )
 GROUPS = {
-    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
+    "back": {
+        "cameras": ["cam_back"],
+        "image": ImageAugment(height=24, width=40),
+    },
     "front": {"cameras": ["cam_front"], "image": TRAIN},
 }
 EGO = BevAugment(train=True, scale=(0.9, 1.1))
@@ -65,7 +68,14 @@ def changed_in_place(sample: dict[str, Any]) -> dict[str, Any]:
 
 def flipped(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """A user's transform of a batch: kernels that read what was copied, make tensors, and change some in place."""
-    flips = torch.rand(len(batch["valid"]), generator=generator, device=batch["valid"].device) < 0.5
+    flips = (
+        torch.rand(
+            len(batch["valid"]),
+            generator=generator,
+            device=batch["valid"].device,
+        )
+        < 0.5
+    )
     groups = batch["img"] if isinstance(batch["img"], dict) else {"": batch["img"]}
     flipped_images = {
         name: torch.where(flips[:, None, None, None, None], img.flip(-1), img)
@@ -106,7 +116,12 @@ CHANNELS = [
     ),
     (
         Channel(
-            name="radar", kind="points", field="radar.npy", law=Law("fixed"), frame="ego", **POINTS
+            name="radar",
+            kind="points",
+            field="radar.npy",
+            law=Law("fixed"),
+            frame="ego",
+            **POINTS,
         ),
         lambda row: np.full((row + 1, 3), row, np.float32),
     ),
@@ -119,10 +134,17 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "seed": [{"seed": 9}],
     "drop_last": [{"drop_last": True}],
     "ledger": [{"ledger": {"digest_every": 1}}],
-    "num_workers": [{"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": {"cpus": 2}}],
+    "num_workers": [
+        {"num_workers": 1},
+        {"num_workers": "auto"},
+        {"num_workers": {"cpus": 2}},
+    ],
     "prefetch_factor": [{"prefetch_factor": 1}, {"prefetch_factor": 4}],
     "pin_memory": [{"pin_memory": False}, {"pin_memory": True}],
-    "collate_fn": [{"collate_fn": stacked}, {"collate_fn": stacked, "transform": brightened}],
+    "collate_fn": [
+        {"collate_fn": stacked},
+        {"collate_fn": stacked, "transform": brightened},
+    ],
     "order": [{"order": {"kind": "lanes", "seed": 1}}],
     "split": [{"split": "train"}],
     "mix": [{"mix": {"a": 2, "b": 1}}],
@@ -167,27 +189,54 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
     "bad_samples": [{"bad_samples": {"on_error": "substitute", "max_bad": 20}}],
-    "device": [{"device": "cuda"}, {"device": "cuda:1"}, {"device": torch.device("cuda", 1)}],
+    "device": [
+        {"device": "cuda"},
+        {"device": "cuda:1"},
+        {"device": torch.device("cuda", 1)},
+    ],
     "world": [{"world": World(rank=1, size=2)}],
     "trace": [{"trace": lambda *_: None}],
     "check_ranks": [{"check_ranks": True}],
     "transforms.image": [{"transforms": {"image": TRAIN}}],
     "transforms.camera_groups": [
-        {"transforms": {"camera_groups": GROUPS}, "window": {"frames": [-1, 0]}},
+        {
+            "transforms": {"camera_groups": GROUPS},
+            "window": {"frames": [-1, 0]},
+        },
         {"transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
-        {"transforms": {"camera_groups": GROUPS, "static": True, "two_views": True}},
+        {
+            "transforms": {
+                "camera_groups": GROUPS,
+                "static": True,
+                "two_views": True,
+            }
+        },
     ],
     "transforms.cameras": [
-        {"transforms": {"image": TRAIN, "cameras": ["cam_back"]}, "window": {"frames": [-1, 0]}}
+        {
+            "transforms": {"image": TRAIN, "cameras": ["cam_back"]},
+            "window": {"frames": [-1, 0]},
+        }
     ],
     "transforms.pixels": [
-        {"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}
+        {
+            "transforms": {
+                "image": IMAGE,
+                "pixels": {"train": True, "brightness": 32},
+            }
+        }
     ],
     "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
-    "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
+    "transforms.points": [
+        POINTS,
+        {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}},
+    ],
     "transforms.select": [
         {"transforms": {"image": IMAGE, "select": ["score", "radar"]}},
-        {"transforms": {"image": IMAGE, "select": ["score"]}, "transform": brightened},
+        {
+            "transforms": {"image": IMAGE, "select": ["score"]},
+            "transform": brightened,
+        },
         {
             "transforms": {"image": IMAGE, "select": ["teacher.score"]},
             "layers": {"teacher": {}},
@@ -199,7 +248,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "transforms.normalize": [
         {"transforms": {"image": IMAGE, "normalize": Normalize()}},
         {"transforms": {"image": IMAGE, "normalize": BGR}},
-        {"transforms": {"image": IMAGE, "normalize": Normalize()}, "transform": brightened},
+        {
+            "transforms": {"image": IMAGE, "normalize": Normalize()},
+            "transform": brightened,
+        },
     ],
     "transforms.dali": [{"transforms": {"image": IMAGE, "dali": {"check_every": 1}}}],
     "transforms.static": [
@@ -212,13 +264,22 @@ CASES: dict[str, list[dict[str, Any]]] = {
             }
         },
         {
-            "transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR},
+            "transforms": {
+                "image": IMAGE,
+                "static": {"buffers": 1},
+                "normalize": BGR,
+            },
             "transform": brightened,
         },
     ],
     "transforms.two_views": [
         {
-            "transforms": {"image": TRAIN, "ego": EGO, "points": True, "two_views": True},
+            "transforms": {
+                "image": TRAIN,
+                "ego": EGO,
+                "points": True,
+                "two_views": True,
+            },
             "window": {"frames": [-1, 0]},
         },
         {
@@ -233,7 +294,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
 }
-ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
+ELSEWHERE = {
+    "dataset",
+    "batch_size",
+    "transforms",
+    "unknown",
+    "self",
+    "transforms.decoder",
+}
 
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.slow])
 # Decoders of the device get images, maps and memory; these options change none of them.
@@ -281,7 +349,11 @@ def roots(tmp_path_factory):
         )
     build_dataset(folder / "channels", {"train": (5, 4)}, extra=CHANNELS)
     score = Channel(
-        name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed")
+        name="score",
+        kind="array",
+        field="score.npy",
+        dtype="float32",
+        law=Law("fixed"),
     )
     for name, rows in (("teacher", range(9)), ("partial", range(2, 9))):
         with LayerWriter(folder / "a", folder / name, channels=[score]) as writer:
@@ -330,11 +402,17 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     if loader_arguments["transforms"].select and "layers" not in case:
         root = roots / "channels"
     if "ledger" in case:
-        loader_arguments["ledger"] = {"path": roots / f"{uuid4()}.ledger", **case["ledger"]}
+        loader_arguments["ledger"] = {
+            "path": roots / f"{uuid4()}.ledger",
+            **case["ledger"],
+        }
     if case.get("bad_samples"):
         root = roots / "bad"
         loader_arguments["storage"] = {"verify": False}
-        loader_arguments["bad_samples"] = {**case["bad_samples"], "file": roots / "bad.jsonl"}
+        loader_arguments["bad_samples"] = {
+            **case["bad_samples"],
+            "file": roots / "bad.jsonl",
+        }
     return {"dataset": root, "batch_size": BATCH, **loader_arguments}
 
 
@@ -380,7 +458,10 @@ def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) 
         assert unlike(want, have) == [], name
         return
     for expected, actual in zip(tensors_of(want), tensors_of(have), strict=True):
-        assert (expected.dtype, expected.shape) == (actual.dtype, actual.shape), name
+        assert (expected.dtype, expected.shape) == (
+            actual.dtype,
+            actual.shape,
+        ), name
         levels = [
             tensor.cpu().flatten().float() for tensor in (expected, actual)
         ]  # another graph: equal in meaning
@@ -433,7 +514,8 @@ NORMALIZED = {"transforms": {"image": IMAGE, "normalize": Normalize(mean=(1.5, 2
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched", DALI])
 @pytest.mark.parametrize(
-    "case", [{}, {"window": {"frames": [-1, 0]}, **POINTS}, CHANNELS_CASE, NORMALIZED]
+    "case",
+    [{}, {"window": {"frames": [-1, 0]}, **POINTS}, CHANNELS_CASE, NORMALIZED],
 )
 def test_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
     read = consume(DataLoader(**arguments(roots, case, decoder, "cuda")))

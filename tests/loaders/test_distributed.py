@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from fuelrail import World
-from fuelrail.loaders.distributed import batch_digest, detect_world, resolve_world
+from fuelrail.loaders.distributed import (
+    batch_digest,
+    detect_world,
+    resolve_world,
+)
 from fuelrail.pipeline.errors import WorldError
 from support.ranks import TESTS, run_ranks
 
@@ -20,7 +24,12 @@ from support.ranks import TESTS, run_ranks
 def ranks(build_once, tmp_path_factory):
     """What four real processes found; see support/mesh_ranks.py."""
     root = tmp_path_factory.mktemp("mesh")
-    run_ranks(4, TESTS / "support" / "mesh_ranks.py", build_once({"train": (9, 15)})[0], root)
+    run_ranks(
+        4,
+        TESTS / "support" / "mesh_ranks.py",
+        build_once({"train": (9, 15)})[0],
+        root,
+    )
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 
@@ -59,14 +68,22 @@ class TestFourProcesses:
             for report in ranks
         )
         for case in ("stated", "submesh"):
-            assert [report[case] for report in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+            assert [report[case] for report in ranks] == [
+                [0, 2],
+                [0, 2],
+                [1, 2],
+                [1, 2],
+            ]
 
     @pytest.mark.parametrize(
         ("case", "said"),
         [
             ("other seed", "seed: 0 on rank 0, 1, 3, 7 on rank 2"),
             ("other world", "world size: 4 on rank 0, 1, 2, 1 on rank 3"),
-            ("other position", "samples_consumed: 0 on rank 0, 2, 3, 8 on rank 1"),
+            (
+                "other position",
+                "samples_consumed: 0 on rank 0, 2, 3, 8 on rank 1",
+            ),
             ("same rank", "no process is data-parallel rank 2 of 4"),
             (
                 "other batch",
@@ -97,7 +114,8 @@ class TestEnvironment:
 
     def test_a_pair_is_not_a_world(self):
         with pytest.raises(
-            WorldError, match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh"
+            WorldError,
+            match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh",
         ):
             resolve_world((0, 2))
 
@@ -117,7 +135,12 @@ class TestEnvironment:
 class TestDigest:
     def test_every_part_counts(self):
         image = torch.arange(6, dtype=torch.uint8)
-        batch = {"img": image.view(2, 3), "points": [torch.ones(2)], "key": ["a"], "step": 1}
+        batch = {
+            "img": image.view(2, 3),
+            "points": [torch.ones(2)],
+            "key": ["a"],
+            "step": 1,
+        }
         digest = batch_digest(batch)
         assert digest == batch_digest(dict(batch))
         points = [torch.ones(2), torch.ones(0)]

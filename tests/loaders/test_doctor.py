@@ -31,7 +31,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def pretend_gpus(
-    monkeypatch: pytest.MonkeyPatch, count: int, name: str, capability: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    name: str,
+    capability: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -49,11 +52,18 @@ def test_every_backend_is_spoken_of() -> None:
     assert finding_about("decoder=turbo").state.startswith("ready: simplejpeg ")
 
 
-def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_comes_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pretend(monkeypatch, simplejpeg="1.9.0")
     assert "pip install pillow" in finding_about("decoder=pillow").advice
     assert "pip install -e '.[dali]'" in finding_about("decoder=dali").advice
-    pretend(monkeypatch, simplejpeg="1.9.0", pillow="12.0", nvidia_dali_cuda120="2.4.0")
+    pretend(
+        monkeypatch,
+        simplejpeg="1.9.0",
+        pillow="12.0",
+        nvidia_dali_cuda120="2.4.0",
+    )
     assert finding_about("decoder=pillow").state == "ready, without SIMD: pillow 12.0"
     assert "'.[simd]'" in finding_about("decoder=pillow").advice
     assert "nvidia-dali-cuda120 2.4.0" in finding_about("decoder=dali").state
@@ -93,7 +103,9 @@ def test_dali_without_what_it_requires_is_not_ready(
 
 
 @pytest.mark.process
-def test_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None:
+def test_the_loaders_error_names_what_dali_misses(
+    incomplete_dali: Path,
+) -> None:
     code = "from fuelrail.loaders.decode import make_decoder; make_decoder('dali')"
     path = os.pathsep.join((str(incomplete_dali), *sys.path))
     done = subprocess.run(
@@ -136,7 +148,14 @@ CUDA13 = {
 @pytest.mark.parametrize(
     ("installed", "gpu", "capability", "loads", "state", "advice"),
     [
-        (CUDA13, "NVIDIA H100", (9, 0), True, "by hardware: the JPEG engines of NVIDIA H100", ""),
+        (
+            CUDA13,
+            "NVIDIA H100",
+            (9, 0),
+            True,
+            "by hardware: the JPEG engines of NVIDIA H100",
+            "",
+        ),
         (CUDA12, "NVIDIA H100", (9, 0), True, "by hardware: ", ""),
         (CUDA13, "NVIDIA L4", (8, 9), True, "by hardware: ", ""),
         (

@@ -26,7 +26,10 @@ def recorded(folder, size):
             step, epoch, number, keys = json.loads(line)
             steps.setdefault(step, {})[rank] = (epoch, number, keys)
     return {
-        step: (ranks[0][:2], [key for rank in range(size) for key in ranks[rank][2]])
+        step: (
+            ranks[0][:2],
+            [key for rank in range(size) for key in ranks[rank][2]],
+        )
         for step, ranks in steps.items()
         if len(ranks) == size
     }

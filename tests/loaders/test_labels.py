@@ -64,7 +64,10 @@ def encode_json(number) -> bytes:
 
 SETS = {
     "class folders": (class_folders, "cls"),
-    "tars, .cls": (lambda root: tars(root, {"cls": lambda number: b"%d" % (number % 3)}), "cls"),
+    "tars, .cls": (
+        lambda root: tars(root, {"cls": lambda number: b"%d" % (number % 3)}),
+        "cls",
+    ),
     "tars, JSON": (lambda root: tars(root, {"json": encode_json}), "label"),
     "a manifest": (manifest, "label"),
 }
@@ -101,7 +104,9 @@ def test_the_label_of_images_is_in_the_batch(labelled) -> None:
     assert sorted(map(int, labels)) == sorted(batch[name].tolist())
 
 
-def test_a_state_of_a_loader_with_the_label_fits_one_that_names_it(labelled) -> None:
+def test_a_state_of_a_loader_with_the_label_fits_one_that_names_it(
+    labelled,
+) -> None:
     dataset, name = labelled
     state = fr.DataLoader(dataset, 2, world=fr.World()).state_dict()
     same = fr.DataLoader(dataset, 2, transforms={"select": [name]}, world=fr.World())
@@ -116,7 +121,10 @@ def test_a_caption_is_selected_alike_wherever_it_is(tmp_path, form, capsys) -> N
     if form == "json":
         source = tars(tmp_path / "tars", {"json": encode_json})
     else:
-        source = tars(tmp_path / "tars", {"txt": lambda number: f"picture {number}".encode()})
+        source = tars(
+            tmp_path / "tars",
+            {"txt": lambda number: f"picture {number}".encode()},
+        )
     name = {"json": "caption", "txt": "txt"}[form]
     fr.shard(source, tmp_path / "out", workers=1)
     batch = loaded(tmp_path / "out", transforms={"select": [name]})
@@ -136,8 +144,13 @@ def test_a_caption_is_selected_alike_wherever_it_is(tmp_path, form, capsys) -> N
     assert kind in line and name not in head
 
 
-def test_channels_and_attributes_of_one_dataset_are_selected_together(tmp_path) -> None:
-    members = {"txt": lambda number: f"text {number}".encode(), "json": encode_json}
+def test_channels_and_attributes_of_one_dataset_are_selected_together(
+    tmp_path,
+) -> None:
+    members = {
+        "txt": lambda number: f"text {number}".encode(),
+        "json": encode_json,
+    }
     fr.shard(tars(tmp_path / "tars", members), tmp_path / "out", workers=1)
     names = ["caption", "txt", "label", "key"]
     batch = loaded(tmp_path / "out", transforms={"select": names})

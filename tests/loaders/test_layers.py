@@ -122,7 +122,8 @@ def test_a_cache_evicts_layers_as_it_does_the_base(base, part, tmp_path) -> None
 
 def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
     with pytest.raises(
-        OrderError, match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-"
+        OrderError,
+        match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-",
     ):
         make(base, {"t": part})
     assert sorted(rows_of(base, {"t": part}, PRESENT, missing="mask")) == [*range(12)]
@@ -135,7 +136,10 @@ def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"t": 3}, "layers={'t': 3} must map names to folders, URLs or LayerOptions"),
+        (
+            {"t": 3},
+            "layers={'t': 3} must map names to folders, URLs or LayerOptions",
+        ),
         ("teacher", "layers='teacher' must map names"),
         ({"t": {"path": "x", "fill": "mask"}}, "the field 'fill' is unknown"),
         (
@@ -150,7 +154,12 @@ def test_what_is_not_a_layer_is_refused(base, layers, words) -> None:
 
 
 def test_windows_lanes_and_two_layers(base, layer, part) -> None:
-    with make(base, {"a": layer, "b": part}, missing="mask", window={"frames": [-1, 0]}) as loader:
+    with make(
+        base,
+        {"a": layer, "b": part},
+        missing="mask",
+        window={"frames": [-1, 0]},
+    ) as loader:
         for batch in loader:
             for index, rows in enumerate(batch["frame_global_index"].tolist()):
                 assert batch["a.loss"][index].tolist() == [row / 2 for row in rows]
@@ -160,7 +169,14 @@ def test_windows_lanes_and_two_layers(base, layer, part) -> None:
 
 def test_attributes_join_filters_and_weights(base, layer) -> None:
     assert (
-        min(rows_of(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100"))) == 7
+        min(
+            rows_of(
+                base,
+                {"t": layer},
+                order=OrderSpec(filter="t.loss > 3 and frame < 100"),
+            )
+        )
+        == 7
     )
     spec = OrderSpec(weights=(AttributeWeights(attribute="t.loss"),), epoch_length=64)
     rows = rows_of(base, {"t": layer}, order=spec)
@@ -204,7 +220,10 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
     base, layer, tmp_path
 ) -> None:
     """The run starts with one layer, gets two more on its way, and stops again and again, on other ranks each time."""
-    layers = {"v1": layer, "v2": write_losses(base, tmp_path / "v2", [0, 9] * 6)}
+    layers = {
+        "v1": layer,
+        "v2": write_losses(base, tmp_path / "v2", [0, 9] * 6),
+    }
     layers["v3"] = write_losses(base, tmp_path / "v3", [5, 0, 1] * 4)
     weights = {name: (AttributeWeights(attribute=f"{name}.loss"),) for name in layers}
     stages = (
@@ -221,7 +240,14 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
         }
         run_layers = {name: layers[name] for name in names}
         return [
-            make(base, run_layers, batch_size=4 // size, rank=rank, size=size, **options)
+            make(
+                base,
+                run_layers,
+                batch_size=4 // size,
+                rank=rank,
+                size=size,
+                **options,
+            )
             for rank in range(size)
         ]
 
@@ -232,7 +258,8 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
                 if state is not None:
                     loader.load_state_dict(state)
                 batches = itertools.islice(
-                    (batch for _ in itertools.count() for batch in loader), num_steps
+                    (batch for _ in itertools.count() for batch in loader),
+                    num_steps,
                 )
                 rank_batches.append([batch["global_index"].tolist() for batch in batches])
                 after = json.loads(json.dumps(loader.state_dict()))
@@ -275,11 +302,15 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
 
 
 def test_selection_reads_only_what_is_named(base, layer) -> None:
-    for channels, expected in ((["t.loss"], {"t.loss", "t.loss_valid"}), ([], set())):
+    for channels, expected in (
+        (["t.loss"], {"t.loss", "t.loss_valid"}),
+        ([], set()),
+    ):
         with make(base, {"t": layer}, select=channels) as loader:
             assert {name for name in next(iter(loader)) if name.startswith("t.")} == expected
     with pytest.raises(
-        ConfigError, match=r"no channel or attribute 't.nothing'.*channels: .*t.loss"
+        ConfigError,
+        match=r"no channel or attribute 't.nothing'.*channels: .*t.loss",
     ):
         make(base, {"t": layer}, select=["t.nothing"])
 
@@ -290,7 +321,8 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
         file.seek(600)
         file.write(b"?")  # in the first row
     with pytest.raises(
-        ChecksumError, match=r"^layer 't': [^()]*\(xxh3\)[^()]*\(shard layer-000000.tar, [^()]*\)$"
+        ChecksumError,
+        match=r"^layer 't': [^()]*\(xxh3\)[^()]*\(shard layer-000000.tar, [^()]*\)$",
     ):
         rows_of(base, {"t": tmp_path / "bad"}, shuffle=False)
     policy = {"on_error": "substitute", "file": None}
@@ -332,7 +364,11 @@ def test_damage_of_a_layer_names_its_file(
     )
     with pytest.raises(IndexFileError, match=says):
         rows_of(
-            base, {"t": tmp_path / "bad"}, PRESENT, missing="mask", order=OrderSpec(filter=filtered)
+            base,
+            {"t": tmp_path / "bad"},
+            PRESENT,
+            missing="mask",
+            order=OrderSpec(filter=filtered),
         )
 
 
@@ -340,13 +376,21 @@ def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
     build_dataset(tmp_path / "other", {"train": (4, 4)}, seed=9)
     second_layer = write_layer(tmp_path / "other", tmp_path / "of_other")
     data = {"a": base, "b": tmp_path / "other"}
-    with make(data, {"a": {"t": layer}, "b": {"t": second_layer}}, mix={"a": 1, "b": 1}) as loader:
+    with make(
+        data,
+        {"a": {"t": layer}, "b": {"t": second_layer}},
+        mix={"a": 1, "b": 1},
+    ) as loader:
         for batch in loader:
             check(batch)
-        assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
+        assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {
+            "a",
+            "b",
+        }
     for name, layer_folder in (("a", layer), ("b", second_layer)):
         with pytest.raises(
-            ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"
+            ConfigError,
+            match=rf"only '{name}' has 't\.caption'; give both such a layer",
         ):
             make(data, {name: {"t": layer_folder}}, mix={"a": 1, "b": 1})
     with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
@@ -368,7 +412,10 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
         "shape": [None, 3],
         "columns": ["x", "y", "z"],
         "frame": "ego",
-        "law": {"name": "ego_points", "roles": {"positions": [["x", "y", "z"]]}},
+        "law": {
+            "name": "ego_points",
+            "roles": {"positions": [["x", "y", "z"]]},
+        },
     }
     for name, view in (
         ("fixed", LayerView()),
@@ -376,7 +423,10 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
     ):
         with LayerWriter(base, tmp_path / name, channels=[point], view=view) as writer:
             for position in range(12):
-                writer.write(position, {"point": np.array([[position, 2, 3]], np.float32)})
+                writer.write(
+                    position,
+                    {"point": np.array([[position, 2, 3]], np.float32)},
+                )
         writer.finish()
     layers = {"fixed": tmp_path / "fixed", "seen": tmp_path / "seen"}
     with DataLoader(
@@ -397,9 +447,25 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
             stored = torch.tensor([row, 2.0, 3.0, 1.0])
             assert batch["seen.point"][index][0].tolist() == [row, 2, 3]
             torch.testing.assert_close(
-                batch["fixed.point"][index][0], (batch["bda_mat"][index] @ stored)[:3]
+                batch["fixed.point"][index][0],
+                (batch["bda_mat"][index] @ stored)[:3],
             )
     with pytest.raises(ConfigError, match="seed: layer has 7, loader has 8"):
-        DataLoader(base, 4, shuffle=True, drop_last=True, seed=8, transforms=train, layers=layers)
+        DataLoader(
+            base,
+            4,
+            shuffle=True,
+            drop_last=True,
+            seed=8,
+            transforms=train,
+            layers=layers,
+        )
     with pytest.raises(ConfigError, match="a window augments its frames otherwise"):
-        DataLoader(base, 4, seed=7, transforms=train, layers=layers, window={"frames": [-1, 0]})
+        DataLoader(
+            base,
+            4,
+            seed=7,
+            transforms=train,
+            layers=layers,
+            window={"frames": [-1, 0]},
+        )

@@ -29,7 +29,11 @@ def roots(tmp_path_factory):
         small += [data for name, data in members.items() if name.endswith(("json", "tensors"))]
     build_dataset(base / "none", LENGTHS, layout="none")
     build_dataset(base / "frame", LENGTHS, layout="frame")
-    build_dataset(base / "dictionary", LENGTHS, dictionary=train_dictionary(small, 2048, 3))
+    build_dataset(
+        base / "dictionary",
+        LENGTHS,
+        dictionary=train_dictionary(small, 2048, 3),
+    )
     return base
 
 
@@ -78,7 +82,8 @@ def test_damage_to_a_frame_is_named(framed, storage, verify):
     dataset, row = framed
     spoil(dataset.root, row)
     reader = SampleReader(
-        dataset, storage=LayeredStorage(open_storage(dataset, storage, verify=verify))
+        dataset,
+        storage=LayeredStorage(open_storage(dataset, storage, verify=verify)),
     )
     with pytest.raises(ChecksumError if verify else FrameError) as caught:
         reader.sample(5)

@@ -10,7 +10,12 @@ import pytest
 from fuelrail import OrderSpec, World
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, LedgerError, OrderError, StateMismatchError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    LedgerError,
+    OrderError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.ledger import (
     BatchDigest,
@@ -103,13 +108,20 @@ def test_states_in_each_step_are_not_all_checkpoints(tiny, path):
     with make(tiny, path, 1) as loader:
         for _ in loader:
             loader.state_dict()
-    assert [record.place for record in records(path, PlaceReached)] == [(0, NUM - 1), (1, 0)]
+    assert [record.place for record in records(path, PlaceReached)] == [
+        (0, NUM - 1),
+        (1, 0),
+    ]
     far = path.with_name("far.ledger")
     with make(tiny, far, 1) as loader:
         for step, _ in enumerate(loader):
             if step in (2, 4):
                 loader.state_dict()
-    assert [record.place for record in records(far, PlaceReached)] == [(0, 3), (0, 5), (1, 0)]
+    assert [record.place for record in records(far, PlaceReached)] == [
+        (0, 3),
+        (0, 5),
+        (1, 0),
+    ]
 
 
 def test_digests_are_those_of_the_batches(tiny, path):
@@ -149,7 +161,12 @@ def test_bad_samples_are_recorded_with_what_took_their_place(tiny_copy, tmp_path
     # The loader looks ahead into the next epoch, so this may have its record too.
     replacement = records(path.with_name("a.ledger.rank00001"), SampleReplaced)[0]
     assert replacement == SampleReplaced(
-        since=(0, 0), rank=1, epoch=0, position=7, key=index.row(7).key, replaced_by=plain[7]
+        since=(0, 0),
+        rank=1,
+        epoch=0,
+        position=7,
+        key=index.row(7).key,
+        replaced_by=plain[7],
     )
     assert replacement.replaced_by == index.row(8).key
 
@@ -158,7 +175,8 @@ def test_what_cannot_be_one_run_is_refused(tiny, path):
     with make(tiny, path) as loader:
         list(loader)
     with pytest.raises(
-        StateMismatchError, match=r"is of another run: give this one its own; .*order: state has"
+        StateMismatchError,
+        match=r"is of another run: give this one its own; .*order: state has",
     ):
         make(tiny, path, seed=1, order=OrderSpec(seed=1))
     with make(
@@ -187,7 +205,8 @@ def test_what_cannot_be_one_run_is_refused(tiny, path):
 def test_a_sampler_has_a_ledger_too(path):
     sampler = BatchSampler(100, OrderSpec(seed=3), global_batch=8, world=World(), ledger=path)
     with pytest.raises(
-        OrderError, match="a sampler with a ledger must know what the trainer received"
+        OrderError,
+        match="a sampler with a ledger must know what the trainer received",
     ):
         next(iter(sampler))
     loader = pickle.loads(pickle.dumps(sampler)).count()

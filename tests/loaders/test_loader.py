@@ -47,11 +47,15 @@ class TestContent:
                 for camera, channel in enumerate(CAMERAS):
                     pixels = simplejpeg.decode_jpeg(raw[key][f"{channel}.jpg"], "RGB")
                     np.testing.assert_array_equal(
-                        batch["img"][index, camera].permute(1, 2, 0).numpy(), pixels
+                        batch["img"][index, camera].permute(1, 2, 0).numpy(),
+                        pixels,
                     )
                 geometry = expected.geometry
                 np.testing.assert_allclose(
-                    batch["intrinsics"][index], geometry.intrinsics, rtol=1e-6, atol=1e-6
+                    batch["intrinsics"][index],
+                    geometry.intrinsics,
+                    rtol=1e-6,
+                    atol=1e-6,
                 )
                 np.testing.assert_allclose(batch["cam2ego"][index], geometry.cam2ego, rtol=1e-6)
                 for name, value in {
@@ -182,7 +186,8 @@ class TestOrder:
         second = iter(loader)
         next(second)
         with pytest.raises(
-            FuelrailError, match=r"another iteration .* ended this one after 1 of 7 batches"
+            FuelrailError,
+            match=r"another iteration .* ended this one after 1 of 7 batches",
         ):
             next(first)
         assert len(list(second)) == len(loader) - 1, "the second is not disturbed"
@@ -299,7 +304,11 @@ class TestState:
 
     @pytest.mark.parametrize(
         ("options", "word"),
-        [({"seed": 1}, "order"), ({"split": "val"}, "split"), ({"drop_last": False}, "drop_last")],
+        [
+            ({"seed": 1}, "order"),
+            ({"split": "val"}, "split"),
+            ({"drop_last": False}, "drop_last"),
+        ],
     )
     def test_a_state_of_another_sequence_is_refused_showing_both_sides(self, tiny, options, word):
         state = load(tiny).state_dict()
@@ -322,8 +331,14 @@ class TestState:
                 {"pixels": PixelAugment(train=True, hue_deg=18.0)},
                 "pixels.hue_deg: state has none, loader has 18.0",
             ),
-            ({"normalize": Normalize()}, "normalize.dtype: state has none, loader has 'float32'"),
-            ({"undistort": Undistort()}, "undistort.alpha: state has none, loader has None"),
+            (
+                {"normalize": Normalize()},
+                "normalize.dtype: state has none, loader has 'float32'",
+            ),
+            (
+                {"undistort": Undistort()},
+                "undistort.alpha: state has none, loader has None",
+            ),
             ({"points": True}, "points: state has none, loader has True"),
             ({"two_views": True}, "two_views: state has none, loader has True"),
         ],
@@ -415,11 +430,16 @@ class TestErrors:
 
     def test_an_image_that_does_not_decode_names_sample_and_camera(self, tmp_path):
         raw = build_dataset(
-            tmp_path / "broken", {"train": (2,)}, rewrite=lambda row, channel, data: data[:400]
+            tmp_path / "broken",
+            {"train": (2,)},
+            rewrite=lambda row, channel, data: data[:400],
         )
         with pytest.raises(ImageError) as caught:
             list(load(tmp_path / "broken", 2, shuffle=False))
-        assert (caught.value.key, caught.value.member) == (next(iter(raw)), "cam_front")
+        assert (caught.value.key, caught.value.member) == (
+            next(iter(raw)),
+            "cam_front",
+        )
 
 
 class TestThreads:
@@ -467,8 +487,17 @@ class TestThreads:
         loader.close()
         count += len(list(loader))
         stats = loader.stats()
-        assert (stats.batches, stats.samples, stats.images) == (count, 3 * count, 6 * count)
-        assert [stage.name for stage in stats.stages] == ["fetch", "parse", "decode", "collate"]
+        assert (stats.batches, stats.samples, stats.images) == (
+            count,
+            3 * count,
+            6 * count,
+        )
+        assert [stage.name for stage in stats.stages] == [
+            "fetch",
+            "parse",
+            "decode",
+            "collate",
+        ]
         # More than was handed out: the next epoch's first batches are on their way.
         assert all(stage.items >= 3 * count for stage in stats.stages[:3])
         assert stats.stages[3].items >= count

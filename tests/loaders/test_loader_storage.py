@@ -84,7 +84,10 @@ class TestSameBatches:
             server.misbehave = faulty(0.001, 0.1, seed=1, stall_s=3.0)
             for cache in ({}, {"cache_size": "150kB"}):
                 with load(
-                    server.url, seed=4, cache_dir=tmp_path / f"c{len(cache)}", **cache
+                    server.url,
+                    seed=4,
+                    cache_dir=tmp_path / f"c{len(cache)}",
+                    **cache,
                 ) as loader:
                     assert epochs(loader) == expected
 
@@ -119,7 +122,11 @@ class TestSameBatches:
             loaders = []
             for rank in range(2):
                 monkeypatch.setenv("LOCAL_RANK", str(rank))
-                options = {"cache_dir": tmp_path, "cache_size": "1MB", "look_ahead_bytes": 30_000}
+                options = {
+                    "cache_dir": tmp_path,
+                    "cache_size": "1MB",
+                    "look_ahead_bytes": 30_000,
+                }
                 loaders.append(load(server.url, 1, rank=rank, size=2, **options))
             for _ in range(3):
                 loaded_keys = [key for loader in loaders for key in keys(loader)]
@@ -152,7 +159,13 @@ class TestSameBatches:
         lengths = open_dataset(tiny).index.column("length")
         budget = int(lengths.sum()) // 3
         workers = [
-            load(tiny, 1, cache_dir=tmp_path, cache_size=budget, look_ahead_bytes=30_000)
+            load(
+                tiny,
+                1,
+                cache_dir=tmp_path,
+                cache_size=budget,
+                look_ahead_bytes=30_000,
+            )
             for _ in range(num_turns)
         ]
         coming = []
@@ -161,7 +174,9 @@ class TestSameBatches:
             where = worker._schedule.where
             coming.append(
                 prefetch(
-                    where.scheduled(walk), worker._schedule.streams(walk), worker._look_ahead_bytes
+                    where.scheduled(walk),
+                    worker._schedule.streams(walk),
+                    worker._look_ahead_bytes,
                 )
             )
         read = []
@@ -197,7 +212,16 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
     print("hits", loader.stats().storage.cache_hits, "bytes", loader.stats().storage.cache_bytes)
 """
         small = 'mount -t tmpfs -o size=160k none "$1" && shift && exec "$@"'
-        inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", small, "sh", str(tmp_path)]
+        inside = [
+            "unshare",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            small,
+            "sh",
+            str(tmp_path),
+        ]
         if (
             shutil.which("unshare") is None
             or subprocess.run([*inside, "true"], capture_output=True).returncode
@@ -225,7 +249,12 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
 def scheduled(count):
     return (
         Scheduled(
-            epoch=0, step=number, batch_row=0, position=number, rows=(number % 21,), valid=True
+            epoch=0,
+            step=number,
+            batch_row=0,
+            position=number,
+            rows=(number % 21,),
+            valid=True,
         )
         for number in range(count)
     )
@@ -258,7 +287,9 @@ class TestBounds:
             session = Session()
             steps = []
             for ahead in prefetch(
-                scheduled(200), [RequestStream(SampleReader(dataset), session)], limit
+                scheduled(200),
+                [RequestStream(SampleReader(dataset), session)],
+                limit,
             ):
                 held["bytes"] -= ahead.entries[0].length
                 steps.append(ahead.scheduled.step)
@@ -272,7 +303,11 @@ class TestBounds:
         session = LayeredStorage(open_storage(dataset)).session()
         real = session.request
         session.request = lambda rows: bundle_sizes.append(len(rows)) or real(rows)
-        ahead = prefetch(scheduled(5000), [RequestStream(SampleReader(dataset), session)], 10**12)
+        ahead = prefetch(
+            scheduled(5000),
+            [RequestStream(SampleReader(dataset), session)],
+            10**12,
+        )
         outstanding = []
         for num_taken in range(400):
             next(ahead)
@@ -288,12 +323,24 @@ class TestBounds:
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
         coming = (
-            Scheduled(epoch=0, step=n, batch_row=0, position=n, rows=(row,), valid=True)
+            Scheduled(
+                epoch=0,
+                step=n,
+                batch_row=0,
+                position=n,
+                rows=(row,),
+                valid=True,
+            )
             for n, row in enumerate((3, 4, 99, 5))
         )
         stream = prefetch(
             coming,
-            [RequestStream(SampleReader(dataset), LayeredStorage(open_storage(dataset)).session())],
+            [
+                RequestStream(
+                    SampleReader(dataset),
+                    LayeredStorage(open_storage(dataset)).session(),
+                )
+            ],
             10**9,
         )
         assert [next(stream).scheduled.rows[0] for _ in range(2)] == [3, 4]
@@ -351,7 +398,11 @@ class TestBadSamples:
             while good[position % 21] in names:
                 position += 1
             expected.append(good[position % 21])
-        options = {"on_error": "substitute", "file": tmp_path / "bad.jsonl", "seed": 2}
+        options = {
+            "on_error": "substitute",
+            "file": tmp_path / "bad.jsonl",
+            "seed": 2,
+        }
         for batch_size in (3, 7):
             loader = load(tiny_copy, batch_size, **options)
             assert keys(loader) == expected
@@ -385,7 +436,10 @@ class TestBadSamples:
     def test_more_than_allowed_is_an_error(self, tiny_copy):
         spoil_rows(tiny_copy, [8, 3, 15])
         assert len(keys(load(tiny_copy, on_error="substitute", max_bad=3, file=None))) == 21
-        with pytest.raises(BadSamplesError, match="3 bad samples, max_bad=2 are allowed; the last"):
+        with pytest.raises(
+            BadSamplesError,
+            match="3 bad samples, max_bad=2 are allowed; the last",
+        ):
             keys(load(tiny_copy, on_error="substitute", max_bad=2, file=None))
 
     def test_where_nothing_is_good_it_ends(self, tiny_copy):
@@ -427,7 +481,13 @@ class TestBadSamples:
     def test_storage_that_refuses_is_never_replaced(self, tiny_copy, tmp_path):
         (tiny_copy / "train-000001.tar").unlink()
         with pytest.raises(StorageError, match=r"train-000001\.tar"):
-            keys(load(tiny_copy, on_error="substitute", file=tmp_path / "bad.jsonl"))
+            keys(
+                load(
+                    tiny_copy,
+                    on_error="substitute",
+                    file=tmp_path / "bad.jsonl",
+                )
+            )
         assert not (tmp_path / "bad.jsonl").exists()
 
     def test_a_quarantine_file_that_cannot_be_written_stops_nothing(

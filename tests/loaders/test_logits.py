@@ -65,9 +65,15 @@ def make_value(name: str, row: int) -> Any:
     if row in LACKING:
         return None
     if name == "drawn":
-        return Logits(rng.integers(0, 1000, (length(row), 5)), known=rng.random(length(row)) < 0.7)
+        return Logits(
+            rng.integers(0, 1000, (length(row), 5)),
+            known=rng.random(length(row)) < 0.7,
+        )
     weights = rng.dirichlet(np.ones(5), 3)[:, :4]
-    return Logits(np.stack([rng.choice(1000, 4, replace=False) for _ in range(3)]), weights)
+    return Logits(
+        np.stack([rng.choice(1000, 4, replace=False) for _ in range(3)]),
+        weights,
+    )
 
 
 def stored(channel: Channel, row: int) -> Logits | None:
@@ -116,8 +122,16 @@ def check(batch: dict[str, Any]) -> int:
     assert drawn.offsets.dtype == torch.int64
     ends = list(pairwise(drawn.offsets.tolist()))
     for index, row in enumerate(rows):
-        same(top.map(lambda part, index=index: part[index]), stored(TOP, row), top)
-        same(drawn.map(lambda part, end=ends[index]: part[slice(*end)]), stored(DRAWN, row), drawn)
+        same(
+            top.map(lambda part, index=index: part[index]),
+            stored(TOP, row),
+            top,
+        )
+        same(
+            drawn.map(lambda part, end=ends[index]: part[slice(*end)]),
+            stored(DRAWN, row),
+            drawn,
+        )
         assert (
             batch["top_valid"][index].item()
             is batch["drawn_valid"][index].item()
@@ -146,7 +160,9 @@ def test_windows_and_transforms_keep_frames_apart(root) -> None:
     window = FrameWindow(frames=(-1, 0), pad="repeat_edge")
     plain = batches(root, 4, **options(window=window))
     for batch, transformed in zip(
-        plain, batches(root, 4, **options(window=window, transform=identity)), strict=True
+        plain,
+        batches(root, 4, **options(window=window, transform=identity)),
+        strict=True,
     ):
         rows = batch["frame_global_index"]
         assert batch["top"].weights.shape == (4, 2, 3, 4)
@@ -164,14 +180,18 @@ def test_windows_and_transforms_keep_frames_apart(root) -> None:
             )
         for name in ("top", "drawn"):
             for part, values in batch[name].parts.items():
-                assert torch.equal(values, getattr(transformed[name], part)), (name, part)
+                assert torch.equal(values, getattr(transformed[name], part)), (
+                    name,
+                    part,
+                )
 
 
 @pytest.mark.parametrize("truncate", [False, True])
 def test_packs_have_the_logits_of_their_tokens(root, truncate) -> None:
     cost = "frame" if truncate else Cost(linear={"frame": 2}, constant=1)
     order = OrderSpec(
-        pack=Pack(budget=2 if truncate else 15, cost=cost, truncate=truncate), filter="frame > 0"
+        pack=Pack(budget=2 if truncate else 15, cost=cost, truncate=truncate),
+        filter="frame > 0",
     )
     for batch in batches(root, 2, **options(order=order, shuffle=False, drop_last=False)):
         lengths = batch["words"].offsets.diff()
@@ -188,7 +208,11 @@ def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
     settings = options(select=["top"], static={"buffers": 2}, shuffle=False)
     with load(root, 4, **settings) as loader:
         records = [
-            (batch["top"].weights.data_ptr(), batch["top"].weights.clone(), batch)
+            (
+                batch["top"].weights.data_ptr(),
+                batch["top"].weights.clone(),
+                batch,
+            )
             for batch in loader
         ]
     assert records[0][0] == records[2][0] != records[1][0]

@@ -12,7 +12,12 @@ import torch
 
 from fuelrail import Budget, ImageAugment
 from fuelrail.bench import TraceRecorder, serve_metrics
-from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import (
+    Autotuner,
+    Tuning,
+    batches_in_flight,
+    make_tuner,
+)
 from fuelrail.loaders.batch.stages import with_ranges
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import parse
@@ -55,7 +60,11 @@ class TestMetrics:
         assert values["fuelrail_stage_items_total", "decode", None] >= 3 * count
         assert values["fuelrail_stage_seconds_total", "decode", "busy"] > 0
         assert values["fuelrail_storage_spans_total", None, None] >= 3 * count
-        assert metrics[0].labels == {"dataset": "tiny", "rank": "1", "world_size": "2"}
+        assert metrics[0].labels == {
+            "dataset": "tiny",
+            "rank": "1",
+            "world_size": "2",
+        }
 
     @pytest.mark.costly
     def test_it_does_not_keep_the_loader_alive(self, tiny):
@@ -104,7 +113,11 @@ class TestAutotune:
         monkeypatch.setattr("fuelrail.loaders.autotune._HUNGRY", -1.0)
         monkeypatch.setattr("fuelrail.loaders.autotune._PAUSE", 2.0)
         image = ImageAugment(
-            height=32, width=48, train=True, resize_range=(0.5, 0.8), flip_prob=0.5
+            height=32,
+            width=48,
+            train=True,
+            resize_range=(0.5, 0.8),
+            flip_prob=0.5,
         )
         monkeypatch.setattr(
             "fuelrail.loaders.batch.stages.make_tuner",

@@ -49,7 +49,8 @@ def test_a_filter_leaves_exactly_what_it_selects(root):
     selected = every[(every % 4 >= 2) & (every // 4 != 2)]
     assert len(batches) == -(-len(selected) // 4)
     assert np.array_equal(
-        np.sort(column(batches, "global_index")[column(batches, "valid")]), selected
+        np.sort(column(batches, "global_index")[column(batches, "valid")]),
+        selected,
     )
 
 
@@ -63,7 +64,11 @@ def in_order(root, **options):
 @pytest.mark.parametrize("form", [OrderSpec, dict], ids=["a spec", "a dict"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"filter": "frame < 2"}, {"weights": [{"by": "attribute", "attribute": "frame"}]}],
+    [
+        {},
+        {"filter": "frame < 2"},
+        {"weights": [{"by": "attribute", "attribute": "frame"}]},
+    ],
     ids=["whole", "filter", "weights"],
 )
 def test_an_order_without_a_kind_follows_shuffle(root, form, fields):
@@ -89,7 +94,10 @@ def test_an_order_without_a_kind_follows_shuffle(root, form, fields):
     ],
 )
 def test_a_shuffle_that_contradicts_the_order_is_refused(root, shuffle, fields):
-    with pytest.raises(ConfigError, match=rf"shuffle={shuffle} and order kind '{fields['kind']}'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"shuffle={shuffle} and order kind '{fields['kind']}'",
+    ):
         in_order(root, shuffle=shuffle, order=OrderSpec(**fields))
     assert len(in_order(root, order=OrderSpec(**fields))) >= NUM
     assert len(in_order(root, shuffle=not shuffle, order=OrderSpec(**fields))) >= NUM
@@ -97,7 +105,9 @@ def test_a_shuffle_that_contradicts_the_order_is_refused(root, shuffle, fields):
 
 def test_weights_repeat_samples_in_one_epoch(root):
     batches = run(
-        root, 4, order=OrderSpec(weights=(AttributeWeights(attribute="frame"),), epoch_length=40)
+        root,
+        4,
+        order=OrderSpec(weights=(AttributeWeights(attribute="frame"),), epoch_length=40),
     )
     assert len(batches) == 10
     counts = np.bincount(column(batches, "frame").ravel(), minlength=4)
@@ -108,7 +118,14 @@ def test_weights_repeat_samples_in_one_epoch(root):
 def test_a_mix_holds_in_every_global_batch(root):
     ranks = [run(root, 3, rank=rank, size=2, order=MIXED) for rank in range(2)]
     for parts in zip(*ranks, strict=True):
-        assert sorted(np.concatenate(column(parts, "frame"))) == [0, 0, 3, 3, 3, 3]
+        assert sorted(np.concatenate(column(parts, "frame"))) == [
+            0,
+            0,
+            3,
+            3,
+            3,
+            3,
+        ]
 
 
 def test_lanes_follow_clips_and_say_when_to_forget(root):
@@ -132,7 +149,8 @@ def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
     expected = column(run(root, 4, order=LANES), "global_index")
     spoil(tmp_path / "OUT", open_dataset(root).index.row(int(expected[1, 2])))
     actual = column(
-        run(tmp_path / "OUT", 4, order=LANES, on_error="substitute", file=None), "global_index"
+        run(tmp_path / "OUT", 4, order=LANES, on_error="substitute", file=None),
+        "global_index",
     )
     assert actual[1, 2] == expected[2, 2]
     actual[1, 2] = expected[1, 2]

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import Balance, Bucket, CameraGroup, Cost, ImageAugment, OrderSpec, Pack
+from fuelrail import (
+    Balance,
+    Bucket,
+    CameraGroup,
+    Cost,
+    ImageAugment,
+    OrderSpec,
+    Pack,
+)
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
@@ -37,7 +45,8 @@ PACK = Pack(budget=9, cost=LENGTH, window=10)
 ORDER = OrderSpec(seed=3, pack=PACK)
 GROUPS = {
     "front": CameraGroup(
-        cameras=("cam_front",), image=ImageAugment(height=8, width=16, resize="stretch")
+        cameras=("cam_front",),
+        image=ImageAugment(height=8, width=16, resize="stretch"),
     ),
     "back": CameraGroup(cameras=("cam_back",), image=TINY),
 }
@@ -51,12 +60,22 @@ def words(row):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packs") / "d"
-    build_dataset(folder, {"train": (20, NUM - 20)}, extra=[(TOKENS, words)], size=(16, 16))
+    build_dataset(
+        folder,
+        {"train": (20, NUM - 20)},
+        extra=[(TOKENS, words)],
+        size=(16, 16),
+    )
     return folder
 
 
 def run(root, batch_size=3, **options):
-    return batches(root, batch_size, image=TINY, **{"order": ORDER, "select": ["words"], **options})
+    return batches(
+        root,
+        batch_size,
+        image=TINY,
+        **{"order": ORDER, "select": ["words"], **options},
+    )
 
 
 def packs(batch):
@@ -79,7 +98,8 @@ def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
             number for number, pack in enumerate(packs(batch)) for _ in pack
         ]
         assert torch.equal(
-            tokens.values, torch.from_numpy(np.concatenate([words(row) for row in rows]))
+            tokens.values,
+            torch.from_numpy(np.concatenate([words(row) for row in rows])),
         )
         assert (
             batch["cu_seqlens"].dtype
@@ -115,7 +135,12 @@ def test_a_sample_in_a_pack_is_the_sample_alone(root):
 
 
 @pytest.mark.parametrize(
-    "spec", [ORDER, BALANCED, OrderSpec(seed=3, balance=Balance(cost=LENGTH, micro_batches=2))]
+    "spec",
+    [
+        ORDER,
+        BALANCED,
+        OrderSpec(seed=3, balance=Balance(cost=LENGTH, micro_batches=2)),
+    ],
 )
 def test_ranks_and_threads_share_the_same_packs(root, spec):
     def rows(batch):
@@ -148,7 +173,13 @@ def stop_and_go(root, num_stops, seed):
         parts = []
         for rank in range(size):
             with load(
-                root, batch, rank=rank, size=size, image=TINY, order=ORDER, drop_last=False
+                root,
+                batch,
+                rank=rank,
+                size=size,
+                image=TINY,
+                order=ORDER,
+                drop_last=False,
             ) as loader:
                 if state is not None:
                     loader.load_state_dict(json.loads(state))
@@ -219,9 +250,14 @@ def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
         lengths = [len(words(row)) for row in batch["global_index"].tolist()]
         assert batch["cu_seqlens"].diff().tolist() == [min(2, length) for length in lengths]
     with pytest.raises(
-        OrderError, match=r"sample 'clip-0000-000003' .* costs 3, above the budget of 2"
+        OrderError,
+        match=r"sample 'clip-0000-000003' .* costs 3, above the budget of 2",
     ):
-        run(root, 2, order=OrderSpec(pack=Pack(budget=2, cost="frame"), filter="frame > 0"))
+        run(
+            root,
+            2,
+            order=OrderSpec(pack=Pack(budget=2, cost="frame"), filter="frame > 0"),
+        )
 
 
 @pytest.mark.parametrize("images", [{}, {"camera_groups": GROUPS}])
@@ -231,19 +267,29 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
     shapes = set()
     places = set()
     with load(
-        root, 3, select=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}
+        root,
+        3,
+        select=["words"],
+        static={"max_boxes": 40},
+        **{"image": TINY, **options},
     ) as loader:
         for expected, got in zip(run(root, **options), loader, strict=True):
             num = len(expected["pack"])
             tokens = len(expected["words"].values)
             flat = {name: value for name, value in got.items() if isinstance(value, torch.Tensor)}
-            flat |= {"values": got["words"].values, "offsets": got["words"].offsets}
+            flat |= {
+                "values": got["words"].values,
+                "offsets": got["words"].offsets,
+            }
             flat |= got["img"] if images else {}
             shapes.add(tuple((name, *value.shape) for name, value in flat.items()))
             places.add(tuple(value.data_ptr() for value in flat.values()))
             assert len(got["pack"]) == len(got["valid"]) == 12
             assert got["max_seqlen"] == 9
-            assert got["pack"].tolist() == [*expected["pack"].tolist(), *[-1] * (12 - num)]
+            assert got["pack"].tolist() == [
+                *expected["pack"].tolist(),
+                *[-1] * (12 - num),
+            ]
             assert not got["valid"][num:].any()
             assert not got["gt_mask"][num:].any()
             assert (got["gt_labels_3d"][~got["gt_mask"]] == -1).all()
@@ -261,7 +307,10 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
             assert torch.equal(got["position_ids"][:tokens], expected["position_ids"])
             assert torch.equal(got["pack_offsets"], expected["pack_offsets"])
             for name, value in expected.items():
-                if isinstance(value, torch.Tensor) and name not in ("position_ids", "sequence_ids"):
+                if isinstance(value, torch.Tensor) and name not in (
+                    "position_ids",
+                    "sequence_ids",
+                ):
                     assert torch.equal(got[name][: len(value)], value), name
                 elif isinstance(value, list) and not isinstance(value[0], torch.Tensor):
                     assert got[name] == value
@@ -276,9 +325,16 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
 
 def test_static_packs_need_room_for_their_tokens(root):
     pack = Pack(
-        budget=9, cost=Cost(linear={"frame": 2}, constant=1, divisor=2), window=10, max_samples=12
+        budget=9,
+        cost=Cost(linear={"frame": 2}, constant=1, divisor=2),
+        window=10,
+        max_samples=12,
     )
-    options = {"order": OrderSpec(pack=pack), "select": ["words"], "image": TINY}
+    options = {
+        "order": OrderSpec(pack=pack),
+        "select": ["words"],
+        "image": TINY,
+    }
     with (
         load(root, 2, static=True, **options) as loader,
         pytest.raises(ConfigError, match="raise max_tokens"),
@@ -312,5 +368,9 @@ def test_the_order_is_as_compiled(root):
 def test_a_ledger_refuses_what_it_cannot_replay(root, tmp_path):
     with pytest.raises(ConfigError, match="cannot record an order with bucket"):
         load(
-            root, 2, image=TINY, order=OrderSpec(bucket=Bucket(by="frame")), ledger=tmp_path / "run"
+            root,
+            2,
+            image=TINY,
+            order=OrderSpec(bucket=Bucket(by="frame")),
+            ledger=tmp_path / "run",
         )

@@ -21,13 +21,25 @@ from fuelrail import (
 )
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.format.dataset import open_dataset
-from support.batches import TINY, batches, check_one_sequence, keys, load, unlike
+from support.batches import (
+    TINY,
+    batches,
+    check_one_sequence,
+    keys,
+    load,
+    unlike,
+)
 from support.datasets import build_dataset
 from support.layers import write_layer
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(
-    height=24, width=32, train=True, resize_range=(0.4, 0.6), flip_prob=0.5, rotate_deg=(-5, 5)
+    height=24,
+    width=32,
+    train=True,
+    resize_range=(0.4, 0.6),
+    flip_prob=0.5,
+    rotate_deg=(-5, 5),
 )
 AUGMENTED = {
     "image": TRAIN,
@@ -82,7 +94,10 @@ CHANNELS = [
         ),
         lambda row: {"speed": np.arange(row, dtype=np.float32)},
     ),
-    (Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed")), str),
+    (
+        Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed")),
+        str,
+    ),
 ]
 NAMES = [channel.name for channel, _ in CHANNELS]
 
@@ -102,7 +117,9 @@ CASES = {
     "windowed": {"order": OrderSpec(kind="windowed", seed=3, window=4)},
     "filter and weights": {
         "order": OrderSpec(
-            filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=16
+            filter="frame > 0",
+            weights=(AttributeWeights(attribute="frame"),),
+            epoch_length=16,
         )
     },
     "mixed by an attribute": {
@@ -117,7 +134,11 @@ CASES = {
     "windows that are complete": {"frames": [-1, 0], "pad": "drop"},
     "augmented": AUGMENTED,
     "augmented windows": {**AUGMENTED, "frames": [0, -1], "stride": 2},
-    "camera groups, normalised": {**AUGMENTED, "camera_groups": GROUPS, "normalize": Normalize()},
+    "camera groups, normalised": {
+        **AUGMENTED,
+        "camera_groups": GROUPS,
+        "normalize": Normalize(),
+    },
     "two views": {**AUGMENTED, "two_views": True},
     "two views of windows": {**AUGMENTED, "two_views": True, "frames": [-1, 0]},
     "pillow": {**AUGMENTED, "decoder": "pillow"},
@@ -126,9 +147,17 @@ CASES = {
     "num_workers='auto'": {"num_workers": "auto"},
     "channels": {**AUGMENTED, "select": NAMES},
     "channels of windows": {**AUGMENTED, "select": NAMES, "frames": [-2, 0]},
-    "channels in lanes": {**AUGMENTED, "select": NAMES, "order": OrderSpec(kind="lanes", seed=3)},
+    "channels in lanes": {
+        **AUGMENTED,
+        "select": NAMES,
+        "order": OrderSpec(kind="lanes", seed=3),
+    },
     "layers": {"layers": "whole", "select": None},
-    "layers, some missing": {"layers": "part", "missing": "drop", "select": None},
+    "layers, some missing": {
+        "layers": "part",
+        "missing": "drop",
+        "select": None,
+    },
     "two datasets": {"mix": {"a": 3, "b": 1}, "drop_last": False},
     "two datasets, filtered windows": {
         "mix": {"a": 1, "b": 1},
@@ -142,7 +171,11 @@ CASES = {
         "file": None,
         "drop_last": False,
     },
-    "a small cache": {"backend": "remote", "cache_size": "60kB", "look_ahead_bytes": 30_000},
+    "a small cache": {
+        "backend": "remote",
+        "cache_size": "60kB",
+        "look_ahead_bytes": 30_000,
+    },
     "pread without digests": {"backend": "pread", "verify": False},
 }
 
@@ -172,7 +205,10 @@ def arguments(roots, case, tmp_path):
     root = {name: roots / name for name in case["mix"]} if "mix" in case else root
     if "layers" in case:
         options["layers"] = {
-            "t": {"path": roots / case["layers"], "missing": options.pop("missing", "error")}
+            "t": {
+                "path": roots / case["layers"],
+                "missing": options.pop("missing", "error"),
+            }
         }
     if "cache_size" in case:
         options["cache_dir"] = tmp_path
@@ -197,7 +233,8 @@ def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
         else (1, 2)
     )
     check_one_sequence(
-        lambda batch_size, **where: load(root, batch_size, **{**where, **options}), sizes=sizes
+        lambda batch_size, **where: load(root, batch_size, **{**where, **options}),
+        sizes=sizes,
     )
 
 

@@ -115,7 +115,9 @@ def test_many_sizes_are_said_in_short(tmp_path) -> None:
         fr.DataLoader(dataset, 2)
 
 
-def test_cameras_that_differ_are_named_and_those_of_one_size_load(tmp_path) -> None:
+def test_cameras_that_differ_are_named_and_those_of_one_size_load(
+    tmp_path,
+) -> None:
     build_dataset(tmp_path / "d", {"train": (4,)}, size=(96, 64), back_size=(48, 80))
     with pytest.raises(ConfigError, match=r"cam_front 96x64, cam_back 48x80.*camera_groups="):
         fr.DataLoader(tmp_path / "d", 2)
@@ -149,11 +151,20 @@ def test_a_state_says_the_size_also_where_it_was_the_default(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "back_size", "sides"),
-    [((320, 240), None, (240, 2 * 320)), ((320, 240), (160, 280), (280, 320 + 160))],
+    [
+        ((320, 240), None, (240, 2 * 320)),
+        ((320, 240), (160, 280), (280, 320 + 160)),
+    ],
     ids=["one size", "two sizes"],
 )
 def test_view_draws_whole_images(tmp_path, size, back_size, sides) -> None:
-    build_dataset(tmp_path / "d", {"train": (4,)}, size=size, back_size=back_size, labelled=False)
+    build_dataset(
+        tmp_path / "d",
+        {"train": (4,)},
+        size=size,
+        back_size=back_size,
+        labelled=False,
+    )
     sheet = fr.view(tmp_path / "d").sheet
     assert sheet.shape[0] >= sides[0] and sheet.shape[1] >= sides[1]
     sample = open_dataset(tmp_path / "d")[0]

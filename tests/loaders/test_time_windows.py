@@ -15,12 +15,21 @@ import fuelrail as fr
 from fuelrail import BevAugment, DataLoader, ImageAugment, Transforms, World
 from fuelrail.loaders.batch.timed import timed_channels
 from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
-from fuelrail.pipeline.channels.series import TIMES, VALUES, parts_of_series, series_channel
+from fuelrail.pipeline.channels.series import (
+    TIMES,
+    VALUES,
+    parts_of_series,
+    series_channel,
+)
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.windows import ChannelWindow, TimeWindow, window_lookup
+from fuelrail.pipeline.order.windows import (
+    ChannelWindow,
+    TimeWindow,
+    window_lookup,
+)
 from support.batches import check_one_sequence, unlike
 from support.datasets import build_dataset
 
@@ -38,7 +47,13 @@ POSITION = Channel(
     frame="ego",
     law=Law("ego_points", roles={"positions": (("x", "y"),)}),
 )
-SPEED = Channel(name="speed", kind="array", field="speed.npy", dtype="float64", law=Law("fixed"))
+SPEED = Channel(
+    name="speed",
+    kind="array",
+    field="speed.npy",
+    dtype="float64",
+    law=Law("fixed"),
+)
 GEAR = Channel(name="gear", kind="array", field="gear.npy", dtype="int16", law=Law("fixed"))
 CAN = series_channel("can", "float64", (2,), unit="m/s")
 
@@ -53,7 +68,11 @@ def read_by_time(times, values, target_ns, interpolation, max_staleness_ns):
         return None
     if interpolation == "nearest":
         time, value = min(
-            measurements, key=lambda measurement: (abs(measurement[0] - target_ns), measurement[0])
+            measurements,
+            key=lambda measurement: (
+                abs(measurement[0] - target_ns),
+                measurement[0],
+            ),
         )
         return value if abs(time - target_ns) <= far else None
     if interpolation == "hold":
@@ -87,7 +106,10 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
     rng = np.random.default_rng(len(sample_times))
     measured = rng.normal(size=(len(sensor_times), 2))
     stored = rng.normal(size=len(sample_times))
-    window = {"seconds": [ms / 1e3 for ms in offsets], "interpolation": interpolation}
+    window = {
+        "seconds": [ms / 1e3 for ms in offsets],
+        "interpolation": interpolation,
+    }
     channel_window = ChannelWindow(
         **window, max_staleness_s=None if staleness is None else staleness / 1e3
     )
@@ -124,7 +146,9 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
 
 
 @given(multi_rate_clip())
-def test_the_parts_of_a_series_hold_each_measurement_once_and_its_neighbours(clip):
+def test_the_parts_of_a_series_hold_each_measurement_once_and_its_neighbours(
+    clip,
+):
     sample_times, sensor_times = clip
     parts = list(parts_of_series(sensor_times, np.arange(len(sensor_times)), sample_times))
     assert len(parts) == len(sample_times)
@@ -220,7 +244,10 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
             for number in range(11):
                 time = now + round((number / 10 - 0.8) * 1e9)
                 is_measured = measured[0] <= time <= measured[-1]
-                assert batch["can_valid"][index, number] == is_measured, (row, number)
+                assert batch["can_valid"][index, number] == is_measured, (
+                    row,
+                    number,
+                )
                 expected = sensor(time) if is_measured else np.zeros(2)
                 np.testing.assert_allclose(batch["can"][index, number], expected, atol=1e-6)
             speeds = [(row + steps, first <= row + steps <= last) for steps in (-1.5, 0, 0.5)]
@@ -242,13 +269,20 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
             ]
             assert batch["text"][index] == texts
             assert batch["text_valid"][index].tolist() == [text is not None for text in texts]
-        assert batch["position"].shape == (4, 2, 2)  # not named: it has the frames of the images
+        assert batch["position"].shape == (
+            4,
+            2,
+            2,
+        )  # not named: it has the frames of the images
 
 
 def test_seconds_and_steps_are_the_same_batches(root):
     steps = {"frames": [-2, 0, 1], "pad": "mask"}
     seconds = {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}}
-    options = {"order": {"kind": "shuffled", "seed": 3}, "transforms": {"points": True}}
+    options = {
+        "order": {"kind": "shuffled", "seed": 3},
+        "transforms": {"points": True},
+    }
     with (
         loader(root, window=steps, **options) as steps_loader,
         loader(root, window=seconds, **options) as seconds_loader,
@@ -270,7 +304,9 @@ def test_channels_without_images_have_no_axis_of_frames(root):
 def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
     ego = BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5)
     with loader(
-        root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}
+        root,
+        window={"position": [-0.5, 0]},
+        transforms={"ego": ego, "two_views": True},
     ) as data_loader:
         batch = next(iter(data_loader))
     rows = [
@@ -282,7 +318,10 @@ def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
             stored = torch.tensor([row - 1 + number, 0, 0, 1.0])
             moved = batch["bda_mat"][index] @ stored if valid else torch.zeros(4)
             torch.testing.assert_close(
-                batch["position"][index, number], moved[:2].double(), atol=1e-4, rtol=1e-5
+                batch["position"][index, number],
+                moved[:2].double(),
+                atol=1e-4,
+                rtol=1e-5,
             )
     assert batch["view"].tolist() == [0] * 4 + [1] * 4
 
@@ -292,7 +331,11 @@ def test_attributes_are_read_by_time_too(tmp_path):
     folder = build(tmp_path / "d")
     layer = tmp_path / "layer"
     score = Channel(
-        name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed")
+        name="score",
+        kind="array",
+        field="score.npy",
+        dtype="float64",
+        law=Law("fixed"),
     )
     with fr.LayerWriter(folder, layer, channels=(score,)) as writer:
         for row in range(20):
@@ -302,8 +345,16 @@ def test_attributes_are_read_by_time_too(tmp_path):
     layers = {"teacher": layer}
     with loader(folder, 4, window, ["teacher.score"], layers=layers) as data_loader:
         batch = next(iter(data_loader))
-    assert batch["teacher.score_valid"].tolist() == [[False, True], *[[True, True]] * 3]
-    assert batch["teacher.score"].tolist() == [[0, 0], [1.5, 3], [4.5, 6], [7.5, 9]]
+    assert batch["teacher.score_valid"].tolist() == [
+        [False, True],
+        *[[True, True]] * 3,
+    ]
+    assert batch["teacher.score"].tolist() == [
+        [0, 0],
+        [1.5, 3],
+        [4.5, 6],
+        [7.5, 9],
+    ]
 
 
 @pytest.mark.parametrize("layout", ["member", "frame"])
@@ -345,7 +396,8 @@ def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     def make(batch_size, *, rank, size, num_workers):
         transforms = Transforms(
-            image=ImageAugment(height=8, width=8, resize="stretch"), select=NAMES
+            image=ImageAugment(height=8, width=8, resize="stretch"),
+            select=NAMES,
         )
         return DataLoader(
             root,
@@ -379,7 +431,10 @@ def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
 
 
 def test_a_state_says_which_window_it_was(root):
-    with loader(root) as saved, loader(root, window={**WINDOW, "speed": [0.0]}) as restored:
+    with (
+        loader(root) as saved,
+        loader(root, window={**WINDOW, "speed": [0.0]}) as restored,
+    ):
         with pytest.raises(StateMismatchError, match="speed"):
             restored.load_state_dict(saved.state_dict())
         saved.load_state_dict(saved.state_dict())
@@ -388,9 +443,18 @@ def test_a_state_says_which_window_it_was(root):
 @pytest.mark.parametrize(
     ("window", "words"),
     [
-        ({"sped": [0]}, "'sped' is not a selected channel or attribute; there are: can, speed"),
-        ({"gear": {"seconds": [0], "interpolation": "linear"}}, "nothing between two values"),
-        ({"position": {"seconds": [0], "interpolation": "linear"}}, "nothing between two values"),
+        (
+            {"sped": [0]},
+            "'sped' is not a selected channel or attribute; there are: can, speed",
+        ),
+        (
+            {"gear": {"seconds": [0], "interpolation": "linear"}},
+            "nothing between two values",
+        ),
+        (
+            {"position": {"seconds": [0], "interpolation": "linear"}},
+            "nothing between two values",
+        ),
     ],
 )
 def test_what_has_no_times_of_its_own_is_refused(root, window, words):
@@ -409,7 +473,9 @@ def double(sample):
 
 
 @pytest.mark.process
-def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(root):
+def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(
+    root,
+):
     lanes = {"kind": "lanes", "seed": 1}
     with loader(root, order=lanes, drop_last=True) as plain:
         expected = list(plain)

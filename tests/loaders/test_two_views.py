@@ -21,7 +21,12 @@ from support.datasets import build_dataset
 from support.pictures import encode, natural
 
 IMAGE = ImageAugment(
-    height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, rotate_deg=(-5, 5)
+    height=32,
+    width=48,
+    train=True,
+    resize_range=(0.6, 0.9),
+    flip_prob=0.5,
+    rotate_deg=(-5, 5),
 )
 EGO = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1))
 PIXELS = PixelAugment(train=True, brightness=32)
@@ -76,7 +81,12 @@ def half(value, number: int):
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 @pytest.mark.parametrize(
-    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+    "decoder",
+    [
+        "turbo",
+        "pillow",
+        pytest.param("dali", marks=[needs_dali, pytest.mark.slow]),
+    ],
 )
 def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window) -> None:
     options = {
@@ -85,7 +95,9 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
         **({"pixels": PixelAugment()} if decoder == "dali" else {}),
     }
     for plain, batch in zip(
-        views(dataset, two_views=False, **options), views(dataset, **options), strict=True
+        views(dataset, two_views=False, **options),
+        views(dataset, **options),
+        strict=True,
     ):
         assert batch["view"].tolist() == [0] * 4 + [1] * 4
         assert batch.keys() == plain.keys() | {"view"}
@@ -97,7 +109,9 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
                 assert unlike(first, value) == [], name
 
 
-def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> None:
+def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(
+    dataset,
+) -> None:
     for batch in views(dataset, pixels=PixelAugment()):
         for name in (
             "sample_key",
@@ -137,7 +151,11 @@ def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
         for row in range(12):
             writer.write(row, {"score": np.float32(row)})
     writer.finish()
-    options = {**OPTIONS, "layers": {"seen": tmp_path / "seen"}, "select": ["seen.score"]}
+    options = {
+        **OPTIONS,
+        "layers": {"seen": tmp_path / "seen"},
+        "select": ["seen.score"],
+    }
     with load(dataset, 4, **options) as loader:
         assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=re.escape("two_views")):

@@ -72,7 +72,16 @@ class TestCommand:
         settings = tmp_path / "f.yaml"
         settings.write_text(f"height: {side}\nwidth: {side}\n")
         assert (
-            main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")])
+            main(
+                [
+                    "view",
+                    str(root),
+                    "--image",
+                    str(settings),
+                    "--output",
+                    str(tmp_path / "x.png"),
+                ]
+            )
             == 2
         )
         error = capsys.readouterr().err
@@ -90,13 +99,26 @@ class TestCommand:
             "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
             "sys.exit(main(sys.argv[1:]))"
         )
-        words = ["view", root, "--image", settings, "--output", tmp_path / "x.png"]
+        words = [
+            "view",
+            root,
+            "--image",
+            settings,
+            "--output",
+            tmp_path / "x.png",
+        ]
         command = [sys.executable, "-c", code, *map(str, words)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src"),
         }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
         assert done.returncode == 2, done.stderr
         assert "402653184 bytes: take a smaller batch_size" in done.stderr
         assert "Traceback" not in done.stderr
@@ -124,12 +146,25 @@ DRAWN = [
         "law": {
             "name": "image_points",
             "camera": "cam_front",
-            "roles": {"boxes": [["left", "top", "right", "bottom"]], "points": [["u", "v"]]},
+            "roles": {
+                "boxes": [["left", "top", "right", "bottom"]],
+                "points": [["u", "v"]],
+            },
         },
         **IMAGE_OF,
     },
-    {"name": "caption", "kind": "text", "field": "caption.txt", "law": {"name": "fixed"}},
-    {"name": "words", "kind": "texts", "field": "words.json", "law": {"name": "fixed"}},
+    {
+        "name": "caption",
+        "kind": "text",
+        "field": "caption.txt",
+        "law": {"name": "fixed"},
+    },
+    {
+        "name": "words",
+        "kind": "texts",
+        "field": "words.json",
+        "law": {"name": "fixed"},
+    },
     {
         "name": "loss",
         "kind": "array",
@@ -155,7 +190,13 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
             values["words"] = ["a", f"row {row}"]
             writer.write(row, values)
     writer.finish(partial=True)
-    image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
+    image = {
+        "height": 64,
+        "width": 96,
+        "resize": 1.0,
+        "crop_x": "left",
+        "crop_y": "top",
+    }
     bare = fuelrail.view(root, image=image)
     with_layer = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
     assert with_layer.selected == (
@@ -192,7 +233,10 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     )
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
-    assert (lacking.selected, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
+    assert (lacking.selected, lacking.missing[:2]) == (
+        (),
+        ("seen.depth", "seen.marks"),
+    )
     assert lacking.as_text().endswith(
         "has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss"
     )
@@ -201,7 +245,13 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
 
 def test_channels_that_a_sample_lacks_are_named(build_once, tmp_path, capsys):
     notes, never = (
-        Channel(name=name, kind="text", field=f"{name}.txt", law=Law("fixed"), optional=True)
+        Channel(
+            name=name,
+            kind="text",
+            field=f"{name}.txt",
+            law=Law("fixed"),
+            optional=True,
+        )
         for name in ("notes", "never")
     )
     root = shutil.copytree(build_once({"train": (2,)})[0], tmp_path / "d")

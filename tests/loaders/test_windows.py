@@ -23,7 +23,12 @@ from support.datasets import CAMERAS, build_dataset
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(
-    height=32, width=48, train=True, resize_range=(0.5, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)
+    height=32,
+    width=48,
+    train=True,
+    resize_range=(0.5, 0.7),
+    flip_prob=0.5,
+    rotate_deg=(-5, 5),
 )
 # rows 5 .. 25: clips of four frames, the first without its frame 0, the last with two
 FIRST = 5
@@ -118,7 +123,11 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
                     expected = alone[name][0]
                     if hides and name in ("img", "cam_valid"):
                         expected = torch.zeros_like(expected)
-                    assert torch.equal(batch[name][index, t], expected), (name, key, t)
+                    assert torch.equal(batch[name][index, t], expected), (
+                        name,
+                        key,
+                        t,
+                    )
                 assert torch.equal(
                     batch["points"][index][t],
                     alone["points"][0][:0] if hides else alone["points"][0],
@@ -130,7 +139,9 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
                     cam2global = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
                     cam2key = np.linalg.solve(key2global, cam2global)
                     np.testing.assert_allclose(
-                        batch["cam2keyego"][index, t, camera].numpy(), cam2key, atol=1e-3
+                        batch["cam2keyego"][index, t, camera].numpy(),
+                        cam2key,
+                        atol=1e-3,
                     )
     complete = [row for row in ROWS if all(expected_window(row, frames, stride, padding)[1])]
     assert all_rows == (complete if padding == "drop" else [*ROWS])
@@ -153,7 +164,11 @@ def test_shapes_and_dtypes_are_those_of_the_table(root):
         tensors = (
             [frame for sample in batch[name] for frame in sample] if match[1] else [batch[name]]
         )
-        assert not match[1] or [len(sample) for sample in batch[name]] == [2, 2, 2]
+        assert not match[1] or [len(sample) for sample in batch[name]] == [
+            2,
+            2,
+            2,
+        ]
         axes = [sizes.get(axis, axis) for axis in re.findall(r"\w+", match[2])]
         for tensor in tensors:
             assert str(tensor.dtype) == f"torch.{match[3]}", name
@@ -165,7 +180,9 @@ def test_shapes_and_dtypes_are_those_of_the_table(root):
         assert getattr(alone[name], "shape", None) == getattr(batch[name], "shape", None), name
 
 
-def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(root):
+def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(
+    root,
+):
     options = {
         "image": TRAIN,
         "seed": 3,
@@ -173,7 +190,9 @@ def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(root
         "pixels": PixelAugment(train=True, brightness=32, prob=1.0),
     }
     for batch, plain in zip(
-        batches(root, frames=[-2, 0, 1], **options), batches(root, **options), strict=True
+        batches(root, frames=[-2, 0, 1], **options),
+        batches(root, **options),
+        strict=True,
     ):
         assert batch["sample_key"] == plain["sample_key"]
         for name in ("img", "ida_mat", "ego2img", "cam2keyego", "lidar2img"):
@@ -187,7 +206,9 @@ def test_all_frames_of_a_sample_are_augmented_alike_and_as_the_sample_alone(root
         ego2img, ego2key, cam2keyego, intrinsics = matrices
         projection = ego2img @ torch.linalg.inv(ego2key)[:, :, None] @ cam2keyego
         assert torch.allclose(
-            projection[..., :2, 2] / projection[..., 2:3, 2], intrinsics[..., :2, 2], atol=0.1
+            projection[..., :2, 2] / projection[..., 2:3, 2],
+            intrinsics[..., :2, 2],
+            atol=0.1,
         )
         assert torch.allclose(ego2key[:, 1], torch.eye(4).double(), atol=1e-5)
 
@@ -225,13 +246,16 @@ def test_any_window_shows_the_rows_of_its_clip(root, offsets, stride, pad, epoch
 
 
 @pytest.mark.parametrize(
-    "order", [OrderSpec(kind="lanes", seed=1), OrderSpec(filter="frame >= 2", seed=4)]
+    "order",
+    [OrderSpec(kind="lanes", seed=1), OrderSpec(filter="frame >= 2", seed=4)],
 )
 def test_windows_go_with_lanes_and_filters_and_look_at_frames_that_are_not_selected(root, order):
     loaded = batches(root, 2, order=order, frames=[-2, 0], drop_last=False)
     for batch in loaded:
         for rows, present in zip(
-            batch["frame_global_index"].tolist(), batch["frame_valid"].tolist(), strict=True
+            batch["frame_global_index"].tolist(),
+            batch["frame_valid"].tolist(),
+            strict=True,
         ):
             assert (rows, present) == expected_window(rows[1], [-2, 0])
     rows = [row for batch in loaded for row in batch["global_index"][batch["valid"]].tolist()]
@@ -249,21 +273,30 @@ def test_windows_go_with_lanes_and_filters_and_look_at_frames_that_are_not_selec
     ],
 )
 def test_a_state_of_another_window_is_refused_showing_both(root, options):
-    with load(root, frames=[-2, -1, 0]) as loader, load(root, **options) as another:
+    with (
+        load(root, frames=[-2, -1, 0]) as loader,
+        load(root, **options) as another,
+    ):
         assert json.loads(loader.state_dict()["identity"])["frames"]["frames"] == [-2, -1, 0]
         state = another.state_dict()
         with pytest.raises(
-            StateMismatchError, match=r"frames: state has .*, loader has \{'frames': \[-2, -1, 0\]"
+            StateMismatchError,
+            match=r"frames: state has .*, loader has \{'frames': \[-2, -1, 0\]",
         ):
             loader.load_state_dict(state)
         with pytest.raises(
-            StateMismatchError, match=r"frames: state has \{'frames': \[-2, -1, 0\].*, loader has"
+            StateMismatchError,
+            match=r"frames: state has \{'frames': \[-2, -1, 0\].*, loader has",
         ):
             another.load_state_dict(loader.state_dict())
 
 
 def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
-    options = {"backend": "remote", "cache_dir": tmp_path / "cache", "look_ahead_bytes": 30_000}
+    options = {
+        "backend": "remote",
+        "cache_dir": tmp_path / "cache",
+        "look_ahead_bytes": 30_000,
+    }
     with load(root, 4, frames=[-1, 0], seed=2, **options) as loader:
         where = loader._schedule.where
         storage = loader._schedule.sources[0].storage
@@ -281,7 +314,10 @@ def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
             loader.set_epoch(epoch)
             assert len(list(loader)) == NUM // 4
         coming, per_step = coming_rows(
-            where.numbers, Walk(Cursor(), loader._batching), range(1), where.frames
+            where.numbers,
+            Walk(Cursor(), loader._batching),
+            range(1),
+            where.frames,
         )
         assert per_step == 8
         num_steps = 2 * (NUM // 4)
@@ -317,14 +353,26 @@ def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"frames": [-1, 1]}, ConfigError, "different offsets with 0 among them"),
-        ({"frames": [0, 0]}, ConfigError, "different offsets with 0 among them"),
+        (
+            {"frames": [-1, 1]},
+            ConfigError,
+            "different offsets with 0 among them",
+        ),
+        (
+            {"frames": [0, 0]},
+            ConfigError,
+            "different offsets with 0 among them",
+        ),
         (
             {"frames": [-9, 0]},
             OrderError,
             "no sample of dataset .* has any of these frames in its clip",
         ),
-        ({"frames": [-3, 0, 3], "pad": "drop"}, OrderError, "pad='drop'.* selects no sample"),
+        (
+            {"frames": [-3, 0, 3], "pad": "drop"},
+            OrderError,
+            "pad='drop'.* selects no sample",
+        ),
     ],
 )
 def test_windows_that_cannot_be_are_refused(root, options, kind, text):

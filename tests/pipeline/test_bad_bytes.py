@@ -40,9 +40,25 @@ from fuelrail.pipeline.format.tar import (
     member_header,
     pack_sample,
 )
-from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, read_seek_table
-from fuelrail.pipeline.sample.arrays import read_npy, read_tensors, write_npy, write_tensors
-from fuelrail.pipeline.sample.schema import BOXES, META, Boxes, Meta, decode_arrays, decode_meta
+from fuelrail.pipeline.format.zstd_frames import (
+    encode_frame,
+    encode_seek_table,
+    read_seek_table,
+)
+from fuelrail.pipeline.sample.arrays import (
+    read_npy,
+    read_tensors,
+    write_npy,
+    write_tensors,
+)
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    META,
+    Boxes,
+    Meta,
+    decode_arrays,
+    decode_meta,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,10 +106,14 @@ def npy(header: str, data: bytes = b"") -> bytes:
 
 
 def write_npy_header(
-    descr: str = "'<f4'", fortran_order: str = "False", shape: str = "(1,)", data: bytes = bytes(4)
+    descr: str = "'<f4'",
+    fortran_order: str = "False",
+    shape: str = "(1,)",
+    data: bytes = bytes(4),
 ) -> bytes:
     return npy(
-        f"{{'descr': {descr}, 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n", data
+        f"{{'descr': {descr}, 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n",
+        data,
     )
 
 
@@ -132,7 +152,9 @@ def tensors(data: bytes = b"", **entries: tuple[str, list[Any], int, int]) -> by
 
 
 def rewrite_index(
-    good: bytes, metadata: dict[bytes, bytes] | None = None, batch: pa.RecordBatch | None = None
+    good: bytes,
+    metadata: dict[bytes, bytes] | None = None,
+    batch: pa.RecordBatch | None = None,
 ) -> bytes:
     """The index with other metadata or another batch, by pyarrow alone."""
     with pa.ipc.open_file(good) as file:
@@ -203,7 +225,10 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
         "none": np.zeros((0, 7)),
     }
     tar = pack_members(
-        "clip-0", ("meta.json", b"{}"), ("x_" + "n" * 120 + ".bin", b"n"), ("x_empty.bin", b"")
+        "clip-0",
+        ("meta.json", b"{}"),
+        ("x_" + "n" * 120 + ".bin", b"n"),
+        ("x_empty.bin", b""),
     )
     forms_by_name = {
         "tensors": Form(
@@ -221,7 +246,10 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
             frame=lambda data: npy(data.decode("latin-1")),
         ),
         "meta": Form(
-            members[META], decode_meta, SchemaError, lambda content, _: isinstance(content, Meta)
+            members[META],
+            decode_meta,
+            SchemaError,
+            lambda content, _: isinstance(content, Meta),
         ),
         "boxes": Form(
             good=members[BOXES],
@@ -335,7 +363,10 @@ def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
 def test_cut_bytes_are_refused_wherever_they_are_cut(forms, name) -> None:
     """Choose at most some 300 places, which differ by an odd number of bytes, and the last ones."""
     end = len(forms[name].good) - forms[name].may_miss
-    for length in {*range(0, end, end // 300 | 1), *range(max(0, end - 9), end)}:
+    for length in {
+        *range(0, end, end // 300 | 1),
+        *range(max(0, end - 9), end),
+    }:
         check(forms[name], forms[name].good[:length], must_fail=True)
 
 
@@ -364,8 +395,14 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
             (bytes(7), "too few"),
             (add_header_size(b"[]      "), "must be a mapping; got "),
             (add_header_size(b"{a}"), "malformed"),
-            ((1 << 40).to_bytes(8, "little") + b"{}", "header of 1099511627776 bytes"),
-            ((9).to_bytes(8, "little") + b"{}", "header of 9 bytes in a buffer of 10"),
+            (
+                (1 << 40).to_bytes(8, "little") + b"{}",
+                "header of 1099511627776 bytes",
+            ),
+            (
+                (9).to_bytes(8, "little") + b"{}",
+                "header of 9 bytes in a buffer of 10",
+            ),
             (
                 add_header_size(b'{"__metadata__": {"a": "b"}}'),
                 "the field 'a' is unknown; allowed here: dtype, shape",
@@ -395,16 +432,28 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
                 tensors(b"ab", a=("U8", [2], -2, 0)),
                 "at 'a.data_offsets[0]': must be a whole number from 0 to",
             ),
-            (tensors(b"abc", a=("U8", [2], 0, 2)), "the tensors end at byte 74 of a buffer of 75"),
-            (tensors(b"abc", a=("U8", [4], 0, 4)), "the tensors end at byte 76 of a buffer of 75"),
-            (tensors(b"ab", a=("U8", [3], 0, 2)), "U8[3] does not fit bytes 0 to 2"),
+            (
+                tensors(b"abc", a=("U8", [2], 0, 2)),
+                "the tensors end at byte 74 of a buffer of 75",
+            ),
+            (
+                tensors(b"abc", a=("U8", [4], 0, 4)),
+                "the tensors end at byte 76 of a buffer of 75",
+            ),
+            (
+                tensors(b"ab", a=("U8", [3], 0, 2)),
+                "U8[3] does not fit bytes 0 to 2",
+            ),
             (
                 tensors(b"abcd", a=("F32", [-1, -1], 0, 4)),
                 "at 'a.shape[0]': must be a whole number from 0 to",
             ),
             (tensors(a=("U8", [0, 1 << 62, 4], 0, 0)), "U8[0, 4611"),
             (tensors(a=("U8", [0, 10**30], 0, 0)), "shape[1]"),
-            (tensors(b"a", a=("U8", [1] * 65, 0, 1)), "maximum supported dimension"),
+            (
+                tensors(b"a", a=("U8", [1] * 65, 0, 1)),
+                "maximum supported dimension",
+            ),
             (tensors(a=("U8", [1], 0, 10**30)), "header"),
             (
                 tensors(a=("U8", ["9" * 5000], 0, 1)).replace(b'"999', b"999").replace(b'9"', b"9"),
@@ -456,7 +505,10 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
             (b"null", "must be a mapping; got "),
             (b"\xff", "malformed"),
             (b'{"schema": "\xff"}', "utf"),
-            (b'{"tags":' + b"[" * 100_000, "it must be a mapping, not a list (at 'tags')"),
+            (
+                b'{"tags":' + b"[" * 100_000,
+                "it must be a mapping, not a list (at 'tags')",
+            ),
             (
                 lambda good: edit_json(good, schema="fuelrail/2"),
                 "schema 'fuelrail/2'; this version reads 'fuelrail/1'",
@@ -476,7 +528,12 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         )
     ),
     *(
-        ("tar", lambda good, more=more: good + more, TarFormatError, "bytes after the end")
+        (
+            "tar",
+            lambda good, more=more: good + more,
+            TarFormatError,
+            "bytes after the end",
+        )
         for more in (b"x", bytes(1), bytes(512), bytes(9216), END_OF_ARCHIVE)
     ),
     *(
@@ -530,8 +587,18 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         FrameError,
         "states 16777216 bytes, wanted are",
     ),
-    ("seek table", lambda good: good[:-1] + b"\0", TruncatedShardError, "no seek table at the end"),
-    ("seek table", lambda good: good[:-5] + b"\1" + good[-4:], FrameError, "frames, descriptor 1"),
+    (
+        "seek table",
+        lambda good: good[:-1] + b"\0",
+        TruncatedShardError,
+        "no seek table at the end",
+    ),
+    (
+        "seek table",
+        lambda good: good[:-5] + b"\1" + good[-4:],
+        FrameError,
+        "frames, descriptor 1",
+    ),
     (
         "seek table",
         lambda good: good[:-9] + bytes([good[-9] + 1]) + good[-8:],
@@ -545,24 +612,45 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         "the seek table's frames end at 3, not at 4",
     ),
     *(
-        (name, lambda good, more=more: good + (more or good), CodecError, "unused data")
+        (
+            name,
+            lambda good, more=more: good + (more or good),
+            CodecError,
+            "unused data",
+        )
         for name in ZSTD
         for more in (b"x", b"")
     ),
     *((name, HELLO, CodecError, "does not state its content size") for name in ZSTD),
     *(
-        (name, bytes(codecs.encode("zstd", b"12345")), CodecError, "the index promises 516")
+        (
+            name,
+            bytes(codecs.encode("zstd", b"12345")),
+            CodecError,
+            "the index promises 516",
+        )
         for name in ZSTD[1::2]
     ),
     *(
-        ("index", lambda good, new=metadata: rewrite_index(good, new), IndexFileError, words)
+        (
+            "index",
+            lambda good, new=metadata: rewrite_index(good, new),
+            IndexFileError,
+            words,
+        )
         for metadata, words in (
-            ({b"fuelrail.index.version": b"2"}, "has version 2; this Fuelrail reads 1"),
+            (
+                {b"fuelrail.index.version": b"2"},
+                "has version 2; this Fuelrail reads 1",
+            ),
             ({b"fuelrail.index.version": b"\xff"}, "has version"),
             ({b"fuelrail.members": b"{}"}, NO_LIST + "members"),
             ({b"fuelrail.members": b"[1]"}, NO_LIST + "members"),
             ({b"fuelrail.codecs": b"["}, NO_LIST + "codecs"),
-            ({b"fuelrail.codecs": b'["raw", "lzma"]'}, "unknown codec 'lzma'; known: raw, zstd"),
+            (
+                {b"fuelrail.codecs": b'["raw", "lzma"]'},
+                "unknown codec 'lzma'; known: raw, zstd",
+            ),
             ({b"fuelrail.members": b'["meta.json"]'}, NO_NAME),
             ({b"fuelrail.codecs": b"[]"}, NO_NAME),
         )
@@ -588,7 +676,9 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
     (
         "index",
         lambda good: index_column(
-            good, "offset", lambda old: pa.array([None, *old[1:].to_pylist()], pa.int64())
+            good,
+            "offset",
+            lambda old: pa.array([None, *old[1:].to_pylist()], pa.int64()),
         ),
         IndexFileError,
         "damaged at record batch 0",
@@ -601,7 +691,9 @@ def edit_json(good: bytes, **changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "error", "words"), ROWS, ids=[f"{n}-{row[0]}" for n, row in enumerate(ROWS)]
+    ("name", "make", "error", "words"),
+    ROWS,
+    ids=[f"{n}-{row[0]}" for n, row in enumerate(ROWS)],
 )
 def test_bad_bytes_are_refused_with_their_words(forms, name, make, error, words) -> None:
     form = forms[name]

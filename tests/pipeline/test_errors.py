@@ -58,14 +58,22 @@ def test_every_error_is_documented_ours_and_takes_a_sentence(kind) -> None:
 
 def test_shard_error_carries_and_prints_its_address() -> None:
     error = TruncatedShardError("cut", shard="train-000000.tar", offset=0, key="clip-0")
-    assert (error.shard, error.offset, error.key) == ("train-000000.tar", 0, "clip-0")
+    assert (error.shard, error.offset, error.key) == (
+        "train-000000.tar",
+        0,
+        "clip-0",
+    )
     assert str(error) == "cut (shard train-000000.tar, offset 0, sample clip-0)"
     assert str(ShardError("cut", offset=512)) == "cut (offset 512)"
 
 
 def test_member_error_carries_and_prints_its_address() -> None:
     error = ImageError("broken", key="clip-0", member="cam_front.jpg")
-    assert (error.message, error.key, error.member) == ("broken", "clip-0", "cam_front.jpg")
+    assert (error.message, error.key, error.member) == (
+        "broken",
+        "clip-0",
+        "cam_front.jpg",
+    )
     assert str(error) == "clip-0.cam_front.jpg: broken"
     assert str(MemberError("broken", member="meta.json")) == "meta.json: broken"
 
@@ -91,5 +99,8 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(name) -> None:
         r"a test needs no_such_package, .*: pip install -e '\.\[it\]' in a checkout of Fuelrail "
         r"\(No module named 'no_such_package'"
     )
-    with pytest.raises(errors.ConfigError, match=fix), errors.needs("a test", "fuelrail[it]"):
+    with (
+        pytest.raises(errors.ConfigError, match=fix),
+        errors.needs("a test", "fuelrail[it]"),
+    ):
         importlib.import_module(name)

@@ -35,10 +35,12 @@ class Options(Settings, frozen=True):
     mode: Annotated[Literal["fast", "small"], Meta(description="what to optimise")] = "fast"
     sizes: Annotated[tuple[int, ...], Meta(description="sizes to try")] = ()
     pair: Annotated[
-        tuple[int, int], Meta(description="a pair", extra={"parse": halves, "metavar": "A:B"})
+        tuple[int, int],
+        Meta(description="a pair", extra={"parse": halves, "metavar": "A:B"}),
     ] = (0, 0)
     tags: Annotated[
-        tuple[str, ...], Meta(description="a tag", extra={"repeat": True, "metavar": "TAG"})
+        tuple[str, ...],
+        Meta(description="a tag", extra={"repeat": True, "metavar": "TAG"}),
     ] = ()
     inner: Annotated[Inner, Meta(description="settings of a part")] | None = None
     internal: int = 3
@@ -76,7 +78,8 @@ def test_a_repeated_flag_and_a_file_of_settings(tmp_path) -> None:
     assert (options.tags, options.inner) == (("a", "b"), Inner(3))
     file.write_text("depth: x")
     with pytest.raises(
-        ConfigError, match=r"--inner '.*inner.yaml': .*:1: at 'depth': must be a whole number"
+        ConfigError,
+        match=r"--inner '.*inner.yaml': .*:1: at 'depth': must be a whole number",
     ):
         from_flags(parse(f"--inner {file}"), Options)
 
@@ -92,7 +95,10 @@ def test_a_flag_may_have_another_name() -> None:
     [
         ("--level 9", "--level 9: must be a whole number from 1 to 5"),
         ("--share 0", "--share 0.0: must be a number > 0"),
-        ("--num-threads many", "--num-threads many: must be auto or a whole number"),
+        (
+            "--num-threads many",
+            "--num-threads many: must be auto or a whole number",
+        ),
         ("--pair 3", "--pair '3': there is no colon; write FIRST:SECOND"),
     ],
 )

@@ -66,7 +66,9 @@ class TestTables:
         text = section("3. `index.arrow`")
         kinds = {"utf8": "string", "list of struct": None}
         for line, column in zip(
-            [x for x in text.splitlines() if x.startswith("| `")], index._COLUMNS, strict=True
+            [x for x in text.splitlines() if x.startswith("| `")],
+            index._COLUMNS,
+            strict=True,
         ):
             name, kind = (cell.strip().strip("`") for cell in line.split("|")[1:3])
             assert name == column.name
@@ -80,7 +82,10 @@ class TestTables:
 
     @pytest.mark.parametrize(
         ("title", "schema"),
-        [("`shards.arrow`", shards.SHARDS_SCHEMA), ("`keys.arrow`", keys._SCHEMA)],
+        [
+            ("`shards.arrow`", shards.SHARDS_SCHEMA),
+            ("`keys.arrow`", keys._SCHEMA),
+        ],
     )
     def test_tables(self, title, schema) -> None:
         text = section(title)
@@ -137,10 +142,22 @@ class TestTables:
         for cap, said in (
             (tar.MAX_KEY_BYTES, "`clip_id` | 512 bytes |"),
             (codecs.MAX_MEMBERS, "| members of a sample | 4,096 |"),
-            (codecs.MAX_MEMBER_BYTES >> 20, "| size of a member, `raw_bytes` | 128 MiB |"),
-            (codecs.member_cap("meta.json") >> 20, "`geometry.safetensors` | 1 MiB each |"),
-            (codecs.member_cap("boxes.safetensors") >> 20, "`boxes.safetensors` | 4 MiB |"),
-            (codecs.MAX_SAMPLE_BYTES >> 20, "that are not of codec `raw` | 512 MiB |"),
+            (
+                codecs.MAX_MEMBER_BYTES >> 20,
+                "| size of a member, `raw_bytes` | 128 MiB |",
+            ),
+            (
+                codecs.member_cap("meta.json") >> 20,
+                "`geometry.safetensors` | 1 MiB each |",
+            ),
+            (
+                codecs.member_cap("boxes.safetensors") >> 20,
+                "`boxes.safetensors` | 4 MiB |",
+            ),
+            (
+                codecs.MAX_SAMPLE_BYTES >> 20,
+                "that are not of codec `raw` | 512 MiB |",
+            ),
         ):
             assert said in caps
             assert f"{cap:,}" in said

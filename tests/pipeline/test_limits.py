@@ -32,7 +32,9 @@ def test_a_limit_is_the_largest_number_that_is_allowed(number, is_broken) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [("uint8", (None, None)), ("uint16", (None, None, 3))], ids=["gray", "RGB"]
+    ("dtype", "shape"),
+    [("uint8", (None, None)), ("uint16", (None, None, 3))],
+    ids=["gray", "RGB"],
 )
 def test_all_masks_of_a_sample_are_limited_together(monkeypatch, dtype, shape) -> None:
     pixels = np.zeros((4, 6, 3)[: len(shape)], dtype)

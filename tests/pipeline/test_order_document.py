@@ -19,7 +19,11 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import CompiledOrder, compile_order, compile_table
+from fuelrail.pipeline.order.compile import (
+    CompiledOrder,
+    compile_order,
+    compile_table,
+)
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.select import Filter
@@ -152,7 +156,11 @@ def test_kinds_weights_and_selections(kind, shards, window, length, filtered, se
     )
     sampling = None if weights is None else SystematicSampling(weights, length)
     ours = CompiledOrder(
-        spec=spec, identity={}, shard_lengths=shards, selected=selected, sampling=sampling
+        spec=spec,
+        identity={},
+        shard_lengths=shards,
+        selected=selected,
+        sampling=sampling,
     ).epoch(epoch)
 
     samples = list(range(n)) if selected is None else selected.tolist()
@@ -202,7 +210,8 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
         lane_of_slot.append(loads.index(min(loads)))
         loads[lane_of_slot[-1]] += length
     shuffled = map(
-        permutation(len(pieces), key("order lanes pieces", seed, epoch)), range(len(pieces))
+        permutation(len(pieces), key("order lanes pieces", seed, epoch)),
+        range(len(pieces)),
     )
     in_slots = sorted((pieces[i] for i in shuffled), key=len, reverse=True)
     called = permutation(num_lanes, key("order lanes", seed, epoch))
@@ -272,7 +281,9 @@ def list_changes(old, new):
 
 @given(
     st.lists(
-        st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any), min_size=2, max_size=3
+        st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any),
+        min_size=2,
+        max_size=3,
     ),
     st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=2),
     SEEDS,
@@ -289,7 +300,11 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
     for stage_ratios, (blocks, ramp) in zip(ratios[:-1], ends, strict=False):
         until += blocks * size
         stages.append(
-            MixStage(ratios=dict(zip("ab", stage_ratios, strict=True)), until=until, ramp=ramp)
+            MixStage(
+                ratios=dict(zip("ab", stage_ratios, strict=True)),
+                until=until,
+                ramp=ramp,
+            )
         )
     stages.append(MixStage(ratios=dict(zip("ab", ratios[-1], strict=True))))
     schedule = MixSchedule(stages, "ab")
@@ -313,7 +328,8 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
             c = block - start
             n = ends[number][0]
             for i in range(
-                len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)
+                len(changes) * c * c // (2 * n),
+                len(changes) * (c + 1) * (c + 1) // (2 * n),
             ):
                 taken_from, given_to = changes[i % len(changes)]
                 held[taken_from] -= 1
@@ -327,9 +343,10 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
                 expected.append(
                     (
                         dataset,
-                        permutation(lengths[dataset], key("order shuffled", dataset, turn))(
-                            position
-                        ),
+                        permutation(
+                            lengths[dataset],
+                            key("order shuffled", dataset, turn),
+                        )(position),
                     )
                 )
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
@@ -469,7 +486,12 @@ ENTRIES = st.one_of(
 @given(
     st.lists(ROWS, max_size=30).map(
         lambda rows: [
-            {"cars": 1, "buses": 1, **dict.fromkeys(("night", "place")), "speed": 1.0},
+            {
+                "cars": 1,
+                "buses": 1,
+                **dict.fromkeys(("night", "place")),
+                "speed": 1.0,
+            },
             *rows,
         ]
     ),
@@ -512,9 +534,11 @@ def truth(node, row):
             return None if value is None else calls[name]()
         case ast.UnaryOp(op=sign, operand=operand):
             value = truth(operand, row)
-            change = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}[
-                type(sign)
-            ]
+            change = {
+                ast.Not: operator.not_,
+                ast.USub: operator.neg,
+                ast.UAdd: operator.pos,
+            }[type(sign)]
             return None if value is None else change(value)
         case ast.BoolOp(op=kind, values=values):
             ends = isinstance(kind, ast.Or)
@@ -576,9 +600,11 @@ NUMBERS = st.recursive(
 )
 CONDITIONS = st.recursive(
     st.one_of(
-        st.tuples(NUMBERS, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), NUMBERS).map(
-            " ".join
-        ),
+        st.tuples(
+            NUMBERS,
+            st.sampled_from(["==", "!=", "<", "<=", ">", ">="]),
+            NUMBERS,
+        ).map(" ".join),
         st.tuples(NUMBERS, NUMBERS, NUMBERS).map(" < ".join),
         st.sampled_from(
             [
@@ -634,12 +660,18 @@ def test_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighte
     rows = [{"night": bool(rng.random() < 0.4), "cars": int(rng.integers(0, 4))} for _ in range(60)]
     attributes = {name: [row[name] for row in rows] for name in ("night", "cars")}
     write_synthetic_index(
-        tmp_path / "set", (20, 30, 10), samples_per_shard=8, attributes=attributes
+        tmp_path / "set",
+        (20, 30, 10),
+        samples_per_shard=8,
+        attributes=attributes,
     )
     ratios = {values[0]: 2, values[1]: 3}
     entries = (AttributeWeights(attribute="cars"),) if weighted else ()
     spec = OrderSpec(
-        seed=4, filter="cars != 3", weights=entries, mix=Mix(attribute="night", ratios=ratios)
+        seed=4,
+        filter="cars != 3",
+        weights=entries,
+        mix=Mix(attribute="night", ratios=ratios),
     )
     ours = compile_order(spec, open_dataset(tmp_path / "set"))
 

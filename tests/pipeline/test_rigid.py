@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rigid, rotation_matrices
+from fuelrail.pipeline.rigid import (
+    homogeneous,
+    invert_rigid,
+    rigid,
+    rotation_matrices,
+)
 
 QUATERNIONS = hnp.arrays("f8", 4, elements=st.floats(-1, 1)).filter(
     lambda q: np.linalg.norm(q) > 1e-3
@@ -18,7 +23,10 @@ RIGIDS = st.builds(rigid, QUATERNIONS, TRANSLATIONS)
 @given(RIGIDS)
 def test_inverse_undoes(matrix) -> None:
     scale = 1 + np.abs(matrix).max()
-    for product in (invert_rigid(matrix) @ matrix, matrix @ invert_rigid(matrix)):
+    for product in (
+        invert_rigid(matrix) @ matrix,
+        matrix @ invert_rigid(matrix),
+    ):
         np.testing.assert_allclose(product, np.eye(4), atol=1e-14 * scale)
     np.testing.assert_allclose(
         invert_rigid(matrix), np.linalg.inv(matrix), rtol=0, atol=1e-9 * scale
@@ -46,7 +54,9 @@ def test_rotation_is_the_quaternion_product(q, v) -> None:
 def test_a_quarter_turn_about_z_is_counter_clockwise() -> None:
     half = np.sqrt(0.5)
     np.testing.assert_allclose(
-        rotation_matrices(np.array([half, 0, 0, half])) @ [1, 0, 0], [0, 1, 0], atol=1e-15
+        rotation_matrices(np.array([half, 0, 0, half])) @ [1, 0, 0],
+        [0, 1, 0],
+        atol=1e-15,
     )
 
 

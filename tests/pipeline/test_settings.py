@@ -82,7 +82,8 @@ def read_error(file: Path, to: type = Car) -> str:
 
 def test_loads_what_is_right(write) -> None:
     car = load_yaml(
-        write("name: beetle\nfront: {radius_m: 0.3}\nwheels:\n- {radius_m: 1, kind: alloy}\n"), Car
+        write("name: beetle\nfront: {radius_m: 0.3}\nwheels:\n- {radius_m: 1, kind: alloy}\n"),
+        Car,
     )
     wheel = Wheel(radius_m=1.0, kind="alloy")
     assert car == Car(name="beetle", front=Wheel(radius_m=0.3), wheels=(wheel,))
@@ -179,10 +180,25 @@ WRONG = [
         "label",
         "must be text; got the date 2020-01-01",
     ),
-    ("name: a\nfront: {radius_m: true}\n", 2, "front.radius_m", "must be a number > 0; got True"),
-    ("name: a\nfront: {radius_m: 1}\n1: 2\n", 1, "top level", "a key must be text"),
+    (
+        "name: a\nfront: {radius_m: true}\n",
+        2,
+        "front.radius_m",
+        "must be a number > 0; got True",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\n1: 2\n",
+        1,
+        "top level",
+        "a key must be text",
+    ),
     ("- name\n", 1, "top level", "must be a mapping; got ['name']"),
-    ("", 1, "top level", "the field 'name' is missing; allowed here: name, front, "),
+    (
+        "",
+        1,
+        "top level",
+        "the field 'name' is missing; allowed here: name, front, ",
+    ),
     ("name: lemon\nfront: {radius_m: 1}\n", 1, "top level", "never built"),
 ]
 
@@ -255,10 +271,22 @@ DEEP = ["a0: &a0 [1]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 5000)]
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("\n".join(NINE), f"values when it is decoded, at most {YAML_VALUES.maximum} are read"),
-        ("\n".join(MERGED), f"values when it is decoded, at most {YAML_VALUES.maximum} are read"),
-        ("\n".join(DEEP), f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read"),
-        ("[\n" * 100_000, f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read"),
+        (
+            "\n".join(NINE),
+            f"values when it is decoded, at most {YAML_VALUES.maximum} are read",
+        ),
+        (
+            "\n".join(MERGED),
+            f"values when it is decoded, at most {YAML_VALUES.maximum} are read",
+        ),
+        (
+            "\n".join(DEEP),
+            f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read",
+        ),
+        (
+            "[\n" * 100_000,
+            f"levels when it is decoded, at most {YAML_DEPTH.maximum} are read",
+        ),
         ("a: 1" + ":1" * 3_000_000, "a value of 6000001 characters is no text"),
         ("a: 1" + ":1" * 3000 + ".5", "a value of 6003 characters is no text"),
         ("a: !!bool x", "is not YAML"),
@@ -316,7 +344,18 @@ def plain(depth: int) -> st.SearchStrategy[Any]:
         | st.text(st.characters(exclude_characters="`"), max_size=5)
     )
     keys = st.sampled_from(
-        ["name", "front", "radius_m", "kind", "wheels", "part", "type", "free", "named", "pair"]
+        [
+            "name",
+            "front",
+            "radius_m",
+            "kind",
+            "wheels",
+            "part",
+            "type",
+            "free",
+            "named",
+            "pair",
+        ]
     )
     return st.recursive(
         leaves,
@@ -338,14 +377,16 @@ def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
 
 def test_a_wrong_value_of_a_dict_names_those_allowed() -> None:
     with pytest.raises(
-        ConfigError, match=r"window.pad='zero' must be one of drop, mask, .*, repeat_edge"
+        ConfigError,
+        match=r"window.pad='zero' must be one of drop, mask, .*, repeat_edge",
     ):
         fuelrail.DataLoader("dataset", 1, window={"frames": [-1, 0], "pad": "zero"})
 
 
 def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(
-        TypeError, match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?"
+        TypeError,
+        match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?",
     ):
         Wheel(radius=1)
     with pytest.raises(TypeError, match="Missing required argument"):
@@ -368,10 +409,17 @@ def test_a_preset_of_another_kind_is_named_as_such(kind):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    for load in (fuelrail.BevAugment.preset, partial(load_yaml, to=fuelrail.BevAugment)):
+    for load in (
+        fuelrail.BevAugment.preset,
+        partial(load_yaml, to=fuelrail.BevAugment),
+    ):
         with pytest.raises(
-            ConfigError, match=r"bevdet, bevfusion, streampetr; did you mean 'bevfusion'\?"
+            ConfigError,
+            match=r"bevdet, bevfusion, streampetr; did you mean 'bevfusion'\?",
         ):
             load("bevfussion")
-    with pytest.raises(ConfigError, match="StorageOptions has no preset 's3'; this type has none"):
+    with pytest.raises(
+        ConfigError,
+        match="StorageOptions has no preset 's3'; this type has none",
+    ):
         fuelrail.StorageOptions.preset("s3")

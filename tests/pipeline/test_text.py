@@ -9,7 +9,12 @@ from typing import Literal
 import msgspec
 import pytest
 
-from fuelrail.pipeline.errors import ConfigError, MemberError, SchemaError, ShardError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    MemberError,
+    SchemaError,
+    ShardError,
+)
 from fuelrail.pipeline.text import (
     MAX_MESSAGE,
     escaped,
@@ -99,8 +104,14 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
             "it must be text, not a whole number (a key of 'shares')",
         ),
         ({"number": 1, "kind": "c"}, "'c' is not allowed (at 'kind')"),
-        ({"number": 1, "size": [1]}, "it must be a list of length 2, got 1 (at 'size')"),
-        ({"number": 1, "text": [1]}, "it must be text or nothing, not a list (at 'text')"),
+        (
+            {"number": 1, "size": [1]},
+            "it must be a list of length 2, got 1 (at 'size')",
+        ),
+        (
+            {"number": 1, "text": [1]},
+            "it must be text or nothing, not a list (at 'text')",
+        ),
         ({"number": 1, "more": 1}, "the field 'more' is unknown"),
         ([], "it must be a mapping, not a list"),
     ],

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def dataroot(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Dataroot]:
+def dataroot(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Dataroot]:
     """Make a dataroot of ``clips`` such as ``"a4 b5"``, of 4 and of 5 keyframes; options are of `build_nuscenes`."""
     dataroots: dict[str, Dataroot] = {}
 

@@ -9,7 +9,11 @@ import sys
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, FuelrailError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    FuelrailError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding import progress as module
 from fuelrail.sharding.api import inspect, reshard, shard, verify
@@ -57,8 +61,16 @@ def test_the_report_of_a_run(source, tmp_path):
         options={"version": "v1.0-mini", "points": False},
         workers=1,
     )
-    assert (report.num_samples, report.num_clips, report.num_shards) == (6, 2, 1)
-    assert (report.num_written, report.num_kept, report.samples_by_split) == (1, 0, {"train": 6})
+    assert (report.num_samples, report.num_clips, report.num_shards) == (
+        6,
+        2,
+        1,
+    )
+    assert (report.num_written, report.num_kept, report.samples_by_split) == (
+        1,
+        0,
+        {"train": 6},
+    )
     assert report.fingerprint == open_dataset(tmp_path / "out").manifest.fingerprint
     assert report.scan is not None
     assert report.scan.samples == 6
@@ -67,7 +79,11 @@ def test_the_report_of_a_run(source, tmp_path):
         == (tmp_path / "out" / "train-000000.tar").stat().st_size
     )
     repeated = shard(
-        source, tmp_path / "out", recipe, options={"points": False}, engine=LocalEngine(1)
+        source,
+        tmp_path / "out",
+        recipe,
+        options={"points": False},
+        engine=LocalEngine(1),
     )
     assert (repeated.num_written, repeated.num_kept, repeated.fingerprint) == (
         0,
@@ -83,9 +99,15 @@ def test_the_report_of_a_run(source, tmp_path):
         ({"sede": 7}, "the field 'sede' is unknown"),
         ({"seed": -1}, "'seed': must be a whole number from 0"),
         ({"workers": -1}, "'workers': must be a whole number >= 0"),
-        ({"engine": "gpu"}, "must be one of processes, ray, threads, or None; got 'gpu'"),
+        (
+            {"engine": "gpu"},
+            "must be one of processes, ray, threads, or None; got 'gpu'",
+        ),
         ({"ray_address": "auto"}, "a Ray address needs the engine ray"),
-        ({"recipe": make_recipe(), "seed": 7}, "as a recipe or as keywords, not both"),
+        (
+            {"recipe": make_recipe(), "seed": 7},
+            "as a recipe or as keywords, not both",
+        ),
         ({"order": "random"}, "known: frame, clip, window:N"),
         ({"options": {"colour": 1}}, "colour"),
     ],
@@ -106,7 +128,12 @@ def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
     )
     other_out = sharded(dataroot("c2", cameras=TWO))
     report = reshard([out, other_out], tmp_path / "both", append=True)
-    assert (report.num_samples, report.num_clips, report.num_written, report.num_kept) == (
+    assert (
+        report.num_samples,
+        report.num_clips,
+        report.num_written,
+        report.num_kept,
+    ) == (
         8,
         3,
         0,
@@ -118,11 +145,17 @@ def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
         ({"points": False}, "points"),
         ({"workers": 2}, "workers"),
     ):
-        with pytest.raises(ConfigError, match=f"append=True reuses shards .* combined with {name}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"append=True reuses shards .* combined with {name}",
+        ):
             reshard([out, other_out], tmp_path / "more", append=True, **options)
     with pytest.raises(ConfigError, match="input and output are the same folder"):
         reshard(out, out)
-    with pytest.raises(ConfigError, match="is already a Fuelrail dataset: use `fuelrail reshard"):
+    with pytest.raises(
+        ConfigError,
+        match="is already a Fuelrail dataset: use `fuelrail reshard",
+    ):
         shard(f"fuelrail:{out}", tmp_path / "new")
     with pytest.raises(DatasetExistsError):
         reshard(out, tmp_path / "merged", seed=4)
@@ -136,7 +169,9 @@ def test_verify_finds_and_repairs(source, tmp_path):
     damage = []
     assert (
         verify(
-            out, deep=True, progress=lambda shard, number: checked.append((shard.name, number))
+            out,
+            deep=True,
+            progress=lambda shard, number: checked.append((shard.name, number)),
         ).faults
         == []
     )
@@ -148,7 +183,8 @@ def test_verify_finds_and_repairs(source, tmp_path):
     assert damage[0].faults
     assert digests(out) == before
     with pytest.raises(
-        ConfigError, match="'workers': must be a whole number from 1 to 1024 or None; got 0"
+        ConfigError,
+        match="'workers': must be a whole number from 1 to 1024 or None; got 0",
     ):
         verify(out, workers=0)
     with pytest.raises(FuelrailError, match="is not a folder"):
@@ -172,7 +208,8 @@ def test_a_nuscenes_root_is_not_a_dataset(source, tmp_path):
     ):
         open_dataset(source.removeprefix("nuscenes:"))
     with pytest.raises(
-        FuelrailError, match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini"
+        FuelrailError,
+        match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini",
     ):
         shard(source, tmp_path / "out", options={"version": "v1.0-trainval"})
 
@@ -184,7 +221,11 @@ def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
         f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
     )
     done = subprocess.run(
-        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=280
+        [sys.executable, script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 1
     assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
@@ -209,7 +250,12 @@ def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
     now[0] += 2
     lines.advanced(0)
     planned, first, *_, last = events_of(capsys)
-    assert planned == {"event": "planned", "samples": 30, "shards": 3, "bytes": 4000}
+    assert planned == {
+        "event": "planned",
+        "samples": 30,
+        "shards": 3,
+        "bytes": 4000,
+    }
     assert first == {
         "event": "progress",
         "bytes": 1000,
@@ -220,7 +266,12 @@ def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
         "total_shards": 3,
         "current": "train-000000",
     }
-    assert (last["shards"], last["current"], last["bytes_per_s"], last["eta_s"]) == (
+    assert (
+        last["shards"],
+        last["current"],
+        last["bytes_per_s"],
+        last["eta_s"],
+    ) == (
         2,
         "val-000000",
         250,
@@ -234,8 +285,18 @@ def test_appending_shows_its_shards_too(dataroot, sharded, tmp_path, capsys):
         append([str(folder) for folder in folders], tmp_path / "both", lines)
     planned, *shards = events_of(capsys)
     sizes = [(folder / "train-000000.tar").stat().st_size for folder in folders]
-    assert planned == {"event": "planned", "samples": 4, "shards": 2, "bytes": sum(sizes)}
+    assert planned == {
+        "event": "planned",
+        "samples": 4,
+        "shards": 2,
+        "bytes": sum(sizes),
+    }
     assert shards == [
-        {"event": "shard", "name": f"train-00000{number}.tar", "bytes": size, "kept": False}
+        {
+            "event": "shard",
+            "name": f"train-00000{number}.tar",
+            "bytes": size,
+            "kept": False,
+        }
         for number, size in enumerate(sizes)
     ]

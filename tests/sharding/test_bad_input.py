@@ -90,7 +90,9 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     (shard,) = dataset.shards
     options = ["--zstd"] if layout == "frame" else []
     listed = subprocess.run(
-        ["tar", *options, "-tf", out / shard.name], capture_output=True, check=True
+        ["tar", *options, "-tf", out / shard.name],
+        capture_output=True,
+        check=True,
     ).stdout
     names = listed.decode().splitlines()
     assert max(map(len, names)) > 100

@@ -52,7 +52,10 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(drive: Path) -> Path:
     """A dataset of the drive's first clip; the tests that join datasets add the second."""
     shard(
-        f"nuscenes:{drive / 'drive'}", drive / "first", workers=1, select="clip_id == 'scene-9001'"
+        f"nuscenes:{drive / 'drive'}",
+        drive / "first",
+        workers=1,
+        select="clip_id == 'scene-9001'",
     )
     return drive / "first"
 
@@ -73,7 +76,9 @@ def faults(out: Path) -> list[str]:
     return [fault.text for fault in verify(out, deep=True, workers=1).faults]
 
 
-def test_the_table_lists_cameras_lidar_boxes_and_what_the_source_adds(drive) -> None:
+def test_the_table_lists_cameras_lidar_boxes_and_what_the_source_adds(
+    drive,
+) -> None:
     stated = json.loads((drive / "packed" / "dataset.json").read_text())
     names = [channel["name"] for channel in stated["channels"]]
     assert names[:8] == [
@@ -91,7 +96,10 @@ def test_the_table_lists_cameras_lidar_boxes_and_what_the_source_adds(drive) -> 
     assert "lidars" not in stated
     codecs = {channel["field"]: channel["codec"] for channel in stated["channels"]}
     assert codecs["radar.npy"] == "zstd-p28"
-    assert (codecs["boxes.safetensors"], codecs["depth_cam_front.npy"]) == ("zstd", "zstd-p4")
+    assert (codecs["boxes.safetensors"], codecs["depth_cam_front.npy"]) == (
+        "zstd",
+        "zstd-p4",
+    )
     assert codecs["instances_cam_front.png"] == codecs["cam_front.jpg"] == "raw"
     assert stated["compression"]["codecs"].items() >= codecs.items()
     assert faults(drive / "packed") == faults(drive / "out") == []
@@ -182,7 +190,14 @@ def test_inspect_shows_the_channels(drive) -> None:
 
 def test_reshard_carries_them(drive, tmp_path) -> None:
     first = open_dataset(drive / "packed")
-    reshard(drive / "packed", tmp_path / "again", workers=1, layout="frame", order="clip", seed=3)
+    reshard(
+        drive / "packed",
+        tmp_path / "again",
+        workers=1,
+        layout="frame",
+        order="clip",
+        seed=3,
+    )
     resharded = open_dataset(tmp_path / "again")
     assert faults(tmp_path / "again") == []
     plain = [msgspec.structs.replace(channel, codec="") for channel in first.manifest.channels]
@@ -196,7 +211,10 @@ def test_reshard_carries_them(drive, tmp_path) -> None:
 
 def test_append_carries_them(drive, first, tmp_path) -> None:
     shard(
-        f"nuscenes:{drive / 'drive'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'"
+        f"nuscenes:{drive / 'drive'}",
+        tmp_path / "new",
+        workers=1,
+        select="clip_id == 'scene-9002'",
     )
     reshard([first, tmp_path / "new"], tmp_path / "both", append=True)
     assert faults(tmp_path / "both") == []
@@ -211,7 +229,12 @@ def test_append_carries_them(drive, first, tmp_path) -> None:
 
 def test_datasets_of_other_channels_do_not_become_one(first, copy, tmp_path) -> None:
     (copy / "v1.0-mini" / "channels.json").unlink()
-    shard(f"nuscenes:{copy}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'")
+    shard(
+        f"nuscenes:{copy}",
+        tmp_path / "new",
+        workers=1,
+        select="clip_id == 'scene-9002'",
+    )
     for options in ({"workers": 1}, {"append": True}):
         with pytest.raises(
             SourceError,
@@ -229,7 +252,8 @@ def edit_manifest(out: Path, name: str, **changes: object) -> None:
             for entry in msgspec.to_builtins(manifest.channels)
         ]
         return msgspec.structs.replace(
-            manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...])
+            manifest,
+            channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...]),
         )
 
     reseal(out, edit)
@@ -245,7 +269,9 @@ def edit_table(drive: Path, channel: str, **changes: object) -> None:
 
 
 def rewrite(
-    drive: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+    drive: Path,
+    name: str,
+    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
 ) -> None:
     """Change the first file of a channel, with no regard to the table."""
     path = min((drive / "channels" / name).iterdir())
@@ -299,7 +325,10 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             lambda drive: (drive / "v1.0-mini" / "channels.json").write_text("{"),
             "is not a list of channels",
         ),
-        (lambda drive: edit_table(drive, "radar", colour="red"), "the field 'colour' is unknown"),
+        (
+            lambda drive: edit_table(drive, "radar", colour="red"),
+            "the field 'colour' is unknown",
+        ),
     ],
 )
 def test_what_is_not_as_the_table_says_is_refused(copy, tmp_path, spoil, says) -> None:
@@ -346,7 +375,12 @@ def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> Non
         assert depth.shape == (-(-height // 4), -(-width // 4))
         assert (depth > 0).mean() == pytest.approx((full["depth_cam_front"] > 0).mean(), abs=0.05)
     # 73 rows at 1/4 are 19, and half of 73 are 36, at 1/4 9: not half of 19.
-    reshard([tmp_path / "out"], tmp_path / "again", workers=1, images={"resize": 0.5})
+    reshard(
+        [tmp_path / "out"],
+        tmp_path / "again",
+        workers=1,
+        images={"resize": 0.5},
+    )
     assert faults(tmp_path / "again") == []
 
 
@@ -374,7 +408,11 @@ def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive
             {"allows_nan": False},
             "channel 'lidar_top' is not as the format has lidar: allows_nan differ",
         ),
-        ("boxes", {"frame": "global"}, "channel 'boxes': law 'ego_boxes' needs the frame 'ego'"),
+        (
+            "boxes",
+            {"frame": "global"},
+            "channel 'boxes': law 'ego_boxes' needs the frame 'ego'",
+        ),
         (
             "boxes",
             {"optional": False},
@@ -405,7 +443,11 @@ def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) 
         if channel.name == "radar"
     )
     edit_manifest(
-        tmp_path / "out", "radar", shape=(None, 6), columns=radar.columns[:6], units=radar.units[:6]
+        tmp_path / "out",
+        "radar",
+        shape=(None, 6),
+        columns=radar.columns[:6],
+        units=radar.units[:6],
     )
     reported = faults(tmp_path / "out")
     assert len(reported) == len(open_dataset(drive / "out"))
@@ -415,7 +457,10 @@ def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) 
 @pytest.mark.parametrize("camera", ["cam_front", "cam_back"])
 def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -> None:
     shard(
-        f"nuscenes:{drive / 'drive'}", tmp_path / "made", workers=1, options={"cameras": [camera]}
+        f"nuscenes:{drive / 'drive'}",
+        tmp_path / "made",
+        workers=1,
+        options={"cameras": [camera]},
     )
     reshard(drive / "packed", tmp_path / "again", cameras=[camera], workers=1)
     assert faults(tmp_path / "made") == faults(tmp_path / "again") == []
@@ -428,6 +473,8 @@ def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -
     options = {"shuffle": False, "points": True, "select": names}
     loaded = batches(tmp_path / "made", 2, **options)
     for camera_batch, expected_batch in zip(
-        loaded, batches(drive / "packed", 2, cameras=[camera], **options), strict=True
+        loaded,
+        batches(drive / "packed", 2, cameras=[camera], **options),
+        strict=True,
     ):
         assert not unlike(camera_batch, expected_batch)

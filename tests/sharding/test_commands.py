@@ -65,7 +65,13 @@ def shard(run, root, out, *more):
 def test_shard_verify_inspect(run, source, tmp_path):
     out = tmp_path / "out"
     code, said, err = shard(
-        run, source.root, out, "-o", "version=v1.0-mini", "--splits", "train=0.5,val=0.5"
+        run,
+        source.root,
+        out,
+        "-o",
+        "version=v1.0-mini",
+        "--splits",
+        "train=0.5,val=0.5",
     )
     assert (code, err) == (0, "")
     assert said.startswith("6 samples (train 3, val 3) of 2 clips in 2 shards, ")
@@ -102,9 +108,19 @@ def test_progress_for_machines(run, source, tmp_path):
         event for event in events if event["event"] != "progress"
     ]  # one a second, of which a run may take many
     assert code == 0
-    assert [event["event"] for event in events] == ["scanned", "planned", "shard", "finished"]
+    assert [event["event"] for event in events] == [
+        "scanned",
+        "planned",
+        "shard",
+        "finished",
+    ]
     report = json.loads((tmp_path / "out" / "dataset.json").read_text())["provenance"]["scan"]
-    assert events[0] == {"event": "scanned", "clips": 2, "samples": 6, "report": report}
+    assert events[0] == {
+        "event": "scanned",
+        "clips": 2,
+        "samples": 6,
+        "report": report,
+    }
     assert events[2]["name"] == "train-000000.tar"
     assert events[3]["bytes"] == (tmp_path / "out" / "train-000000.tar").stat().st_size
     assert (
@@ -158,7 +174,10 @@ def test_unknown_options(run, source, tmp_path):
         assert says in err
     for words, says in (
         (["--order", "random"], "known: frame, clip, window:N"),
-        (["--zstd-level", "99"], "--zstd-level 99: must be a whole number from 1 to 19"),
+        (
+            ["--zstd-level", "99"],
+            "--zstd-level 99: must be a whole number from 1 to 19",
+        ),
         (["--shard-size", "1"], "--shard-size '1': a size must be 1024"),
         (["--splits", ""], "--splits '': it is empty"),
         (["--workers", "-1"], "--workers -1: must be a whole number >= 0"),
@@ -270,7 +289,11 @@ def test_a_source_file_that_may_not_be_read(run, source):
         root = Path(scratch)
         shutil.copytree(source.root, root / "source")
         (root / "open").mkdir()
-        for folder in (root, root / "source", *(path for path in root.rglob("*") if path.is_dir())):
+        for folder in (
+            root,
+            root / "source",
+            *(path for path in root.rglob("*") if path.is_dir()),
+        ):
             folder.chmod(0o777)
         shard(
             run, root / "source", root / "first"
@@ -340,7 +363,10 @@ def test_verify_repairs_from_the_source(run, source, dataroot, tmp_path):
     assert "the source's content" in err
     code, said, err = run("verify", out, "--repair", f"nuscenes:{source.root}")
     assert "train-000000.tar: has 4 bytes" in err
-    assert (code, said.splitlines()[-1].endswith("OK, no errors found")) == (0, True)
+    assert (code, said.splitlines()[-1].endswith("OK, no errors found")) == (
+        0,
+        True,
+    )
     assert digests(out) == before
 
 
@@ -352,7 +378,10 @@ def test_a_folder_in_the_place_of_a_file_is_named(run, source, tmp_path):
         (out / name).rename(tmp_path / name)
         (out / name).mkdir()
         code, said, _ = run("verify", out)
-        assert (code, f"{name}: cannot be read: it is a folder, not a file\n" in said) == (1, True)
+        assert (
+            code,
+            f"{name}: cannot be read: it is a folder, not a file\n" in said,
+        ) == (1, True)
         for code, _, err in (
             run("verify", out, "--repair", f"nuscenes:{source.root}"),
             shard(run, source.root, out),

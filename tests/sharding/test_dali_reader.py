@@ -31,7 +31,12 @@ def with_channels(source):
     }
     table = [
         weights | {"shape": [3], "law": {"name": "fixed"}},
-        {"name": "scan", "kind": "bytes", "field": "scan.pcd", "law": {"name": "fixed"}},
+        {
+            "name": "scan",
+            "kind": "bytes",
+            "field": "scan.pcd",
+            "law": {"name": "fixed"},
+        },
     ]
     (source.root / source.version / "channels.json").write_text(json.dumps(table))
     for number, row in enumerate(source.tables["sample"]):
@@ -91,7 +96,12 @@ def members_by_dali(root, fields, count, *, with_index):
 @pytest.mark.parametrize("with_index", [True, False])
 def test_it_hands_out_the_stored_bytes_of_every_member(tmp_path, layout, with_index):
     with_channels(build_nuscenes(tmp_path / "source", {"a": 5, "b": 3}, num_points=61))
-    shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=20_000, layout=layout)
+    shard_nuscenes(
+        tmp_path / "source",
+        tmp_path / "out",
+        shard_size_bytes=20_000,
+        layout=layout,
+    )
     assert len(list((tmp_path / "out").glob("*.tar"))) > 1
     expected = members_by_fuelrail(tmp_path / "out")
     fields = list(expected[0])

@@ -40,7 +40,13 @@ from support.layers import values_of, write_layer
 from support.nuscenes_radar import add_radar_files
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests, environment, flip, members_of, shard_nuscenes
+from support.sharding import (
+    digests,
+    environment,
+    flip,
+    members_of,
+    shard_nuscenes,
+)
 
 LAYOUTS = {
     "members": {},
@@ -52,7 +58,11 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def source(request, dataroot, sharded):
-    return sharded(dataroot("a4 b5 c3 d4"), shard_size_bytes=40_000, **LAYOUTS[request.param])
+    return sharded(
+        dataroot("a4 b5 c3 d4"),
+        shard_size_bytes=40_000,
+        **LAYOUTS[request.param],
+    )
 
 
 @pytest.fixture
@@ -68,7 +78,11 @@ def choose(dataset):
     keys = index.strings("key")
     clip = sorted(set(clips))[1]
     key = next(key for key, clip_of_key in zip(keys, clips, strict=True) if clip_of_key != clip)
-    return clip, key, [row for row in range(len(keys)) if clips[row] == clip or keys[row] == key]
+    return (
+        clip,
+        key,
+        [row for row in range(len(keys)) if clips[row] == clip or keys[row] == key],
+    )
 
 
 def span_of(opened, position):
@@ -90,7 +104,11 @@ def find_traces(dataset, rows):
         span = span_of(opened, position)
         needles[row.key.encode()] = "key"
         members = [member.xxh3 for member in row.members if member.xxh3 not in other_digests]
-        for number in (row.xxh3, xxhash.xxh3_64_intdigest(row.key.encode()), *members):
+        for number in (
+            row.xxh3,
+            xxhash.xxh3_64_intdigest(row.key.encode()),
+            *members,
+        ):
             needles |= {
                 number.to_bytes(8, "little"): f"digest of {row.key}",
                 f"{number:016x}".encode(): "digest as text",
@@ -127,7 +145,10 @@ def check(dataset, before, names, rows, report):
     for key in opened.index.strings("key"):  # neighbours say nothing of them
         meta = before["members"][key][META]
         named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
-        expected[key] = {**before["members"][key], META: msgspec.structs.replace(meta, **named)}
+        expected[key] = {
+            **before["members"][key],
+            META: msgspec.structs.replace(meta, **named),
+        }
     assert members_of(dataset) == expected
     assert not any(key.encode() in data for key in gone for data in read_metas(dataset))
     table = opened.table
@@ -139,7 +160,10 @@ def check(dataset, before, names, rows, report):
     }
     assert report.names == sorted(names)
     first = report.folders[0]
-    assert (first.before, first.after) == (before["fingerprint"], opened.manifest.fingerprint)
+    assert (first.before, first.after) == (
+        before["fingerprint"],
+        opened.manifest.fingerprint,
+    )
     assert {
         name: digest for name, digest in before["digests"].items() if name in first.shards
     } == first.shards
@@ -161,9 +185,12 @@ def read_metas(dataset):
         row = opened.index.row(position)
         path = opened.shard_path(row)
         yield bytes(
-            read_members(row, span_of(opened, position), path.name, dictionary=opened.dictionary)[
-                META
-            ]
+            read_members(
+                row,
+                span_of(opened, position),
+                path.name,
+                dictionary=opened.dictionary,
+            )[META]
         )
 
 
@@ -195,7 +222,11 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
     for folder in ("cache/spans", "cache/datasets"):
         (tmp_path / folder).mkdir(parents=True)
     with load(
-        dataset, 2, image=TINY, layers={"layer": layer}, storage={"cache_dir": tmp_path / "cache"}
+        dataset,
+        2,
+        image=TINY,
+        layers={"layer": layer},
+        storage={"cache_dir": tmp_path / "cache"},
     ) as loader:
         list(loader)
     with pytest.raises(AssertionError, match="has the"):
@@ -214,7 +245,10 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
     search(tmp_path, needles)
     assert len(report.caches) == 2
     opened = open_dataset(dataset)
-    for path, positions in ((layer, range(len(before["keys"]))), (part, positions_of_part)):
+    for path, positions in (
+        (layer, range(len(before["keys"]))),
+        (part, positions_of_part),
+    ):
         assert verify(path, deep=True, num_threads=1).faults == []
         bound = open_layer("layer", path, opened)
         for new_row, key in enumerate(opened.index.strings("key")):
@@ -235,13 +269,17 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
 
 
 def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
-    for shard_index in (-1, 0):  # the last shard goes; then the first, and the others move up
+    for shard_index in (
+        -1,
+        0,
+    ):  # the last shard goes; then the first, and the others move up
         opened = open_dataset(dataset)
         shards = list(opened.shards)
         inodes = {shard.sha256: (dataset / shard.name).stat().st_ino for shard in shards}
         first = shards[shard_index].first_sample
         report = fr.forget(
-            dataset, opened.index.strings("key", first, first + shards[shard_index].num_samples)
+            dataset,
+            opened.index.strings("key", first, first + shards[shard_index].num_samples),
         )
         assert shards[shard_index].name in report.folders[0].shards
         now = list(open_dataset(dataset).shards)
@@ -256,7 +294,10 @@ def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
 
 @pytest.fixture
 def plain(dataroot, sharded, tmp_path):
-    shutil.copytree(sharded(dataroot("a4 b5 c3 d4"), shard_size_bytes=40_000), tmp_path / "dataset")
+    shutil.copytree(
+        sharded(dataroot("a4 b5 c3 d4"), shard_size_bytes=40_000),
+        tmp_path / "dataset",
+    )
     return tmp_path / "dataset"
 
 
@@ -297,7 +338,12 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         (ManifestError, [clip], {"layers": [foreign]}, "belongs to dataset"),
         (ManifestError, [clip], {"layers": [plain]}, "not a Fuelrail manifest"),
         (ConfigError, [clip], {"layers": ["memory://layer"]}, "is at a URL"),
-        (ConfigError, choose(plain)[:2], {"layers": [only]}, "nothing would be left of"),
+        (
+            ConfigError,
+            choose(plain)[:2],
+            {"layers": [only]},
+            "nothing would be left of",
+        ),
     ):
         with pytest.raises(error, match=message):
             fr.forget(plain, names, **options)
@@ -334,7 +380,12 @@ def shard_with_neighbours(folder, per_keyframe):
     add_sweeps(nuscenes, per_keyframe)
     nuscenes.write()
     options = {"sweeps": 7, "channels": ["trajectories"]}
-    fr.shard(f"nuscenes:{folder / 'root'}", folder / "dataset", options=options, layout="none")
+    fr.shard(
+        f"nuscenes:{folder / 'root'}",
+        folder / "dataset",
+        options=options,
+        layout="none",
+    )
     return folder / "dataset"
 
 
@@ -531,12 +582,20 @@ def test_kills_change_nothing(plain, tmp_path, kill_points):
 def test_neighbours_hold_no_radar_points_of_single_samples(tmp_path):
     """Each point belongs to the first sample whose radar's keyframe is not before it."""
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"a": 6, "b": 4}, cameras=("CAM_FRONT",), num_points=4
+        tmp_path / "root",
+        {"a": 6, "b": 4},
+        cameras=("CAM_FRONT",),
+        num_points=4,
     )
     add_radar_files(nuscenes)
     options = {"channels": ["radar"], "radar_sweeps": 3}
     radar = "radar_front"
-    fr.shard(f"nuscenes:{tmp_path / 'root'}", tmp_path / "dataset", options=options, layout="none")
+    fr.shard(
+        f"nuscenes:{tmp_path / 'root'}",
+        tmp_path / "dataset",
+        options=options,
+        layout="none",
+    )
 
     def read(dataset):
         opened = open_dataset(dataset)

@@ -13,7 +13,12 @@ import xxhash
 import zstandard
 
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_points
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_points,
+)
 from support.nuscenes_tables import build_nuscenes
 from support.plain_tables import check_files, read_shards
 from support.sharding import shard_nuscenes
@@ -91,7 +96,10 @@ def test_manifest(out):
 
 
 def read_index(out):
-    with pa.OSFile(str(out / "index.arrow")) as source, pa.ipc.open_file(source) as file:
+    with (
+        pa.OSFile(str(out / "index.arrow")) as source,
+        pa.ipc.open_file(source) as file,
+    ):
         table = file.read_all()
     metadata = table.schema.metadata
     assert metadata[b"fuelrail.index.version"] == b"1"
@@ -158,7 +166,10 @@ def test_samples(out):
             row["frame"],
         )
         assert row["key"] == dataset.index.row(position).key
-        for name, record in (("geometry.safetensors", Geometry), ("boxes.safetensors", Boxes)):
+        for name, record in (
+            ("geometry.safetensors", Geometry),
+            ("boxes.safetensors", Boxes),
+        ):
             ours = read_tensors(members[name])
             theirs = decode_arrays(members[name], record)
             assert set(ours) == set(record.__dataclass_fields__)
@@ -166,7 +177,8 @@ def test_samples(out):
                 np.testing.assert_array_equal(array, getattr(theirs, field))
                 assert array.dtype == getattr(theirs, field).dtype
         np.testing.assert_array_equal(
-            read_points(members["lidar_top.npy"]), decode_points(members["lidar_top.npy"])
+            read_points(members["lidar_top.npy"]),
+            decode_points(members["lidar_top.npy"]),
         )
 
 
@@ -201,7 +213,11 @@ def test_seek_table(out):
             continue
         data = (out / shard["name"]).read_bytes()
         count, descriptor, magic = struct.unpack("<IBI", data[-9:])
-        assert (count, descriptor, magic) == (shard["num_samples"] + 1, 0, 0x8F92EAB1)
+        assert (count, descriptor, magic) == (
+            shard["num_samples"] + 1,
+            0,
+            0x8F92EAB1,
+        )
         table = data[-9 - 8 * count - 8 :]
         assert struct.unpack("<II", table[:8]) == (0x184D2A5E, len(table) - 8)
         offset = 0
@@ -210,16 +226,28 @@ def test_seek_table(out):
             struct.iter_unpack("<II", table[8:-9]),
             strict=True,
         ):
-            assert row is None or (row["offset"], row["length"]) == (offset, stored)
+            assert row is None or (row["offset"], row["length"]) == (
+                offset,
+                stored,
+            )
             frame = zstandard.get_frame_parameters(data[offset : offset + stored])
-            assert (frame.content_size, frame.has_checksum, frame.dict_id) == (raw, True, 0)
+            assert (frame.content_size, frame.has_checksum, frame.dict_id) == (
+                raw,
+                True,
+                0,
+            )
             offset += stored
         assert data[offset:] == table
 
 
 def test_tar_blocks(out):
     rows, names, codecs = read_index(out)
-    suffixes = {"raw": "", "zstd": ".zst", "zstd-dict": ".dict.zst", "zstd-p20": ".p20.zst"}
+    suffixes = {
+        "raw": "",
+        "zstd": ".zst",
+        "zstd-dict": ".dict.zst",
+        "zstd-p20": ".p20.zst",
+    }
     expected = [
         [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]]
         for row in rows

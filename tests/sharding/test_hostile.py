@@ -22,7 +22,11 @@ from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    encode_manifest,
+    load_manifest,
+)
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -35,7 +39,13 @@ from support.hostile import Member, edited, small_dataset, small_layer
 from support.hostile_cases import cases, zeros
 from support.hostile_layers import cases as layer_cases
 from support.loaders import make_loader
-from support.sharding import Interrupt, digests, environment, reshard, shard_nuscenes
+from support.sharding import (
+    Interrupt,
+    digests,
+    environment,
+    reshard,
+    shard_nuscenes,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +93,8 @@ print(peak() - began, file=sys.stderr)
 
 class TestMemory:
     @pytest.mark.parametrize(
-        "name", [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"]
+        "name",
+        [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"],
     )
     def test_a_bomb_is_refused_by_the_index_alone(self, case, tmp_path, name):
         place = case(f"zstd/{name}-1024")
@@ -125,7 +136,8 @@ class TestMemory:
         assert 100 << 20 < peak < GIB
 
     @pytest.mark.parametrize(
-        "name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"]
+        "name",
+        ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"],
     )
     def test_index_buffers_outside_the_file_are_refused(self, case, name):
         with pytest.raises(IndexFileError, match=r"a buffer of .* lies outside the file"):
@@ -149,22 +161,33 @@ class TestMemory:
 
     def test_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr(
-            "fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES", 10_000
+            "fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES",
+            10_000,
         )
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
 
     def test_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_SAMPLE_BYTES", 2000)
-        with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
+        with pytest.raises(
+            FuelrailError,
+            match=r"bytes of memory, over the caps of 4096 and 2000",
+        ):
             ShardPacker(
-                file=io.BytesIO(), number=0, level=3, dictionary=None, buffer=ReadBuffer()
+                file=io.BytesIO(),
+                number=0,
+                level=3,
+                dictionary=None,
+                buffer=ReadBuffer(),
             ).add(
                 "a",
                 "a",
                 0,
                 0,
-                [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))],
+                [
+                    RawMember("x_a.bin", "raw", bytes(1500)),
+                    RawMember("x_b.bin", "raw", bytes(600)),
+                ],
             )
 
     def test_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
@@ -181,7 +204,13 @@ class TestMemory:
 @pytest.mark.parametrize("num_bytes", [1_500_000, 4_000_000])
 def test_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, tmp_path, num_bytes):
     """Of the first not even OpenCV can be imported."""
-    words = ["reshard", str(case(f"zstd/{BOXES}-1024")), str(tmp_path / "out"), "--workers", "2"]
+    words = [
+        "reshard",
+        str(case(f"zstd/{BOXES}-1024")),
+        str(tmp_path / "out"),
+        "--workers",
+        "2",
+    ]
     line = f'ulimit -v {num_bytes}; exec "$0" -m fuelrail "$@"'
     done = subprocess.run(
         ["bash", "-c", line, sys.executable, *words],
@@ -203,7 +232,10 @@ def test_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
 
 def test_a_shard_number_that_is_not_there(case):
     place = case("rows/shard=99")
-    with pytest.raises(IndexFileError, match="a sample in shard number 99, but the manifest has 2"):
+    with pytest.raises(
+        IndexFileError,
+        match="a sample in shard number 99, but the manifest has 2",
+    ):
         list(make_loader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
 
 
@@ -220,7 +252,8 @@ def test_a_manifest_without_the_cameras_of_its_samples(case):
 
 
 @pytest.mark.parametrize(
-    "name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"]
+    "name",
+    ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"],
 )
 def test_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
     assert main(["inspect", str(case(f"rows/member-{name}"))]) == 2
@@ -233,9 +266,16 @@ def test_paths_and_lists_that_cannot_be(tmp_path, capfd):
             [f"nuscenes:{tmp_path}", "/dev/null"],
             "output folder '/dev/null' cannot be made: '/dev/null' is not a folder",
         ),
-        ([f"nuscenes:{'a' * 5000}", str(tmp_path / "out")], "cannot be read: File name too long"),
         (
-            [f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero"],
+            [f"nuscenes:{'a' * 5000}", str(tmp_path / "out")],
+            "cannot be read: File name too long",
+        ),
+        (
+            [
+                f"nuscenes:{tmp_path}",
+                str(tmp_path / "out"),
+                "--splits=/dev/zero",
+            ],
             "at most 16777216 are read",
         ),
     ):
@@ -271,7 +311,8 @@ def test_a_cut_run_json_costs_no_shards(small, tmp_path):
     state = out / ".fuelrail" / "run.json"
     os.truncate(state, 20)
     with pytest.raises(
-        FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"
+        FuelrailError,
+        match=r"run\.json' is cut or damaged .*: remove this one file",
     ):
         shard(spec, out=out, recipe=recipe, num_workers=1, progress=Quiet())
     state.unlink()
@@ -285,7 +326,8 @@ def test_a_key_twice_is_a_sentence(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"]
+    "name",
+    ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"],
 )
 def test_attributes_that_are_none(case, tmp_path, name):
     place = case(f"parquet/{name}")
@@ -310,7 +352,8 @@ def test_too_few_attributes_of_a_layer_are_one_fault(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("numbers", "do not fit together"), ("list", "has the type list<")]
+    ("name", "says"),
+    [("numbers", "do not fit together"), ("list", "has the type list<")],
 )
 def test_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
     with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
@@ -350,7 +393,10 @@ def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     manifest = load_manifest(tmp_path / "DS")
     changed = {
         "index.arrow": {"bytes": 1 << 30},
-        "blocks.sha256": {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()},
+        "blocks.sha256": {
+            "bytes": len(blocks),
+            "sha256": hashlib.sha256(blocks).hexdigest(),
+        },
     }
     files = tuple(
         msgspec.structs.replace(file, **changed.get(file.name, {})) for file in manifest.files
@@ -370,7 +416,9 @@ except IndexFileError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True
+        [sys.executable, "-c", program, str(tmp_path / "DS")],
+        capture_output=True,
+        text=True,
     )
     assert "index.arrow' cannot be opened: Cannot allocate memory" in done.stdout
     assert "--repair" not in done.stdout
@@ -384,10 +432,13 @@ def test_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
 
     monkeypatch.setattr(local, "ProcessPoolExecutor", full)
     with pytest.raises(
-        FuelrailError, match="No space left on device; they need some shared memory"
+        FuelrailError,
+        match="No space left on device; they need some shared memory",
     ) as caught:
         shard_nuscenes(
-            dataroot("a3 b3").root, tmp_path / "out", engine=local.LocalEngine(2, "processes")
+            dataroot("a3 b3").root,
+            tmp_path / "out",
+            engine=local.LocalEngine(2, "processes"),
         )
     assert "output folder" not in str(caught.value)
 

@@ -8,7 +8,11 @@ import subprocess
 
 import pytest
 
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    SourceError,
+)
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.shards import write_shards
@@ -20,7 +24,14 @@ from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.nuscenes_tables import build_nuscenes
 from support.plain_tables import rows_of
-from support.sharding import Interrupt, digests, flip, members_of, reshard, shard_nuscenes
+from support.sharding import (
+    Interrupt,
+    digests,
+    flip,
+    members_of,
+    reshard,
+    shard_nuscenes,
+)
 
 LAYOUTS = {
     "member": {"layout": "member"},
@@ -87,7 +98,13 @@ def test_every_layout_holds_the_same_and_is_whole(outs, tmp_path, name):
 def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(source, outs, tmp_path, name):
     options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS[name]}
     with pytest.raises(KeyboardInterrupt):
-        shard_nuscenes(source, tmp_path / "out", num_workers=2, progress=Interrupt(2), **options)
+        shard_nuscenes(
+            source,
+            tmp_path / "out",
+            num_workers=2,
+            progress=Interrupt(2),
+            **options,
+        )
     assert not (tmp_path / "out" / "dataset.json").exists()
     if name == "dictionary":
         shutil.copytree(tmp_path / "out", tmp_path / "spoiled")
@@ -140,7 +157,8 @@ def test_a_dictionary_that_cannot_be_made_again_is_said(source, outs, tmp_path, 
     (out / DICTIONARY_FILE).unlink()
     monkeypatch.setattr("fuelrail.sharding.write.dictionary._TIMES_ITS_SIZE", 30)
     with pytest.raises(
-        DatasetExistsError, match=r"zstd\.dict of .* is damaged and cannot be made again"
+        DatasetExistsError,
+        match=r"zstd\.dict of .* is damaged and cannot be made again",
     ):
         repair(out, f"nuscenes:{source}", 1, Quiet())
 
@@ -171,13 +189,15 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(
 def test_options_that_do_not_go_together(source, tmp_path):
     for layout in ("frame", "none"):
         with pytest.raises(
-            ConfigError, match=f"a dictionary needs layout member, got layout {layout}"
+            ConfigError,
+            match=f"a dictionary needs layout member, got layout {layout}",
         ):
             make_recipe(layout=layout, dictionary_bytes=4096)
     with pytest.raises(ConfigError, match="dictionary_bytes"):
         make_recipe(dictionary_bytes=2 << 20)
     with pytest.raises(
-        ConfigError, match="are too little to train a dictionary of 1048576 bytes on"
+        ConfigError,
+        match="are too little to train a dictionary of 1048576 bytes on",
     ):
         shard_nuscenes(source, tmp_path / "out", limit=1, dictionary_bytes=1 << 20)
 
@@ -186,7 +206,10 @@ def test_uncompressed_shards_have_the_size_that_was_asked_for(tmp_path):
     # Most of a sample is points, which planning takes to shrink to half where they are compressed.
     build_nuscenes(tmp_path / "source", {"a": 30}, cameras=("CAM_FRONT",), num_points=4000)
     manifest = shard_nuscenes(
-        tmp_path / "source", tmp_path / "out", shard_size_bytes=400_000, layout="none"
+        tmp_path / "source",
+        tmp_path / "out",
+        shard_size_bytes=400_000,
+        layout="none",
     ).manifest
     shards = open_dataset(tmp_path / "out").shards
     assert manifest.num_shards == len(shards) > 4

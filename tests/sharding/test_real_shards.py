@@ -74,13 +74,16 @@ def test_every_member_is_the_sources(root, out, tables):
             ]
             pose = tables["ego_pose"][files[camera.channel]["ego_pose_token"]]
             np.testing.assert_array_equal(
-                sample.geometry.intrinsics[number], calibrated["camera_intrinsic"]
+                sample.geometry.intrinsics[number],
+                calibrated["camera_intrinsic"],
             )
             np.testing.assert_array_equal(
-                sample.geometry.cam2ego[number, :3, 3], calibrated["translation"]
+                sample.geometry.cam2ego[number, :3, 3],
+                calibrated["translation"],
             )
             np.testing.assert_array_equal(
-                sample.geometry.cam_ego2global[number, :3, 3], pose["translation"]
+                sample.geometry.cam_ego2global[number, :3, 3],
+                pose["translation"],
             )
         assert sample.meta.license == "CC BY-NC-SA 4.0"
         assert sample.meta.dataset == f"nuscenes-{VERSION}"

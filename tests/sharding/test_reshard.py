@@ -11,7 +11,11 @@ import pytest
 
 import fuelrail as fr
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    SourceError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.append import append
 from fuelrail.sharding.progress import Quiet
@@ -24,7 +28,12 @@ SMALL = {"shard_size_bytes": 40_000}
 
 @pytest.fixture(scope="module")
 def old(dataroot, sharded):
-    return sharded(dataroot("a4 b5"), license="CC0-1.0", splits={"train": 0.5, "val": 0.5}, **SMALL)
+    return sharded(
+        dataroot("a4 b5"),
+        license="CC0-1.0",
+        splits={"train": 0.5, "val": 0.5},
+        **SMALL,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +45,10 @@ def new(dataroot, sharded):
 def test_two_datasets_become_one(old, new, tmp_path):
     manifest = reshard([old, new], tmp_path / "out", seed=5, order="window:2", layout="none")
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
-    assert members_of(tmp_path / "out") == {**members_of(old), **members_of(new)}
+    assert members_of(tmp_path / "out") == {
+        **members_of(old),
+        **members_of(new),
+    }
     assert {name: split.num_clips for name, split in manifest.splits.items()} == {
         "train": 3,
         "val": 1,
@@ -48,7 +60,12 @@ def test_two_datasets_become_one(old, new, tmp_path):
     )
     # In another order the same shards.
     reshard(
-        [new, old], tmp_path / "turned", seed=5, order="window:2", layout="none", name=manifest.name
+        [new, old],
+        tmp_path / "turned",
+        seed=5,
+        order="window:2",
+        layout="none",
+        name=manifest.name,
     )
     shards = [
         {name: d for name, d in digests(tmp_path / o).items() if name.endswith(".tar")}
@@ -67,7 +84,15 @@ def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(
 ):
     rig = [camera.channel for camera in open_dataset(old).manifest.cameras]
     cameras = rig[1:]
-    main(["reshard", str(old), str(tmp_path / "out"), "--cameras", ",".join(cameras[::-1])])
+    main(
+        [
+            "reshard",
+            str(old),
+            str(tmp_path / "out"),
+            "--cameras",
+            ",".join(cameras[::-1]),
+        ]
+    )
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
     assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == cameras
     expected = sharded(dataroot("a4 b5"), cameras=cameras, **SMALL)
@@ -89,9 +114,13 @@ def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(
     assert sorted(tables[0].to_pylist()) == sorted(tables[1].to_pylist())
     fingerprints = {open_dataset(folder).manifest.fingerprint for folder in (old, tmp_path / "out")}
     assert len(fingerprints) == 2
-    for options in ({"cameras": ["cam_x"]}, {"cameras": cameras, "append": True}):
+    for options in (
+        {"cameras": ["cam_x"]},
+        {"cameras": cameras, "append": True},
+    ):
         with pytest.raises(
-            ConfigError, match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras"
+            ConfigError,
+            match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras",
         ):
             fr.reshard([old], tmp_path / "other", **options)
 
@@ -130,7 +159,8 @@ def test_a_version_of_a_version_and_without_the_old_one(old, new, dataroot, shar
     append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
     shutil.rmtree(tmp_path / "v1")
     manifest = append(
-        [str(tmp_path / "v2"), str(sharded(dataroot("e2"), **SMALL))], tmp_path / "v3"
+        [str(tmp_path / "v2"), str(sharded(dataroot("e2"), **SMALL))],
+        tmp_path / "v3",
     )
     assert manifest.num_samples == 16 + 2
     assert verify(tmp_path / "v3", deep=True, num_threads=2).faults == []
@@ -148,7 +178,8 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
     append([str(old), str(new)], out)
     assert digests(out) == expected
     with pytest.raises(
-        DatasetExistsError, match=r"holds another dataset: source options\.fingerprints: "
+        DatasetExistsError,
+        match=r"holds another dataset: source options\.fingerprints: ",
     ):
         append([str(new), str(old)], out)
 
@@ -183,11 +214,13 @@ def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
     os.link(shard, tmp_path / "x")
     (tmp_path / "x").replace(out / "train-000000.tar")  # damaged in both versions
     with pytest.raises(
-        SourceError, match=r"v1/train-000000\.tar' is not the file that its manifest describes"
+        SourceError,
+        match=r"v1/train-000000\.tar' is not the file that its manifest describes",
     ):
         append(sources, out)
     with pytest.raises(
-        ConfigError, match=r"made by `fuelrail reshard --append`: run the same command again"
+        ConfigError,
+        match=r"made by `fuelrail reshard --append`: run the same command again",
     ):
         repair(out, f"nuscenes:{old}", 1, Quiet())
     (tmp_path / "x").write_bytes(data)
@@ -206,7 +239,8 @@ def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, m
     assert verify(tmp_path / "v2", deep=False, num_threads=1).faults == []
     flip(tmp_path / "v1" / "train-000000.tar", 3000, 255)
     with pytest.raises(
-        SourceError, match=r"train-000000\.tar' is not the file that its manifest describes"
+        SourceError,
+        match=r"train-000000\.tar' is not the file that its manifest describes",
     ):
         append([str(tmp_path / "v1"), str(new)], tmp_path / "v3")
     assert not (tmp_path / "v3" / "dataset.json").exists()
@@ -235,7 +269,16 @@ def test_what_does_not_fit_together(old, new, dataroot, sharded, tmp_path):
 def test_the_commands(old, new, tmp_path, capsys):
     assert (
         main(
-            ["reshard", str(old), str(new), str(tmp_path / "out"), "--seed", "3", "--workers", "1"]
+            [
+                "reshard",
+                str(old),
+                str(new),
+                str(tmp_path / "out"),
+                "--seed",
+                "3",
+                "--workers",
+                "1",
+            ]
         )
         == 0
     )
@@ -243,7 +286,18 @@ def test_the_commands(old, new, tmp_path, capsys):
     assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v2")]) == 0
     assert "16 samples" in capsys.readouterr().out
     assert (
-        main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
+        main(
+            [
+                "reshard",
+                "--append",
+                str(old),
+                str(new),
+                str(tmp_path / "v3"),
+                "--seed",
+                "3",
+            ]
+        )
+        == 2
     )
     assert (
         "--append reuses shards as they are, so it cannot be combined with --seed"
@@ -255,5 +309,16 @@ def test_the_commands(old, new, tmp_path, capsys):
     assert main(["shard", f"fuelrail:{old}", str(tmp_path / "v3")]) == 2
     assert f"fuelrail reshard {old} {tmp_path / 'v3'}" in capsys.readouterr().err
     (tmp_path / "out" / "index.arrow").write_bytes(b"damaged")
-    assert main(["verify", str(tmp_path / "out"), "--repair", f"fuelrail:{old}", str(new)]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                str(tmp_path / "out"),
+                "--repair",
+                f"fuelrail:{old}",
+                str(new),
+            ]
+        )
+        == 0
+    )
     assert "OK, no errors found" in capsys.readouterr().out

@@ -38,7 +38,14 @@ from support.source_world import samples_of
 
 CLIPS = "a4 b5 c3 d4"
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
-AS_WORDS = ("--seed", "7", "--shard-size", "30000", "--splits", "train=0.75,val=0.25")
+AS_WORDS = (
+    "--seed",
+    "7",
+    "--shard-size",
+    "30000",
+    "--splits",
+    "train=0.75,val=0.25",
+)
 PROCESSES = ("--workers", "2", "--engine", "processes")
 
 
@@ -88,7 +95,10 @@ def test_the_fingerprint_covers_every_byte_and_row_but_not_the_version_of_the_to
     )
     named = shard_nuscenes(source.root, tmp_path / "named", name="renamed", **OPTIONS).manifest
     fewer = shard_nuscenes(source.root, tmp_path / "fewer", limit=15, **OPTIONS).manifest
-    flip(next(path for path in sorted(copy.rglob("*.jpg")) if "sweeps" not in path.parts), -10)
+    flip(
+        next(path for path in sorted(copy.rglob("*.jpg")) if "sweeps" not in path.parts),
+        -10,
+    )
     byte = shard_nuscenes(copy, tmp_path / "byte", **OPTIONS).manifest
     assert byte.num_samples == ours.num_samples
     assert len({manifest.fingerprint for manifest in (ours, named, fewer, byte)}) == 4
@@ -103,8 +113,18 @@ def test_nothing_but_the_dataset_is_left(source, expected):
     names = set(digests(expected))
     dataset = open_dataset(expected)
     shards = {name for shard in dataset.shards for name in (shard.name, shard.idx_name)}
-    assert names == {"dataset.json", *shards, *(entry.name for entry in dataset.manifest.files)}
-    tables = {"shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256", "attributes.parquet"}
+    assert names == {
+        "dataset.json",
+        *shards,
+        *(entry.name for entry in dataset.manifest.files),
+    }
+    tables = {
+        "shards.arrow",
+        "index.arrow",
+        "keys.arrow",
+        "blocks.sha256",
+        "attributes.parquet",
+    }
     assert {*tables, "train-000000.idx", "val-000000.tar"} <= names
     for path in expected.iterdir():
         for private in (str(expected).encode(), str(source.root).encode()):
@@ -115,7 +135,10 @@ def test_a_finished_dataset_is_checked_and_left(source, expected, tmp_path):
     shutil.copytree(expected, tmp_path / "out")
     before = {path.name: path.stat().st_ino for path in (tmp_path / "out").iterdir()}
     outcome = shard_nuscenes(source.root, tmp_path / "out", **OPTIONS)
-    assert (outcome.num_written, outcome.num_kept) == (0, outcome.manifest.num_shards)
+    assert (outcome.num_written, outcome.num_kept) == (
+        0,
+        outcome.manifest.num_shards,
+    )
     assert {path.name: path.stat().st_ino for path in (tmp_path / "out").iterdir()} == before
 
 
@@ -158,7 +181,10 @@ def test_a_damaged_manifest_is_named(source, expected, tmp_path):
         ({"seed": 8}, "seed: 7 there, 8 here"),
         ({"order": "clip"}, 'order: "frame" there, "clip" here'),
         ({"shard_size_bytes": 40_000}, "shard size: 30000 there, 40000 here"),
-        ({"splits": None}, r'splits: \{"train":0.75,"val":0.25\} there, none here'),
+        (
+            {"splits": None},
+            r'splits: \{"train":0.75,"val":0.25\} there, none here',
+        ),
         ({"layout": "none"}, 'layout: "member" there, "none" here'),
         ({"points": False}, "source options.points: true there, false here"),
         ({"name": "other"}, 'name: none there, "other" here'),
@@ -254,13 +280,15 @@ def test_another_list_of_samples_and_a_changed_source_are_refused_with_both_side
     partial, expected, copy, dataroot
 ):
     with pytest.raises(
-        DatasetExistsError, match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here"
+        DatasetExistsError,
+        match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here",
     ):
         shard_nuscenes(dataroot(f"{CLIPS} e2").root, partial, **OPTIONS)
     path = next((copy / "samples" / "LIDAR_TOP").iterdir())
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(
-        DatasetExistsError, match=r"the source's content \(SHA-256 of its scan\): .* there, .* here"
+        DatasetExistsError,
+        match=r"the source's content \(SHA-256 of its scan\): .* there, .* here",
     ):
         shard_nuscenes(copy, expected, **OPTIONS)
 
@@ -268,7 +296,10 @@ def test_another_list_of_samples_and_a_changed_source_are_refused_with_both_side
 @pytest.mark.process
 def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     small = build_nuscenes(
-        tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20
+        tmp_path / "source",
+        {"a": 2, "b": 2},
+        cameras=("CAM_FRONT", "CAM_BACK"),
+        num_points=20,
     )
     (tmp_path / "scratch").mkdir()
     program = [
@@ -294,7 +325,10 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     for _ in range(3):
         start_s = time.monotonic()
         process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            command,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         # The first is let run until work begins, so that its length is known and the others die in the middle.
         while not times and process.poll() is None and not list(out.glob("*.tar")):
@@ -330,12 +364,19 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
 def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, workers):
     """A terminal sends to all of the processes, Kubernetes to the first."""
     nuscenes = dataroot(
-        "a300", images=[encode_image(1, 48, 32)], cameras=("CAM_FRONT",), num_tracks=0
+        "a300",
+        images=[encode_image(1, 48, 32)],
+        cameras=("CAM_FRONT",),
+        num_tracks=0,
     )
     out = tmp_path / "out"
     command = shard_command(f"nuscenes:{nuscenes.root}", out, "--shard-size", "5kB", *workers)
     process = subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while process.poll() is None and not list(out.glob("*.tar")):
         time.sleep(0.002)
@@ -414,7 +455,8 @@ def test_units_stay_together_in_the_shards(source, tmp_path, order):
     for first, end in zip(starts, [*starts[1:], len(clips)], strict=True):
         assert len(set(clips[first:end])) == 1
         assert np.array_equal(
-            frames[first:end], np.arange(frames[first], frames[first] + end - first)
+            frames[first:end],
+            np.arange(frames[first], frames[first] + end - first),
         )
         shards = {dataset.index.row(position).shard for position in range(first, end)}
         assert len(shards) == 1
@@ -446,11 +488,19 @@ def test_selected_samples_and_their_neighbours(source, tmp_path):
 
 @pytest.mark.costly
 def test_a_limit_takes_the_first_samples_of_the_source(source, tmp_path):
-    shard_nuscenes(source.root, tmp_path / "out", limit=6, splits={"train": 0.5, "val": 0.5})
+    shard_nuscenes(
+        source.root,
+        tmp_path / "out",
+        limit=6,
+        splits={"train": 0.5, "val": 0.5},
+    )
     keys = sorted(open_dataset(tmp_path / "out").index.strings("key"))
     assert keys == [*(f"a-{n:06d}" for n in range(4)), "b-000000", "b-000001"]
     shard_nuscenes(source.root, tmp_path / "both", select="clip_id != 'a'", limit=2)
-    assert sorted(open_dataset(tmp_path / "both").index.strings("key")) == ["b-000000", "b-000001"]
+    assert sorted(open_dataset(tmp_path / "both").index.strings("key")) == [
+        "b-000000",
+        "b-000001",
+    ]
     assert shard_nuscenes(source.root, tmp_path / "all", limit=1000).manifest.num_samples == 16
 
 

@@ -16,7 +16,8 @@ LONGEST_S = 3600
 
 
 @pytest.mark.parametrize(
-    ("has_own_model", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)]
+    ("has_own_model", "num_kills", "meshes"),
+    [(False, 200, MESHES), (True, 60, OWN_MESHES)],
 )
 def test_kills(tmp_path, has_own_model, num_kills, meshes):
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})

@@ -13,7 +13,12 @@ import cv2
 import numpy as np
 import pytest
 
-from support.fresh_pages import Environment, installs_of, lacking_figures, run_console
+from support.fresh_pages import (
+    Environment,
+    installs_of,
+    lacking_figures,
+    run_console,
+)
 from support.pages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(1800)]
@@ -61,7 +66,9 @@ def desk(quickstart_folder, tmp_path):
     return tmp_path
 
 
-def test_the_first_install_is_small_and_its_order_serves_torchs_loader(tmp_path) -> None:
+def test_the_first_install_is_small_and_its_order_serves_torchs_loader(
+    tmp_path,
+) -> None:
     """The package alone, then torch by hand: neither OpenCV nor webdataset."""
     environment = Environment(tmp_path / "venv", has_torch=False)
     environment.install("pip install .")
@@ -137,7 +144,10 @@ def test_a_page_of_the_laboratory(page, headings, laboratory, desk) -> None:
 def test_a_figure_that_a_command_does_not_print_is_found(capfd) -> None:
     assert lacking_figures("# 40 samples, 39 MB", "wrote 40 samples, 38.6 MB, 1,200 images") == []
     assert lacking_figures("# 1,200 images, 39.1 MB", "1,200 images 39.12 MB") == []
-    assert lacking_figures("# 41 samples, 39 MB", "40 samples, 39.6 MB") == ["41 samples", "39 MB"]
+    assert lacking_figures("# 41 samples, 39 MB", "40 samples, 39.6 MB") == [
+        "41 samples",
+        "39 MB",
+    ]
     run_console("$ echo one   two\none two\n")
     with pytest.raises(AssertionError, match="the page shows 'three'"):
         run_console("$ echo one\nthree\n")

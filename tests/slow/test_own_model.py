@@ -42,7 +42,15 @@ def dataset(tmp_path_factory):
     ids=lambda value: "-".join(value) or "own" if isinstance(value, tuple) else None,
 )
 def test_ranks_train_and_evaluate_as_one_process(limit, words, world, dataset, tmp_path):
-    run_ranks(world, own_model.__file__, dataset, tmp_path / "out.json", 20, *words, timeout_s=3000)
+    run_ranks(
+        world,
+        own_model.__file__,
+        dataset,
+        tmp_path / "out.json",
+        20,
+        *words,
+        timeout_s=3000,
+    )
     differences = json.loads((tmp_path / "out.json").read_text())
     assert {name: differences[name] for name in STRATEGIES if differences[name] > limit} == {}
     assert all(
@@ -53,8 +61,22 @@ def test_ranks_train_and_evaluate_as_one_process(limit, words, world, dataset, t
 
 def test_a_model_larger_than_what_a_rank_may_have_trains_in_parts(dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"t allocate memory"):
-        run_ranks(4, limited_rank.__file__, dataset, "ddp", tmp_path / "ddp", timeout_s=600)
-    said = run_ranks(4, limited_rank.__file__, dataset, "fsdp2", tmp_path / "fsdp2", timeout_s=600)
+        run_ranks(
+            4,
+            limited_rank.__file__,
+            dataset,
+            "ddp",
+            tmp_path / "ddp",
+            timeout_s=600,
+        )
+    said = run_ranks(
+        4,
+        limited_rank.__file__,
+        dataset,
+        "fsdp2",
+        tmp_path / "fsdp2",
+        timeout_s=600,
+    )
     rank_bytes = [int(size) for size in re.findall(r"rank \d had (\d+) bytes", said)]
     assert len(rank_bytes) == 4 and max(rank_bytes) < LIMIT
 
@@ -92,7 +114,10 @@ def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_kill
             time.sleep(0.05)
     finally:
         for node in nodes:
-            for process in (*psutil.Process(node.pid).children(recursive=True), node):
+            for process in (
+                *psutil.Process(node.pid).children(recursive=True),
+                node,
+            ):
                 process.kill()
             node.communicate()
     said, _ = start("--standalone", "--nproc-per-node", "2", "again.py").communicate(timeout=300)

@@ -28,8 +28,21 @@ from fuelrail.bench.planner.step_time import (
 )
 from support.published_formulas import first_stage_layers
 from support.published_steps import PUBLISHED
-from support.reference_figures import NOT_EXPRESSIBLE, Case, mean_error, planned, predict, timed
-from support.reference_steps import cluster_of, scenario_of, seconds_of, software_of, transformer
+from support.reference_figures import (
+    NOT_EXPRESSIBLE,
+    Case,
+    mean_error,
+    planned,
+    predict,
+    timed,
+)
+from support.reference_steps import (
+    cluster_of,
+    scenario_of,
+    seconds_of,
+    software_of,
+    transformer,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -54,7 +67,12 @@ def cases():
 def steps(cases):
     """All published steps of dense decoders and ResNet-50, of the file and of `support.published_steps`."""
     reference_steps = [
-        Step(case.id, case.source.split(",")[0], software_of(case.given), *timed(case))
+        Step(
+            case.id,
+            case.source.split(",")[0],
+            software_of(case.given),
+            *timed(case),
+        )
         for case in cases
         if case.id not in NOT_EXPRESSIBLE and has_step(case)
     ]
@@ -120,7 +138,9 @@ def test_configurations_that_ran_are_not_refused_for_memory(steps):
     assert refused == REFUSED
 
 
-def test_a_run_with_a_schedule_of_its_own_does_not_fit_by_closed_formulas_either(cases):
+def test_a_run_with_a_schedule_of_its_own_does_not_fit_by_closed_formulas_either(
+    cases,
+):
     """By its activations and 16-bit weights alone, with all else divided among all ranks."""
     given = next(case.given for case in cases if case.id == _OWN_SCHEDULE)
     llama = transformer(given)
@@ -158,7 +178,11 @@ def test_the_spreads_are_of_publications_that_were_left_out(steps):
         ]
         logs = []
         for source in sorted({step.source for step in mine if step.family == family}):
-            fit_to_others = fit([step.case for step in mine if step.source != source], START, NAMES)
+            fit_to_others = fit(
+                [step.case for step in mine if step.source != source],
+                START,
+                NAMES,
+            )
             for step in mine:
                 if step.source == source and step.family == family:
                     logs.append(math.log(1 + step_error(step, fit_to_others.efficiency)))
@@ -202,7 +226,12 @@ def step_error(step, used):
 
 
 START = Efficiency(
-    products=0.6, attention=0.4, convolution=0.3, passes=4.0, unfused=0.15, spread=0.2
+    products=0.6,
+    attention=0.4,
+    convolution=0.3,
+    passes=4.0,
+    unfused=0.15,
+    spread=0.2,
 )
 NAMES = ("products", "attention", "convolution", "passes", "unfused")
 

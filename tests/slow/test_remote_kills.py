@@ -23,7 +23,12 @@ CASES = {
         "shuffle": True,
         "image": ImageAugment(height=32, width=48, train=True, flip_prob=0.5),
     },
-    "windows": {"shuffle": True, "image": TINY, "frames": [-1, 0], "drop_last": False},
+    "windows": {
+        "shuffle": True,
+        "image": TINY,
+        "frames": [-1, 0],
+        "drop_last": False,
+    },
 }
 
 
@@ -31,10 +36,17 @@ CASES = {
 def test_fifty_kills(name, tmp_path):
     build_dataset(tmp_path / "data", {"train": (9, 12, 10)})
     with ray_cluster(3) as cluster:
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=cluster.address,
+            log_to_driver=False,
+            configure_logging=False,
+        )
         try:
             with load(
-                tmp_path / "data", 2, where=RemoteWorkers(num_workers=3), **CASES[name]
+                tmp_path / "data",
+                2,
+                where=RemoteWorkers(num_workers=3),
+                **CASES[name],
             ) as loader:
                 batches, killed = batches_through_kills(loader, cluster, 50, seed=len(name))
         finally:
@@ -44,5 +56,11 @@ def test_fifty_kills(name, tmp_path):
     with load(tmp_path / "data", 2, **CASES[name]) as loader:
         for epoch in range(len(batches) // len(loader)):
             expected = [copied(batch) for batch in loader]
-            assert unlike(expected, batches[epoch * len(loader) : (epoch + 1) * len(loader)]) == []
+            assert (
+                unlike(
+                    expected,
+                    batches[epoch * len(loader) : (epoch + 1) * len(loader)],
+                )
+                == []
+            )
     assert len(batches) % len(expected) == 0

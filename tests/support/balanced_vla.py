@@ -26,7 +26,10 @@ def main(dataset: str, folder: str) -> None:
         "plain": [],
         "balanced": [],
     }
-    for name, words in (("plain", []), ("balanced", ["--balance=timestamp_ns"])):
+    for name, words in (
+        ("plain", []),
+        ("balanced", ["--balance=timestamp_ns"]),
+    ):
         options = [
             "--strategy=ddp",
             *words,

@@ -33,7 +33,10 @@ class BatchedTurbo(TurboDecoder):
 
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(
-            shape, 9, dtype=torch.uint8, device=None if self.device.type == "meta" else self.device
+            shape,
+            9,
+            dtype=torch.uint8,
+            device=None if self.device.type == "meta" else self.device,
         )
 
     def decode_batch(self, encoded, image_maps, out, interpolation="bilinear"):

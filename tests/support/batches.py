@@ -25,7 +25,12 @@ TINY = ImageAugment(height=8, width=8, resize="stretch")
 
 
 def load(
-    root: Any, batch_size: int = 3, *, rank: int = 0, size: int = 1, **options: Any
+    root: Any,
+    batch_size: int = 3,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    **options: Any,
 ) -> DataLoader:
     """Make a loader of small images with two threads, where the options do not say otherwise."""
     options = {"image": SMALL, "num_workers": 2, **options}
@@ -81,7 +86,11 @@ def unlike(actual: Any, expected: Any, name: str = "") -> list[str]:
 
 def _bytes(tensor: torch.Tensor) -> tuple[str, torch.Size, bytes]:
     flat = tensor.cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return str(tensor.dtype), tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+    return (
+        str(tensor.dtype),
+        tensor.shape,
+        flat.view(torch.uint8).numpy().tobytes(),
+    )
 
 
 def rows(batch: dict[str, Any]) -> list[Any]:
@@ -114,7 +123,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_one_sequence(
-    make: Callable[..., DataLoader], global_batch: int = 4, sizes: tuple[int, ...] = (1, 2, 4)
+    make: Callable[..., DataLoader],
+    global_batch: int = 4,
+    sizes: tuple[int, ...] = (1, 2, 4),
 ) -> None:
     """Check that ranks, threads and restarts change nothing.
 
@@ -129,7 +140,10 @@ def check_one_sequence(
         states = []
         for rank in range(size):
             with make(
-                global_batch // size, rank=rank, size=size, num_workers=1 + rank % 3
+                global_batch // size,
+                rank=rank,
+                size=size,
+                num_workers=1 + rank % 3,
             ) as loader:
                 if state is not None:
                     loader.load_state_dict(state)

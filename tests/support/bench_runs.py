@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.measure.accelerator import (
+    AcceleratorProfile,
+    ReferenceInput,
+)
 from fuelrail.bench.measure.clock import ThreadTimes
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import (
@@ -169,7 +172,14 @@ def log(records: list[StepRecord], *, digest: str = "same", complete: bool = Tru
 
 def report_of(logs, *, settings=SETTINGS, cut_off=None, cpu=None) -> Report:
     """The report of ranks that left these logs."""
-    return build_report(settings, logs, machine=MACHINE, dataset=DATASET, cut_off=cut_off, cpu=cpu)
+    return build_report(
+        settings,
+        logs,
+        machine=MACHINE,
+        dataset=DATASET,
+        cut_off=cut_off,
+        cpu=cpu,
+    )
 
 
 def _stages(busy_s: float, items: int) -> list[StageClock]:

@@ -34,11 +34,17 @@ ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
     "windowed": (fr.OrderSpec(kind="windowed", window=3), {"blocks": 50}),
     "lanes": (fr.OrderSpec(kind="lanes", pieces_per_clip=2), {}),
     "weights": (fr.OrderSpec(filter="loss < 0.9", weights=BY_NIGHT), {}),
-    "parts": (fr.OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3})), {}),
+    "parts": (
+        fr.OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3})),
+        {},
+    ),
     "stages": (fr.OrderSpec(seed=3, stages=STAGES), {}),
     "sequential": (fr.OrderSpec(kind="sequential"), {}),
     "mix": (fr.OrderSpec(seed=4), {"mix": {"a": 3, "b": 1}}),
-    "frames": (fr.OrderSpec(seed=5), {"window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")}),
+    "frames": (
+        fr.OrderSpec(seed=5),
+        {"window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")},
+    ),
 }
 NUM_ORDERS = len(ORDERS) + 1
 """With that of :func:`add_subset`."""
@@ -52,7 +58,10 @@ HALVES = {
 def add_subset(folder: Path) -> None:
     """Add the order of a list of keys, in a file of the folder."""
     (folder / "keys.txt").write_text("".join(f"k{row}\n" for row in range(0, NUM_ROWS, 3)))
-    ORDERS["subset"] = (fr.OrderSpec(seed=6, subset=str(folder / "keys.txt")), {})
+    ORDERS["subset"] = (
+        fr.OrderSpec(seed=6, subset=str(folder / "keys.txt")),
+        {},
+    )
 
 
 def sampler_of(name: str, world: fr.World, kind: type[Any] = fr.order.BatchSampler) -> Any:

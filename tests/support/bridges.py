@@ -71,12 +71,19 @@ def torch_run(
 
 
 def stateful_run(
-    name: str, world: fr.World, state: Any, num_steps: int, _folder: Path, **options: Any
+    name: str,
+    world: fr.World,
+    state: Any,
+    num_steps: int,
+    _folder: Path,
+    **options: Any,
 ) -> tuple[list[list[int]], Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader = StatefulDataLoader(
-        Rows(), batch_sampler=sampler_of(name, world, fr.order.StatefulSampler), **options
+        Rows(),
+        batch_sampler=sampler_of(name, world, fr.order.StatefulSampler),
+        **options,
     )
     if state is not None:
         loader.load_state_dict(state)
@@ -155,7 +162,9 @@ def trainer_run(
     batch_rows = []
     loader = sampler.count(
         DataLoader(
-            Rows(), batch_sampler=sampler, collate_fn=lambda rows: {"row": torch.tensor(rows)}
+            Rows(),
+            batch_sampler=sampler,
+            collate_fn=lambda rows: {"row": torch.tensor(rows)},
         )
     )
     steps_done, checkpoint = state or (0, None)
@@ -195,7 +204,13 @@ def trainer_run(
 
 
 def grain_run(
-    name: str, world: fr.World, state: Any, num_steps: int, _folder: Path, *, workers: int = 0
+    name: str,
+    world: fr.World,
+    state: Any,
+    num_steps: int,
+    _folder: Path,
+    *,
+    workers: int = 0,
 ) -> tuple[list[list[int]], Any]:
     import grain
 
@@ -225,7 +240,9 @@ def lance_rows(folder: Path) -> Any:
     import pyarrow as pa
 
     stored = lance.write_dataset(
-        pa.table({"row": range(NUM_ROWS)}), str(folder / "rows.lance"), max_rows_per_file=100
+        pa.table({"row": range(NUM_ROWS)}),
+        str(folder / "rows.lance"),
+        max_rows_per_file=100,
     )
 
     class LanceRows(Rows):
@@ -240,7 +257,11 @@ def lerobot_episodes(folder: Path) -> Any:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     features = {
-        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
+        "observation.state": {
+            "dtype": "float32",
+            "shape": (2,),
+            "names": ["episode", "frame"],
+        }
     }
     dataset = LeRobotDataset.create(
         "me/episodes", 10, features, root=folder / "episodes", use_videos=False
@@ -248,7 +269,10 @@ def lerobot_episodes(folder: Path) -> Any:
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
             dataset.add_frame(
-                {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
+                {
+                    "observation.state": np.array([episode, frame], np.float32),
+                    "task": "move",
+                }
             )
         dataset.save_episode()
     dataset.finalize()
@@ -293,7 +317,10 @@ BRIDGES: dict[str, tuple[str, Run]] = {
     "torch, 2 workers": ("torch", partial(torch_run, **TWO)),
     "torchdata": ("torchdata", stateful_run),
     "torchdata, 2 workers": ("torchdata", partial(stateful_run, **TWO)),
-    "torchdata, every 4th step": ("torchdata", partial(stateful_run, snapshot_every_n_steps=4)),
+    "torchdata, every 4th step": (
+        "torchdata",
+        partial(stateful_run, snapshot_every_n_steps=4),
+    ),
     "Trainer": ("transformers", trainer_run),
     "Accelerate": ("accelerate", accelerate_run),
     "Lightning": ("lightning", lightning_run),
@@ -305,11 +332,15 @@ BRIDGES: dict[str, tuple[str, Run]] = {
         over_data(lambda _: hugging_face(), lambda batch: batch["row"].tolist()),
     ),
     "Lance": ("lance", over_data(lance_rows, torch.Tensor.tolist)),
-    "LeRobot": ("lerobot", over_data(lerobot_episodes, lambda batch: batch["index"].tolist())),
+    "LeRobot": (
+        "lerobot",
+        over_data(lerobot_episodes, lambda batch: batch["index"].tolist()),
+    ),
     "torchvision": (
         "torchvision",
         over_data(
-            image_folder, lambda batch: [256 * r + g for r, g, _ in batch[0].flatten(1).tolist()]
+            image_folder,
+            lambda batch: [256 * r + g for r, g, _ in batch[0].flatten(1).tolist()],
         ),
     ),
 }

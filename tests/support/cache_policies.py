@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
+from fuelrail.loaders.storage.cache.future_uses import (
+    NEVER,
+    FarthestFirst,
+    FutureUses,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -16,7 +20,10 @@ class Hindsight(FutureUses):
     """What LRU goes by, given to the cache as future uses: the longer ago the last use, the later the next one."""
 
     def __init__(self, sequence: NDArray[np.int64]) -> None:
-        super().__init__(lambda first, count: sequence[first : first + count], 2 * len(sequence))
+        super().__init__(
+            lambda first, count: sequence[first : first + count],
+            2 * len(sequence),
+        )
         self._uses = {row: np.flatnonzero(sequence == row) for row in np.unique(sequence).tolist()}
 
     def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:

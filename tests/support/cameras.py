@@ -78,7 +78,8 @@ def made_image(quality: int = 85) -> bytes:
     planes = []
     for _ in range(3):
         field = np.fft.irfft2(
-            np.fft.rfft2(rng.standard_normal((height, width))) * spectrum, s=(height, width)
+            np.fft.rfft2(rng.standard_normal((height, width))) * spectrum,
+            s=(height, width),
         )
         planes.append(128 + 45 * field / field.std())
     picture = np.stack(planes, axis=-1)
@@ -162,7 +163,11 @@ def sample_members() -> dict[str, bytes]:
         attribute=np.full(NUM_BOXES, -1, np.int16),
         valid=np.ones(NUM_BOXES, np.uint8),
     )
-    return {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry), BOXES: encode_arrays(boxes)}
+    return {
+        META: encode_meta(meta),
+        GEOMETRY: encode_arrays(geometry),
+        BOXES: encode_arrays(boxes),
+    }
 
 
 def write_cameras(
@@ -229,7 +234,9 @@ def write_cameras(
         for channel in channels
     )
     manifest = msgspec.structs.replace(
-        manifest, channels=channel_table(cameras, manifest.lidars), fingerprint=""
+        manifest,
+        channels=channel_table(cameras, manifest.lidars),
+        fingerprint="",
     )
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return open_dataset(folder)
@@ -257,7 +264,11 @@ def write_made_dataset(
     for shard, length in enumerate(shard_lengths):
         with (folder / f"train-{shard:06d}.tar").open("wb") as file:
             packer = ShardPacker(
-                file=file, number=shard, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=buffer
+                file=file,
+                number=shard,
+                level=DEFAULT_ZSTD_LEVEL,
+                dictionary=None,
+                buffer=buffer,
             )
             for sample in islice(coming, length):
                 packer.add(*sample)
@@ -271,7 +282,11 @@ def write_made_dataset(
     write_index(folder / INDEX_FILE, rows, list(names), used)
     num_clips = len({row.clip_id for row in rows})
     return write_manifest(
-        folder, shard_lengths, num_clips=num_clips, split="train", shard_bytes=sizes
+        folder,
+        shard_lengths,
+        num_clips=num_clips,
+        split="train",
+        shard_bytes=sizes,
     )
 
 

@@ -22,7 +22,14 @@ from typing import Any
 
 import xxhash
 
-from support.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, OWN_MESHES, PHASES, run_rank
+from support.checkpoint_ranks import (
+    KEEP,
+    MESHES,
+    NUM_STEPS,
+    OWN_MESHES,
+    PHASES,
+    run_rank,
+)
 from support.ranks import warm
 
 MAX_LOSS_DIFFERENCE = 2e-6
@@ -168,7 +175,11 @@ class Kills:
         return True
 
     def _compare(
-        self, files: Sequence[Path], place: Path, before: Mapping[int, Path], mesh: str
+        self,
+        files: Sequence[Path],
+        place: Path,
+        before: Mapping[int, Path],
+        mesh: str,
     ) -> None:
         """Compare what the ranks did with the reference, and the visible checkpoints with their manifests."""
         keys_by_step: dict[int, list[set[str]]] = {}
@@ -203,7 +214,10 @@ class Kills:
             self.found["checkpoints_checked"] += 1
             self.found["damaged_checkpoints"] += not _is_complete(folder)
         # A run that is killed before it removes old ones leaves one more, also after such a run.
-        assert len(checkpoints) <= max(KEEP, len(before)) + 1, (mesh, checkpoints)
+        assert len(checkpoints) <= max(KEEP, len(before)) + 1, (
+            mesh,
+            checkpoints,
+        )
 
 
 def _lines(files: Sequence[Path]) -> list[dict[str, Any]]:

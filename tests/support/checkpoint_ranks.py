@@ -26,7 +26,10 @@ from fuelrail.bench.trainer.loop import batches
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    degrees_of,
+)
 from support import own_model
 from support.parallel_equality import train_step
 
@@ -56,7 +59,8 @@ class Mesh(NamedTuple):
 def _mesh(num_ranks: int, strategy: Strategy = "ddp", mesh: str | None = None) -> Mesh:
     # A warm-up, so that the schedule's state counts.
     return Mesh(
-        num_ranks, ParallelSettings(strategy=strategy, mesh=mesh, rate_warmup=10, clip_norm=1.0)
+        num_ranks,
+        ParallelSettings(strategy=strategy, mesh=mesh, rate_warmup=10, clip_norm=1.0),
     )
 
 
@@ -123,7 +127,8 @@ def divided(name: str, *, own: bool) -> Parallel:
         return own_model.divided(settings=settings, batch_norm="frozen")
     share = GLOBAL_BATCH // degrees_of(settings, MESHES[name].num_ranks).data
     return parallelise(
-        partial(build_model, MODELS[MODEL]), msgspec.structs.replace(settings, micro_batches=share)
+        partial(build_model, MODELS[MODEL]),
+        msgspec.structs.replace(settings, micro_batches=share),
     )
 
 
@@ -181,7 +186,14 @@ def run_rank(
         for step, batch in zip(range(first, NUM_STEPS), batches(loader, None), strict=False):
             loss = train_step(parallel, batch)
             out.write(
-                json.dumps({"step": step, "loss": loss, "keys": list(batch["sample_key"])}) + "\n"
+                json.dumps(
+                    {
+                        "step": step,
+                        "loss": loss,
+                        "keys": list(batch["sample_key"]),
+                    }
+                )
+                + "\n"
             )
             if (step + 1) % EVERY == 0:
                 done = checkpoints.save(step + 1, parallel, loader.state_dict())

@@ -29,7 +29,10 @@ def server(command, port):
     try:
         deadline = time.monotonic() + 180
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), 1),
+            ):
                 break
             assert time.monotonic() < deadline, f"{command[0]} did not start within 180 s"
             assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
@@ -70,7 +73,11 @@ def emulated(kind, folder):
             "--in-memory",
             "--default-bucket=datasets",
         ]
-        options = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{port}", "project": "test"}
+        options = {
+            "token": "anon",
+            "endpoint_url": f"http://127.0.0.1:{port}",
+            "project": "test",
+        }
         secret = None
     else:
         pytest.importorskip("adlfs", reason="pip install -e '.[emulators]'")

@@ -24,7 +24,12 @@ WORK = Work(
     cameras=("cam_front", "cam_back"),
 )
 CHECK = Check(
-    num_images=36, lowest_psnr_db=41.0, mean_psnr_db=45.0, num_missing=0, num_repeated=0, fault=None
+    num_images=36,
+    lowest_psnr_db=41.0,
+    mean_psnr_db=45.0,
+    num_missing=0,
+    num_repeated=0,
+    fault=None,
 )
 IMAGES_PER_BATCH = 16
 
@@ -52,7 +57,13 @@ def contestant(name, rates, left_out=None, reference=None) -> ContestantResult:
     ]
     check = None if left_out else CHECK
     return ContestantResult(
-        name=name, peer=peer, recipe=recipe, check=check, left_out=left_out, runs=runs, figures=None
+        name=name,
+        peer=peer,
+        recipe=recipe,
+        check=check,
+        left_out=left_out,
+        runs=runs,
+        figures=None,
     )
 
 

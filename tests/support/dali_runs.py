@@ -33,7 +33,9 @@ EVALUATION = AUGMENT.evaluation()
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder]:
+def as_on_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., dali.DaliDecoder]:
     """Make decoders that run the GPU's graph and everything around it in host memory."""
     monkeypatch.setattr(dali, "_MIXED", "cpu")
 
@@ -51,7 +53,12 @@ def batch(count: int, augment: ImageAugment = AUGMENT) -> tuple[list[bytes], lis
     maps = []
     for number in range(count):
         wh = SIZES[number % len(SIZES)]
-        encoded.append(encode(natural(*wh, seed=number % 5), "png" if number % 7 == 3 else "jpeg"))
+        encoded.append(
+            encode(
+                natural(*wh, seed=number % 5),
+                "png" if number % 7 == 3 else "jpeg",
+            )
+        )
         maps += augment.draw([wh], seed=0, epoch=0, sample=number)
     return encoded, maps
 
@@ -64,7 +71,9 @@ class Runs:
     """Stand in for a pipeline's runs: ``answer`` gets the encoded images that were fed, and may raise."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[list[np.ndarray]], None]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        answer: Callable[[list[np.ndarray]], None],
     ) -> None:
         self.sizes: list[int] = []
         fed: list[np.ndarray] = []

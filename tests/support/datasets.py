@@ -13,7 +13,11 @@ import simplejpeg
 import xxhash
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.sensors import CameraEntry, LidarEntry, channel_table
+from fuelrail.pipeline.channels.sensors import (
+    CameraEntry,
+    LidarEntry,
+    channel_table,
+)
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
@@ -30,7 +34,11 @@ from fuelrail.pipeline.format.manifest import (
     SplitEntry,
     encode_manifest,
 )
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    StoredMember,
+    pack_sample,
+)
 from fuelrail.pipeline.format.zstd_frames import (
     FRAMED_SUFFIX,
     SHARD_SUFFIX,
@@ -70,7 +78,11 @@ def textured(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
 
 
 def make_geometry(
-    rng: np.random.Generator, width: int, height: int, timestamp_ns: int, valid: tuple[int, ...]
+    rng: np.random.Generator,
+    width: int,
+    height: int,
+    timestamp_ns: int,
+    valid: tuple[int, ...],
 ) -> Geometry:
     """A plausible rig: a camera looking ahead, one behind, a lidar above, an ego that has driven some metres."""
     count = len(CAMERAS)
@@ -80,7 +92,11 @@ def make_geometry(
     step = np.array([0.3, 0.0, 0.0])
     level = np.array([1.0, 0.0, 0.0, 0.0])
     intrinsics = np.array(
-        [[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]]
+        [
+            [width * 0.8, 0, width / 2 - 0.5],
+            [0, width * 0.8, height / 2 - 0.5],
+            [0, 0, 1],
+        ]
     )
     nan = np.full(3, np.nan)
     return Geometry(
@@ -91,7 +107,8 @@ def make_geometry(
         dist=np.full((count, 14), np.nan),
         cam2ego=rigid(np.array([ahead, behind]), np.array([[1.5, 0, 1.5], [-0.5, 0, 1.5]])),
         cam_ego2global=rigid(
-            np.tile(level, (count, 1)), position + step * np.arange(count)[:, None]
+            np.tile(level, (count, 1)),
+            position + step * np.arange(count)[:, None],
         ),
         ego2global=rigid(level, position),
         lidar2ego=rigid(level, np.array([0.9, 0.0, 1.8]))[None],
@@ -229,7 +246,17 @@ def build_dataset(
                     frames.append((len(joined), span.length))
                 digest = xxhash.xxh3_64_intdigest(joined)
                 place = len(shards), len(data), len(joined)
-                rows.append(IndexRow(key, key[:9], row % 4, time_of(row), *place, digest, entries))
+                rows.append(
+                    IndexRow(
+                        key,
+                        key[:9],
+                        row % 4,
+                        time_of(row),
+                        *place,
+                        digest,
+                        entries,
+                    )
+                )
                 data += joined
             if framed:
                 end = encode_frame(END_OF_ARCHIVE, 3)
@@ -292,7 +319,10 @@ def build_dataset(
 
 
 def dataset_manifest(
-    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, **values: Any
+    splits: Mapping[str, SplitEntry],
+    files: Sequence[FileEntry],
+    num_bytes: int,
+    **values: Any,
 ) -> Manifest:
     """Return the manifest of a dataset with these splits and files, without channels; ``values`` are further fields."""
     manifest = Manifest(
@@ -338,7 +368,11 @@ class DatasetMaker:
         self._made: dict[str, tuple[TinyDataset, object, object]] = {}
 
     def __call__(
-        self, splits: dict[str, tuple[int, ...]], *, copy_to: Path | None = None, **options: Any
+        self,
+        splits: dict[str, tuple[int, ...]],
+        *,
+        copy_to: Path | None = None,
+        **options: Any,
     ) -> TinyDataset:
         arguments = repr(
             (splits, sorted(options.items()))

@@ -127,7 +127,10 @@ class NativeAgainstTurbo:
 
 
 def fuzz(
-    decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[int], seed: int
+    decoder: ImageDecoder,
+    originals: Sequence[bytes],
+    numbers: Iterable[int],
+    seed: int,
 ) -> Tally:
     """Give the decoder the mutations of these numbers, under maps with and without rotation.
 
@@ -154,7 +157,9 @@ def fuzz(
         out[:] = _UNTOUCHED
         try:
             decoder.decode_into(
-                encoded, image_map.rotate(4.0) if number % 3 == 0 else image_map, out
+                encoded,
+                image_map.rotate(4.0) if number % 3 == 0 else image_map,
+                out,
             )
             decoded += 1
         except ImageError:
@@ -202,7 +207,10 @@ def sanitized_library(folder: Path) -> dict[str, str]:
     build(folder, _SANITIZERS)
     libraries = [
         subprocess.run(
-            ["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+            ["gcc", f"-print-file-name={name}"],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]

@@ -25,7 +25,14 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from support.image_maps import ALL_MAPS, EVERY_PRESET, NUSCENES_WH, PRESETS, photograph, preset_map
+from support.image_maps import (
+    ALL_MAPS,
+    EVERY_PRESET,
+    NUSCENES_WH,
+    PRESETS,
+    photograph,
+    preset_map,
+)
 from support.pictures import (
     blob_place,
     blobs,
@@ -67,7 +74,11 @@ def spots(name: str, subsampling: str) -> tuple[list[tuple[float, float]], float
         "spots lie in the picture"
     )
     places = [(float(a), float(b)) for a in u for b in v]
-    return places, sigma, encode(blobs(*NUSCENES_WH, places, sigma), subsampling=subsampling)
+    return (
+        places,
+        sigma,
+        encode(blobs(*NUSCENES_WH, places, sigma), subsampling=subsampling),
+    )
 
 
 class DecoderSuite:
@@ -86,7 +97,11 @@ class DecoderSuite:
         return make_decoder(self.backend)
 
     def decode(
-        self, decoder: ImageDecoder, encoded: bytes, image_map: ImageMap, filter_: str = "bilinear"
+        self,
+        decoder: ImageDecoder,
+        encoded: bytes,
+        image_map: ImageMap,
+        filter_: str = "bilinear",
     ):
         width, height = image_map.out_wh
         out = np.full((3, height, width), 123, np.uint8)
@@ -269,7 +284,10 @@ class DecoderSuite:
     def test_a_map_that_sees_nothing_at_all_is_black(self, decoder: ImageDecoder) -> None:
         encoded = encode(np.full((60, 80, 3), 180, np.uint8))
         start = ImageMap.identity((80, 60))
-        for image_map in (start.crop(200, 0, 40, 30), start.crop(0, -90, 40, 30).rotate(4.0)):
+        for image_map in (
+            start.crop(200, 0, 40, 30),
+            start.crop(0, -90, 40, 30).rotate(4.0),
+        ):
             assert not self.decode(decoder, encoded, image_map).any()
 
     # Kinds of files
@@ -294,7 +312,11 @@ class DecoderSuite:
         assert (
             np.abs(full_image.astype(int) - open_with_pillow(encoded).transpose(2, 0, 1)).max() <= 3
         ), wh
-        for size in ((5, 4), (max(1, wh[0] // 2), max(1, wh[1] // 2)), (2 * wh[0], wh[1])):
+        for size in (
+            (5, 4),
+            (max(1, wh[0] // 2), max(1, wh[1] // 2)),
+            (2 * wh[0], wh[1]),
+        ):
             resized = self.decode(decoder, encoded, ImageMap.identity(wh).resize(*size))
             assert resized.shape == (3, size[1], size[0])
             assert abs(resized.mean() - full_image.mean()) < 25
@@ -327,7 +349,8 @@ class DecoderSuite:
             "png": lambda: encode(picture, "png"),
             "png-gray": lambda: encode(picture[..., 0], "png"),
             "png-rgba": lambda: encode(
-                np.dstack((picture, np.full(picture.shape[:2], 255, np.uint8))), "png"
+                np.dstack((picture, np.full(picture.shape[:2], 255, np.uint8))),
+                "png",
             ),
         }[kind]()
         if kind in self.refuses:
@@ -348,14 +371,21 @@ class DecoderSuite:
         plain = self.decode(decoder, encode(picture), image_map)
         for orientation in range(1, 9):
             tag = struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)
-            encoded = encode(picture, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + tag + b"\0\0\0\0")
+            encoded = encode(
+                picture,
+                exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + tag + b"\0\0\0\0",
+            )
             assert probe(encoded).orientation == orientation
             assert np.array_equal(self.decode(decoder, encoded, image_map), plain)
 
     # What is refused
 
     def assert_refused(
-        self, decoder: ImageDecoder, encoded: bytes, wh: tuple[int, int], message: str | None = None
+        self,
+        decoder: ImageDecoder,
+        encoded: bytes,
+        wh: tuple[int, int],
+        message: str | None = None,
     ) -> None:
         out = np.full((3, 30, 40), 123, np.uint8)
         with pytest.raises(ImageError, match=message):
@@ -364,7 +394,11 @@ class DecoderSuite:
 
     def test_cut_files_are_refused_wherever_they_are_cut(self, decoder: ImageDecoder) -> None:
         picture = natural(96, 64)
-        for encoded in (encode(picture), encode(picture, progressive=True), encode(picture, "png")):
+        for encoded in (
+            encode(picture),
+            encode(picture, progressive=True),
+            encode(picture, "png"),
+        ):
             for end in (
                 0,
                 1,
@@ -379,7 +413,10 @@ class DecoderSuite:
 
     def test_other_sizes_than_the_geometry_says_are_refused(self, decoder: ImageDecoder) -> None:
         self.assert_refused(
-            decoder, encode(natural(96, 64)), (64, 96), "96x64 pixels, but .* says 64x96"
+            decoder,
+            encode(natural(96, 64)),
+            (64, 96),
+            "96x64 pixels, but .* says 64x96",
         )
 
     def test_decompression_bombs_are_refused_before_anything_is_allocated(
@@ -432,7 +469,8 @@ class DecoderSuite:
             with pytest.raises(ConfigError, match="out must be a writable uint8 array of shape"):
                 decoder.decode_into(encoded, image_map, wrong)
         with pytest.raises(
-            ConfigError, match="interpolation='nearest' must be one of bilinear, bicubic"
+            ConfigError,
+            match="interpolation='nearest' must be one of bilinear, bicubic",
         ):
             decoder.decode_into(encoded, image_map, np.zeros((3, 30, 40), np.uint8), "nearest")
 
@@ -498,10 +536,19 @@ def world_points() -> tuple[np.ndarray, np.ndarray, bytes]:
         [[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, -1.7], [0, 0, 0, 1.0]]
     )  # ego x is forward
     points = np.array(
-        [[18.0, 1.5, 0.4, 1], [35.0, -6.0, 1.0, 1], [26.0, 9.0, 0.5, 1], [12.0, 0.2, 0.2, 1]]
+        [
+            [18.0, 1.5, 0.4, 1],
+            [35.0, -6.0, 1.0, 1],
+            [26.0, 9.0, 0.5, 1],
+            [12.0, 0.2, 0.2, 1],
+        ]
     ).T
     places = [(float(p[0] / p[2]), float(p[1] / p[2])) for p in (ego2img @ points).T]
-    return ego2img, points, encode(blobs(*NUSCENES_WH, places, 6.0), subsampling="4:2:0")
+    return (
+        ego2img,
+        points,
+        encode(blobs(*NUSCENES_WH, places, 6.0), subsampling="4:2:0"),
+    )
 
 
 @functools.cache

@@ -18,9 +18,21 @@ from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
-from fuelrail.pipeline.format.index.tables import file_entry, seal_tables, write_tables
-from fuelrail.pipeline.format.manifest import Manifest, encode_manifest, load_manifest
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, member_header
+from fuelrail.pipeline.format.index.tables import (
+    file_entry,
+    seal_tables,
+    write_tables,
+)
+from fuelrail.pipeline.format.manifest import (
+    Manifest,
+    encode_manifest,
+    load_manifest,
+)
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    StoredMember,
+    member_header,
+)
 from fuelrail.sharding.write.packer import dali_index
 
 if TYPE_CHECKING:
@@ -28,7 +40,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> None:
+def reseal(
+    out: Path,
+    change: Callable[[Manifest], Manifest] = lambda manifest: manifest,
+) -> None:
     """Make the manifest agree with changed files again, and change it."""
     manifest: Manifest = load_manifest(out)
     shards = []
@@ -41,7 +56,10 @@ def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: 
             "idx_bytes": len(idx),
         }
         shards.append(
-            shard._replace(**stated, idx_sha256=hashlib.sha256(idx).hexdigest() if idx else "")
+            shard._replace(
+                **stated,
+                idx_sha256=hashlib.sha256(idx).hexdigest() if idx else "",
+            )
         )
     with contextlib.suppress(FuelrailError):  # an index that none can read stays as it is
         write_tables(out, shards)
@@ -81,7 +99,9 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
         raw = {
             m.name: bytes(
                 codecs.decode(
-                    m.codec, shard_bytes[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes
+                    m.codec,
+                    shard_bytes[row.offset + m.offset :][: m.stored_bytes],
+                    m.raw_bytes,
                 )
             )
             for m in row.members
@@ -113,7 +133,11 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
             )
         )
         rows[index] = IndexRow(
-            *row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries
+            *row[:5],
+            len(data),
+            len(span),
+            xxhash.xxh3_64_intdigest(span),
+            entries,
         )
         data += span
     (out / shard.name).write_bytes(data + END_OF_ARCHIVE)

@@ -22,7 +22,12 @@ CHECKPOINT_EVERY = 3
 
 
 def main(
-    root: str, out: str, global_batch: int, num_steps: int, kill_rank: int, kill_step: int
+    root: str,
+    out: str,
+    global_batch: int,
+    num_steps: int,
+    kill_rank: int,
+    kill_step: int,
 ) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()

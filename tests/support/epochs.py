@@ -14,7 +14,14 @@ Batches = list[list]
 
 
 def share(
-    size: int, ranks: int, batch: int, *, pads: bool, drops: bool, seed: int = 0, epoch: int = 0
+    size: int,
+    ranks: int,
+    batch: int,
+    *,
+    pads: bool,
+    drops: bool,
+    seed: int = 0,
+    epoch: int = 0,
 ) -> list[Batches]:
     """Return the batches of each rank as DistributedSampler and DataLoader make them.
 
@@ -48,7 +55,10 @@ def watch(shares: Sequence[Batches], *, epoch: int = 0, is_complete: bool = True
 
 
 def judged(
-    records: Sequence[Epoch], expected: object, previous: Sequence[Epoch] = (), **rules
+    records: Sequence[Epoch],
+    expected: object,
+    previous: Sequence[Epoch] = (),
+    **rules,
 ) -> WitnessReport:
     """Return the report of an epoch whose rows are these."""
     kind = next((record.kind for record in records if record.kind is not None), None)

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     import pytest
 
     from support.fake_streams import Clock
-_MAY_MIX = {"copy_", "index", "index_put_", "_index_put_impl_", "_to_copy", "index_put"}
+_MAY_MIX = {
+    "copy_",
+    "index",
+    "index_put_",
+    "_index_put_impl_",
+    "_to_copy",
+    "index_put",
+}
 _HOST_WAITS = {
     "_local_scalar_dense",
     "nonzero",
@@ -134,7 +141,10 @@ class FakeCuda:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
     ) -> None:
         self.finish()
         if kind is None and self.findings:
@@ -176,7 +186,10 @@ class FakeCuda:
             self._local.index = device_index
 
     def set_stream(self, stream: FakeStream) -> None:
-        self._local.streams = {**getattr(self._local, "streams", {}), stream.device_index: stream}
+        self._local.streams = {
+            **getattr(self._local, "streams", {}),
+            stream.device_index: stream,
+        }
         self._local.index = stream.device_index
 
     def host_learns(self, clock: Clock) -> None:
@@ -194,7 +207,11 @@ class FakeCuda:
                     )
 
     def to_device(
-        self, source: torch.Tensor, device: torch.device, non_blocking: bool, operation: str
+        self,
+        source: torch.Tensor,
+        device: torch.device,
+        non_blocking: bool,
+        operation: str,
     ) -> DeviceTensor:
         """Copy from the host; the source must not change before the copy is known to be complete."""
         with self._lock:
@@ -217,7 +234,11 @@ class FakeCuda:
         self, plain: torch.Tensor, device: torch.device, home: FakeStream | None
     ) -> DeviceTensor:
         """Make host memory a device's new block; ``home`` is the stream that it is allocated on, None for foreign."""
-        return self._wrap(plain, device, Block(self, home, f"{plain.dtype} {list(plain.shape)}"))
+        return self._wrap(
+            plain,
+            device,
+            Block(self, home, f"{plain.dtype} {list(plain.shape)}"),
+        )
 
     def released(
         self,
@@ -269,7 +290,9 @@ class FakeCuda:
             stream = self.current_stream(device)
             blocks = {tensor.untyped_storage().data_ptr(): tensor.block for tensor in ours}
             wrapped = pytree.tree_map_only(
-                torch.Tensor, lambda tensor: self._out(tensor, device, stream, blocks), result
+                torch.Tensor,
+                lambda tensor: self._out(tensor, device, stream, blocks),
+                result,
             )
             outputs = [
                 tensor for tensor in pytree.tree_leaves(wrapped) if isinstance(tensor, DeviceTensor)
@@ -314,14 +337,21 @@ class FakeCuda:
         return tensor
 
     def _note(
-        self, stream: FakeStream, sources: list[Block], targets: list[Block], operation: str
+        self,
+        stream: FakeStream,
+        sources: list[Block],
+        targets: list[Block],
+        operation: str,
     ) -> Access:
         """A kernel is queued on a stream, after all that the stream and the host know of."""
         for block in sources:
             self._require(block.writes, stream, f"{operation} on {stream} reads", block)
         for block in targets:
             self._require(
-                [*block.writes, *block.reads], stream, f"{operation} on {stream} writes", block
+                [*block.writes, *block.reads],
+                stream,
+                f"{operation} on {stream} writes",
+                block,
             )
         join(stream.clock, self.host)
         tick = stream.clock.get(stream.stream_id, 0) + 1
@@ -334,7 +364,11 @@ class FakeCuda:
         return access
 
     def _require(
-        self, earlier: list[Access], stream: FakeStream, action: str, block: Block
+        self,
+        earlier: list[Access],
+        stream: FakeStream,
+        action: str,
+        block: Block,
     ) -> None:
         for access in earlier:
             if not self._is_known(access, stream):
@@ -395,7 +429,11 @@ class FakeCuda:
             "get_device_name": lambda index=0: gpu,
             "get_device_capability": lambda index=0: (9, 0),
             "get_device_properties": lambda index=0: types.SimpleNamespace(
-                uuid=f"{index}", name=gpu, total_memory=80 << 30, major=9, minor=0
+                uuid=f"{index}",
+                name=gpu,
+                total_memory=80 << 30,
+                major=9,
+                minor=0,
             ),
             "mem_get_info": lambda device=None: (40 << 30, 80 << 30),
             "memory_allocated": lambda device=None: 0,
@@ -423,8 +461,16 @@ class FakeCuda:
                 self.device(device), non_blocking=non_blocking
             ),
         )
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor.clone()))
-        patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self._is_pinned(tensor))
+        patch.setattr(
+            torch.Tensor,
+            "pin_memory",
+            lambda tensor, *_: self._pin(tensor.clone()),
+        )
+        patch.setattr(
+            torch.Tensor,
+            "is_pinned",
+            lambda tensor, *_: self._is_pinned(tensor),
+        )
         for name in _FACTORIES:
             patch.setattr(torch, name, self._factory(name, getattr(torch, name)))
         patch.setattr(torch, "Generator", FakeGenerator)

@@ -31,7 +31,13 @@ class Block:
         self.writes: list[Access] = []
         self.recorded: set[int] = set()
         weakref.finalize(
-            self, fake.released, home, label, self.reads, self.writes, self.recorded
+            self,
+            fake.released,
+            home,
+            label,
+            self.reads,
+            self.writes,
+            self.recorded,
         ).atexit = False
 
 
@@ -76,7 +82,10 @@ class FakeEvent:
     fake: FakeCuda
 
     def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
     ) -> None:
         self.clock: Clock = {}
 

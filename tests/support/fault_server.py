@@ -168,7 +168,11 @@ class FaultServer:
         try:
             while await self._answer(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (
+            ConnectionError,
+            asyncio.IncompleteReadError,
+            asyncio.CancelledError,
+        ):
             pass
         finally:
             writer.transport.abort()
@@ -199,13 +203,21 @@ class FaultServer:
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
             return await self._respond(
-                request, self.misbehave(request), writer, wants_body=method == "GET"
+                request,
+                self.misbehave(request),
+                writer,
+                wants_body=method == "GET",
             )
         finally:
             self._at_once -= 1
 
     async def _respond(
-        self, request: Request, how: Misbehaviour, writer: asyncio.StreamWriter, *, wants_body: bool
+        self,
+        request: Request,
+        how: Misbehaviour,
+        writer: asyncio.StreamWriter,
+        *,
+        wants_body: bool,
     ) -> bool:
         await asyncio.sleep(how.latency_s)
         if how.hang_up:

@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TORCH = re.search(
-    r"^CPU_TORCH \?= (\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE
+    r"^CPU_TORCH \?= (\S+)$",
+    (ROOT / "Makefile").read_text("utf-8"),
+    re.MULTILINE,
 )
 FIGURE = re.compile(r"(\d[\d,]*(?:\.\d+)?) ([A-Za-z]\w*)")
 OF_THIS_PACKAGE = re.compile(r"pip install (-e )?[\"']?(fuelrail|\.)(?=[\[\"'\s]|$)")

@@ -32,8 +32,14 @@ _CALIBRATION_CYCLES = 50_000_000
 _OPTIONS: dict[str, list[int]] = {
     "plain": [],
     "restart": [cv2.IMWRITE_JPEG_RST_INTERVAL, SOURCE_WH[0] // 16],
-    "4:2:2": [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422],
-    "4:4:4": [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444],
+    "4:2:2": [
+        cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
+        cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422,
+    ],
+    "4:4:4": [
+        cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
+        cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+    ],
     "gray": [],
     "progressive": [cv2.IMWRITE_JPEG_PROGRESSIVE, 1],
 }
@@ -69,7 +75,12 @@ def check(seconds: float, *, twins: tuple[str, ...] = ("cpu",), lane=pytest.mark
     What libraries warn of on a GPU is not a finding.
     """
     mark = pytest.mark
-    on_gpu = [mark.gpu, mark.seconds(seconds), mark.timeout(900), mark.filterwarnings("default")]
+    on_gpu = [
+        mark.gpu,
+        mark.seconds(seconds),
+        mark.timeout(900),
+        mark.filterwarnings("default"),
+    ]
     devices = [
         *(pytest.param(twin, marks=lane) for twin in twins),
         pytest.param("cuda", marks=on_gpu),
@@ -103,16 +114,35 @@ def require_dali(bench: Bench) -> None:
 
 
 def synthesise(
-    folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: str = "480x270"
+    folder: Path,
+    *,
+    num_clips: int = 5,
+    num_frames: int = 10,
+    size: str = "480x270",
 ) -> Path:
     """A synthetic dataset of six cameras, through the same commands that users take."""
     source = folder / "synth"
     out = folder / "dataset"
-    length = ["--clips", str(num_clips), "--frames", str(num_frames), "--size", size]
+    length = [
+        "--clips",
+        str(num_clips),
+        "--frames",
+        str(num_frames),
+        "--size",
+        size,
+    ]
     assert fuelrail_main(["synth", str(source), "--seed", "7", *length]) == 0
     assert (
         fuelrail_main(
-            ["shard", f"nuscenes:{source}", str(out), "-o", "version=v1.0-mini", "--seed", "7"]
+            [
+                "shard",
+                f"nuscenes:{source}",
+                str(out),
+                "-o",
+                "version=v1.0-mini",
+                "--seed",
+                "7",
+            ]
         )
         == 0
     )
@@ -149,7 +179,10 @@ def cameras(bench: Bench, kind: str = "plain", *, one_camera: bool = False) -> P
 
 @contextmanager
 def jpeg_engines(
-    bench: Bench, decoder: str, facts: dict[str, Any], name: str = "jpeg_engines_busy"
+    bench: Bench,
+    decoder: str,
+    facts: dict[str, Any],
+    name: str = "jpeg_engines_busy",
 ):
     """Measure how busy the JPEG engines are inside; with DALI on a GPU, idle ones fail the check.
 

@@ -128,7 +128,10 @@ class Recorder:
         if report.when == "call" or report.outcome != "passed":
             outcome = {"skipped": "not run"}.get(report.outcome, report.outcome)
             self._write(
-                item, outcome, call.duration, None if call.excinfo is None else call.excinfo.value
+                item,
+                outcome,
+                call.duration,
+                None if call.excinfo is None else call.excinfo.value,
             )
         return report
 
@@ -138,7 +141,13 @@ class Recorder:
         if self._item is not None:
             lasted_s = time.monotonic() - self._item_started_s
             cut_off = f"{name} during '{_name(self._item)}'"
-            self._write(self._item, "failed", lasted_s, f"stopped by {name}", cut_off=cut_off)
+            self._write(
+                self._item,
+                "failed",
+                lasted_s,
+                f"stopped by {name}",
+                cut_off=cut_off,
+            )
 
     def pytest_terminal_summary(self, terminalreporter):
         for check in self._results:
@@ -155,7 +164,13 @@ class Recorder:
     def _write(self, item, outcome, seconds, problem, cut_off=None):
         """Add a result. Findings are one text; of other errors the last calls are kept too."""
         if isinstance(
-            problem, (AssertionError, FuelrailError, pytest.fail.Exception, pytest.skip.Exception)
+            problem,
+            (
+                AssertionError,
+                FuelrailError,
+                pytest.fail.Exception,
+                pytest.skip.Exception,
+            ),
         ):
             problem = str(problem)
         elif isinstance(problem, BaseException):

@@ -27,14 +27,26 @@ import xxhash
 
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import open_dataset, open_kind, read_members
+from fuelrail.pipeline.format.dataset import (
+    open_dataset,
+    open_kind,
+    read_members,
+)
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.tables import seal_tables, write_tables
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, encode_manifest
-from fuelrail.pipeline.format.tar import BLOCK_BYTES, END_OF_ARCHIVE, member_header
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    encode_manifest,
+)
+from fuelrail.pipeline.format.tar import (
+    BLOCK_BYTES,
+    END_OF_ARCHIVE,
+    member_header,
+)
 from support.datasets import build_dataset
 from support.layers import write_layer
 
@@ -169,9 +181,16 @@ def sealed(manifest: dict[str, Any]) -> bytes:
             msgspec.convert(manifest, LayerManifest if "base" in manifest else Manifest)
         )
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError):
-        blank = json.dumps({**manifest, "fingerprint": ""}, sort_keys=True, separators=(",", ":"))
+        blank = json.dumps(
+            {**manifest, "fingerprint": ""},
+            sort_keys=True,
+            separators=(",", ":"),
+        )
         return json.dumps(
-            {**manifest, "fingerprint": hashlib.sha256(blank.encode()).hexdigest()}
+            {
+                **manifest,
+                "fingerprint": hashlib.sha256(blank.encode()).hexdigest(),
+            }
         ).encode()
 
 
@@ -181,7 +200,10 @@ def _listed(entries: object) -> list[Any]:
 
 def _state(entry: dict[str, Any], out: Path) -> None:
     data = (out / entry["name"]).read_bytes()
-    entry["bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
+    entry["bytes"], entry["sha256"] = (
+        len(data),
+        hashlib.sha256(data).hexdigest(),
+    )
 
 
 def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:

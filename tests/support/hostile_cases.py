@@ -19,7 +19,14 @@ import zstandard
 
 from fuelrail.pipeline.format.index import checks as index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
-from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    Boxes,
+    Geometry,
+    decode_arrays,
+)
 from fuelrail.pipeline.storage.columns import numpy_dtype
 from support.hostile import Member, Parts
 
@@ -177,7 +184,9 @@ def _replace_column(parts: Parts, name: str, value: int) -> None:
         low = np.iinfo(numpy_dtype(kind.type)).min
         high = np.iinfo(numpy_dtype(kind.type)).max
         return table.set_column(
-            column_index, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type)
+            column_index,
+            kind,
+            pa.array([min(max(value, low), high), *values[1:]], kind.type),
         )
 
     parts.edit_table = edit
@@ -191,7 +200,9 @@ def _replace_entry(parts: Parts, name: str, value: int, member_index: int = 1) -
         low = 2**15 if name in ("name", "codec") else 2**63
         rows[0][member_index][name] = min(max(value, -low), low - 1)
         return table.set_column(
-            table.schema.get_field_index("members"), kind, pa.array(rows, kind.type)
+            table.schema.get_field_index("members"),
+            kind,
+            pa.array(rows, kind.type),
         )
 
     parts.edit_table = edit
@@ -205,7 +216,14 @@ def _many_members(parts: Parts) -> None:
 def _rows() -> dict[str, Any]:
     named_edits = {
         f"{name}={value}": partial(_replace_column, name=name, value=value)
-        for name in ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
+        for name in (
+            "frame",
+            "timestamp_ns",
+            "shard",
+            "offset",
+            "length",
+            "xxh3",
+        )
         for value in (*EDGES, 99)
     }
     named_edits |= {
@@ -256,7 +274,11 @@ def _zstd() -> dict[str, Any]:
 def _meta_value(parts: Parts, name: str, value: object) -> None:
     meta = msgspec.json.decode(parts.samples[0].members[META].raw) | {name: "@"}
     text = json.dumps(value)
-    _set(parts, META, Member(msgspec.json.encode(meta).replace(b'"@"', text.encode()), "zstd"))
+    _set(
+        parts,
+        META,
+        Member(msgspec.json.encode(meta).replace(b'"@"', text.encode()), "zstd"),
+    )
 
 
 def _meta_text(parts: Parts, text: bytes) -> None:
@@ -300,7 +322,11 @@ def _json() -> dict[str, Any]:
 
 def _image(parts: Parts, position: int, data: bytes) -> None:
     raw = parts.samples[0].members[CAMERA].raw
-    _set(parts, CAMERA, Member(raw[:position] + data + raw[position + len(data) :]))
+    _set(
+        parts,
+        CAMERA,
+        Member(raw[:position] + data + raw[position + len(data) :]),
+    )
 
 
 def _other_image(parts: Parts, data: bytes, field: str = CAMERA) -> None:
@@ -337,12 +363,18 @@ def _images() -> dict[str, Any]:
 def _npy(parts: Parts, head: str, tail: bytes = b"") -> None:
     text = head.encode("latin-1")
     _set(
-        parts, POINTS, Member(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + tail)
+        parts,
+        POINTS,
+        Member(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + tail),
     )
 
 
 def _tensors(
-    parts: Parts, header: bytes, tail: bytes = b"", field: str = BOXES, length: int | None = None
+    parts: Parts,
+    header: bytes,
+    tail: bytes = b"",
+    field: str = BOXES,
+    length: int | None = None,
 ) -> None:
     size = len(header) if length is None else length
     _set(parts, field, Member(size.to_bytes(8, "little") + header + tail))
@@ -482,11 +514,24 @@ def _manifest() -> dict[str, Any]:
     ):
         named_edits[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
     for name, keys in (
-        ("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
+        (
+            "splits",
+            ("first_shard", "num_shards", "first_sample", "num_samples"),
+        ),
         ("files", ("name", "bytes")),
         (
             "channels",
-            ("name", "kind", "field", "law", "dtype", "axes", "shape", "source_name", "sizes"),
+            (
+                "name",
+                "kind",
+                "field",
+                "law",
+                "dtype",
+                "axes",
+                "shape",
+                "source_name",
+                "sizes",
+            ),
         ),
     ):
         for key in keys:
@@ -558,7 +603,9 @@ def _compressed(parts: Parts, codec: str) -> None:
         with (
             pa.ipc.open_file(data) as file,
             pa.ipc.new_file(
-                sink, file.schema, options=pa.ipc.IpcWriteOptions(compression=codec)
+                sink,
+                file.schema,
+                options=pa.ipc.IpcWriteOptions(compression=codec),
             ) as writer,
         ):
             table = file.read_all()
@@ -592,7 +639,10 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
             "offset": (buffer, "<q"),
             "length": (buffer + 8, "<q"),
             "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
-            "message": (start + 8 + index_checks._field(message, table, 3), "<q"),
+            "message": (
+                start + 8 + index_checks._field(message, table, 3),
+                "<q",
+            ),
             "block": (footer_at + blocks, "<q"),
             "metadata": (footer_at + blocks + 8, "<i"),
             "body": (footer_at + blocks + 16, "<q"),

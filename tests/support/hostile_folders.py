@@ -65,7 +65,13 @@ _IN_WORK = (
     "segments/000000000000-0123.rows",
     "parts/0",
 )
-_BESIDE = ("statistics.json", "tags.json", "dataset.json", "index.arrow", "train-000000.tar")
+_BESIDE = (
+    "statistics.json",
+    "tags.json",
+    "dataset.json",
+    "index.arrow",
+    "train-000000.tar",
+)
 _RECEIPTS = tuple(
     name.format(hashlib.sha256(CLIP.encode()).hexdigest()[:16])
     for name in ("DS-forgot-{}.json", ".DS-forgot-{}.json.part")
@@ -196,10 +202,31 @@ def scores(batch: dict[str, Any]) -> dict[str, Any]:
     return {"score": torch.arange(len(batch["sample_key"]), dtype=torch.float32)}
 
 
-ANNOTATE = ["annotate", "DS", "OUT", "--model", f"{__name__}:scores", "--workers", "1"]
-FORGET = ["forget", "DS", "--clips", "clips.txt", "--layer", "LAYER", "--cache", "cache"]
+ANNOTATE = [
+    "annotate",
+    "DS",
+    "OUT",
+    "--model",
+    f"{__name__}:scores",
+    "--workers",
+    "1",
+]
+FORGET = [
+    "forget",
+    "DS",
+    "--clips",
+    "clips.txt",
+    "--layer",
+    "LAYER",
+    "--cache",
+    "cache",
+]
 COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] = {
-    "shard": (["shard", "imagefolder:IMAGES", "OUT", "--workers", "1"], "OUT", _IN_WORK),
+    "shard": (
+        ["shard", "imagefolder:IMAGES", "OUT", "--workers", "1"],
+        "OUT",
+        _IN_WORK,
+    ),
     "reshard": (["reshard", "DS", "OUT", "--workers", "1"], "OUT", _IN_WORK),
     "append": (["reshard", "--append", "FIRST", "DS", "OUT"], "OUT", _IN_WORK),
     "forget": (FORGET, "DS", (*_IN_WORK, *_BESIDE, *_RECEIPTS)),
@@ -210,7 +237,11 @@ COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] 
     "layer": (write_layer_here, "OUT", _IN_WORK),
     "annotate": (ANNOTATE, "OUT", _IN_WORK),
     "tag": (["tag", "DS", "--add", "gold"], "DS", (*_IN_WORK, *_BESIDE)),
-    "statistics": (["inspect", "DS", "--statistics"], "DS", (*_IN_WORK, *_BESIDE)),
+    "statistics": (
+        ["inspect", "DS", "--statistics"],
+        "DS",
+        (*_IN_WORK, *_BESIDE),
+    ),
     "loader": (load_here, "cache", _IN_CACHE),
 }
 """The command, the folder that something is planted in, and the names there. A working folder is in
@@ -260,8 +291,14 @@ def plan_of_a_stranger(place: Path, *, has_parts: bool = False) -> bytes:
 
 def run_of_a_stranger(place: Path) -> bytes:
     """A state of a run whose shards have names that lead out."""
-    shards = [["../../outside/x", 0, 0, 4], [str(place / "outside" / "y"), 1, HUGE, -4]]
-    recipe = {"source": "forget\x1b[31m", "source_options": {"names": "../" * 40, "a": [[[]]]}}
+    shards = [
+        ["../../outside/x", 0, 0, 4],
+        [str(place / "outside" / "y"), 1, HUGE, -4],
+    ]
+    recipe = {
+        "source": "forget\x1b[31m",
+        "source_options": {"names": "../" * 40, "a": [[[]]]},
+    }
     state = {
         "recipe": recipe,
         "num_samples": 8,
@@ -276,7 +313,9 @@ def _link(target: str) -> Callable[[Path, Path], object]:
     return lambda path, place: path.symlink_to(place / "outside" / target)
 
 
-def _content(make: bytes | Callable[[Path], bytes]) -> Callable[[Path, Path], object]:
+def _content(
+    make: bytes | Callable[[Path], bytes],
+) -> Callable[[Path, Path], object]:
     return lambda path, place: path.write_bytes(make(place) if callable(make) else make)
 
 

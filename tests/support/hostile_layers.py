@@ -108,23 +108,38 @@ def _manifests() -> dict[str, Any]:
         f"view-{number}": partial(_with, path=("view",), value=view)
         for number, view in enumerate(views)
     }
-    for name in ("boxes", "meta", "geometry", "../../x", "x" * 200, "cam_front"):
+    for name in (
+        "boxes",
+        "meta",
+        "geometry",
+        "../../x",
+        "x" * 200,
+        "cam_front",
+    ):
         named_edits[f"channel-named-{name[:9].replace('/', '_')}"] = partial(_named, name=name)
     named_edits |= {
         "parent": partial(_with, path=("lineage", "parents"), value=["../../x"]),
         "split-named": partial(_with, path=("splits",), value={}),
         "other-split": _other_split,
         "law-of-no-camera": partial(
-            _with, path=("channels", 0, "law"), value={"name": "image", "camera": "cam_9"}
+            _with,
+            path=("channels", 0, "law"),
+            value={"name": "image", "camera": "cam_9"},
         ),
         "sensor": partial(_with, path=("channels", 0, "sensor"), value="camera"),
         "sensors-none": partial(_with, path=("base", "sensors", 0, "sensor"), value=None),
         "dataset": partial(_with, path=("format",), value="fuelrail-dataset"),
         "key-twice": partial(
-            _content, name="dataset.json", old=b'"seed": 0', new=b'"seed": 9, "seed": 0'
+            _content,
+            name="dataset.json",
+            old=b'"seed": 0',
+            new=b'"seed": 9, "seed": 0',
         ),
         "base-twice": partial(
-            _content, name="dataset.json", old=b'"base": {', new=b'"base": {"name": "x",'
+            _content,
+            name="dataset.json",
+            old=b'"base": {',
+            new=b'"base": {"name": "x",',
         ),
     }
     return named_edits
@@ -304,7 +319,12 @@ def _kinds() -> dict[str, Any]:
     }
     return {
         f"{name}-{kind}": partial(of_datasets._kind, name=name, make=make)
-        for name in ("rows.npy", "layer-000000.tar", "index.arrow", "attributes.parquet")
+        for name in (
+            "rows.npy",
+            "layer-000000.tar",
+            "index.arrow",
+            "attributes.parquet",
+        )
         for kind, make in makers.items()
     }
 

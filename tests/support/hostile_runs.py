@@ -66,7 +66,9 @@ def run(command: list[str] | Callable[[], int], place: Path) -> Outcome:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
         os.chdir(place)
         os.environ.update(
-            HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp")
+            HOME=str(place),
+            TMPDIR=str(place / "tmp"),
+            XDG_CACHE_HOME=str(place / "tmp"),
         )
         tempfile.tempdir = None
         from fuelrail.__main__ import main

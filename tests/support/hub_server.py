@@ -43,7 +43,10 @@ class HubServer:
 
             def json(self, value: object, code: int = 200, **headers: str) -> None:
                 self.answer(
-                    json.dumps(value).encode(), code, Content_Type="application/json", **headers
+                    json.dumps(value).encode(),
+                    code,
+                    Content_Type="application/json",
+                    **headers,
                 )
 
             def do_HEAD(self) -> None:
@@ -54,13 +57,24 @@ class HubServer:
                 api = f"/api/datasets/{REPOSITORY}"
                 resolve = f"/datasets/{REPOSITORY}/resolve/"
                 if place in (api, f"{api}/revision/main"):
-                    self.json({"id": REPOSITORY, "sha": COMMIT, "private": False, "tags": []})
+                    self.json(
+                        {
+                            "id": REPOSITORY,
+                            "sha": COMMIT,
+                            "private": False,
+                            "tags": [],
+                        }
+                    )
                 elif place.startswith(f"{api}/tree/"):
                     below = folder / place.removeprefix(f"{api}/tree/").partition("/")[2]
                     if below.is_dir():
                         self.json([entry(path, folder) for path in sorted(below.iterdir())])
                     else:
-                        self.json({"error": "not found"}, 404, X_Error_Code="EntryNotFound")
+                        self.json(
+                            {"error": "not found"},
+                            404,
+                            X_Error_Code="EntryNotFound",
+                        )
                 elif place.startswith(resolve):
                     self.file(folder / place.removeprefix(resolve).partition("/")[2])
                 else:
@@ -68,7 +82,11 @@ class HubServer:
 
             def file(self, path: Path) -> None:
                 if not path.is_file():
-                    self.json({"error": "not found"}, 404, X_Error_Code="EntryNotFound")
+                    self.json(
+                        {"error": "not found"},
+                        404,
+                        X_Error_Code="EntryNotFound",
+                    )
                     return
                 data = path.read_bytes()
                 byte_range = self.headers.get("Range")

@@ -22,7 +22,12 @@ PRESETS = {
         rotate_deg=(-5.4, 5.4),
     ),
     "streampetr": ImageAugment(
-        height=256, width=704, train=True, resize_range=(0.38, 0.55), flip_prob=0.5, scope="sample"
+        height=256,
+        width=704,
+        train=True,
+        resize_range=(0.38, 0.55),
+        flip_prob=0.5,
+        scope="sample",
     ),
     "eval": ImageAugment(height=256, width=704),
     "bevformer-tiny": ImageAugment(height=480, width=800, resize=0.5, crop_y="top", crop_x="left"),

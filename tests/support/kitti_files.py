@@ -29,7 +29,11 @@ def as_kitti(world):
                     turn(0.01, "y") @ OPTICAL,
                     (1.1, 0.3 - camera_number * 0.54, 0.8),
                 )
-            for record in (frame, *frame.images.values(), *frame.sweeps.values()):
+            for record in (
+                frame,
+                *frame.images.values(),
+                *frame.sweeps.values(),
+            ):
                 record.ego2global = shifted(record.ego2global, origin)
             for sweep in frame.sweeps.values():
                 sweep.points = sweep.points[:, :4]
@@ -98,8 +102,14 @@ def write_drive(root, number, clip) -> None:
             *(f"P_rect_{name[-2:]}: {numbers(parts[name])}" for name in clip.frames[0].images),
         ],
     )
-    for name, key in (("calib_velo_to_cam", "velo2cam"), ("calib_imu_to_velo", "imu2velo")):
-        rows = f"R: {numbers(parts[key][:3, :3])}", f"T: {numbers(parts[key][:3, 3])}"
+    for name, key in (
+        ("calib_velo_to_cam", "velo2cam"),
+        ("calib_imu_to_velo", "imu2velo"),
+    ):
+        rows = (
+            f"R: {numbers(parts[key][:3, :3])}",
+            f"T: {numbers(parts[key][:3, 3])}",
+        )
         write_lines(date / f"{name}.txt", ["calib_time: 25-May-2012 16:47:16", *rows])
     write_oxts(drive / "oxts", number, oxts_times(clip))
     for name in clip.frames[0].images:
@@ -154,7 +164,8 @@ def write_oxts(folder, number, times) -> None:
             *[0] * 10,
         ]
         write_lines(
-            folder / "data" / f"{row:010d}.txt", [" ".join(repr(float(value)) for value in values)]
+            folder / "data" / f"{row:010d}.txt",
+            [" ".join(repr(float(value)) for value in values)],
         )
     write_lines(folder / "timestamps.txt", stamps(times))
 
@@ -201,7 +212,10 @@ def write_object(root, number, frame) -> None:
         np.block([[RECT, np.zeros((3, 1))], [0, 0, 0, 1]]) @ parts["velo2cam"] @ parts["imu2velo"]
     )
     rows = [f"P{index}: {numbers(parts[name])}" for index, name in enumerate(frame.images, 2)]
-    rows += [f"R0_rect: {numbers(RECT)}", f"Tr_velo_to_cam: {numbers(parts['velo2cam'][:3])}"]
+    rows += [
+        f"R0_rect: {numbers(RECT)}",
+        f"Tr_velo_to_cam: {numbers(parts['velo2cam'][:3])}",
+    ]
     rows += [f"Tr_imu_to_velo: {numbers(parts['imu2velo'][:3])}"]
     write_lines(root / "calib" / f"{number:06d}.txt", rows)
     for index, image in enumerate(frame.images.values(), 2):
@@ -216,6 +230,14 @@ def write_object(root, number, frame) -> None:
         x, y, z = to_rect[:3, :3] @ box.centre + to_rect[:3, 3]
         nose = to_rect[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
         length, width, height = box.size_lwh
-        values = height, width, length, x, y + height / 2, z, np.arctan2(-nose[2], nose[0])
+        values = (
+            height,
+            width,
+            length,
+            x,
+            y + height / 2,
+            z,
+            np.arctan2(-nose[2], nose[0]),
+        )
         labels.append(f"{box.category} 0 0 0 {index} 2.5 {index + 3} 4.25 {numbers(values)}")
     write_lines(root / "label_2" / f"{number:06d}.txt", labels)

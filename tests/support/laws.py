@@ -24,7 +24,13 @@ def ego_map(seed: int) -> BevMap:
 
 
 def channel(law: Law, **facts: Any) -> Channel:
-    return Channel(name="it", kind=facts.pop("kind", "points"), field="it.npy", law=law, **facts)
+    return Channel(
+        name="it",
+        kind=facts.pop("kind", "points"),
+        field="it.npy",
+        law=law,
+        **facts,
+    )
 
 
 def move(channel: Channel, value: Any, **motion: Any) -> Any:

@@ -25,8 +25,20 @@ TABLE = [
         "axes": ["class"],
         "shape": [10],
     },
-    {"name": "loss", "kind": "array", "field": "loss.npy", "law": FIXED, "dtype": "float32"},
-    {"name": "caption", "kind": "text", "field": "caption.txt", "law": FIXED, "optional": True},
+    {
+        "name": "loss",
+        "kind": "array",
+        "field": "loss.npy",
+        "law": FIXED,
+        "dtype": "float32",
+    },
+    {
+        "name": "caption",
+        "kind": "text",
+        "field": "caption.txt",
+        "law": FIXED,
+        "optional": True,
+    },
 ]
 
 
@@ -38,7 +50,10 @@ def values_of(position: int) -> dict[str, Any]:
 
 
 def write_layer(
-    base: Path, out: Path, positions: Iterable[int] | None = None, **options: Any
+    base: Path,
+    out: Path,
+    positions: Iterable[int] | None = None,
+    **options: Any,
 ) -> Path:
     """Write a layer of these positions; None: of all."""
     with LayerWriter(base, out, channels=TABLE, **options) as writer:

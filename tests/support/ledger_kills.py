@@ -58,12 +58,19 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
         assert not stretch.skipped, "a gap"
         assert index == 0 or stretches[index - 1].end == stretch.start.restored, "an overlap"
         sampler = BatchSampler(
-            NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
+            NUM_ROWS,
+            OrderSpec(seed=5),
+            global_batch=stretch.start.global_batch,
+            world=World(),
         )
         until = min(stretch.end, end)
         (epoch, consumed) = stretch.start.place
         while (epoch, consumed) < until:
-            state = {**sampler.state_dict(), "epoch": epoch, "samples_consumed": consumed}
+            state = {
+                **sampler.state_dict(),
+                "epoch": epoch,
+                "samples_consumed": consumed,
+            }
             sampler.load_state_dict(state)
             for batch in sampler:
                 if (epoch, consumed) >= until:
@@ -74,7 +81,10 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
                 epoch = epoch + 1
                 consumed = 0
             sampler = BatchSampler(
-                NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
+                NUM_ROWS,
+                OrderSpec(seed=5),
+                global_batch=stretch.start.global_batch,
+                world=World(),
             )
     return rows
 

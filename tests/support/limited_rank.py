@@ -43,7 +43,10 @@ class Tall(nn.Module):
 
 def status(name: str) -> int:
     """A line of this process's status, in bytes."""
-    match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    match = re.search(
+        rf"{name}:\s*(\d+) kB",
+        Path("/proc/self/status").read_text(encoding="ascii"),
+    )
     return int(match[1]) * 1024
 
 

@@ -6,7 +6,11 @@ import msgspec
 
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.studies.loader.report import LoaderReport, LoaderRun, build_loader_report
+from fuelrail.bench.studies.loader.report import (
+    LoaderReport,
+    LoaderRun,
+    build_loader_report,
+)
 from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import DATASET, MACHINE
 
@@ -17,8 +21,18 @@ STAGES = [
     Rate(name="collate", num_threads=1, samples_per_s=9000, cpu_ms_per_sample=0.1),
 ]
 LIMITS = [
-    Rate(name="xxh3 digest", num_threads=2, samples_per_s=20_000, cpu_ms_per_sample=0.1),
-    Rate(name="libjpeg-turbo at 1/2", num_threads=2, samples_per_s=160, cpu_ms_per_sample=12.0),
+    Rate(
+        name="xxh3 digest",
+        num_threads=2,
+        samples_per_s=20_000,
+        cpu_ms_per_sample=0.1,
+    ),
+    Rate(
+        name="libjpeg-turbo at 1/2",
+        num_threads=2,
+        samples_per_s=160,
+        cpu_ms_per_sample=12.0,
+    ),
 ]
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuelrail import BadSamplePolicy, DataLoader, FrameWindow, StorageOptions, Transforms
+from fuelrail import (
+    BadSamplePolicy,
+    DataLoader,
+    FrameWindow,
+    StorageOptions,
+    Transforms,
+)
 
 STRUCTS = {
     "transforms": Transforms,
@@ -31,5 +37,7 @@ def make_loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
     """
     shuffle = None if "order" in options else True
     return DataLoader(
-        dataset, batch_size, **{"shuffle": shuffle, "drop_last": True, **grouped(**options)}
+        dataset,
+        batch_size,
+        **{"shuffle": shuffle, "drop_last": True, **grouped(**options)},
     )

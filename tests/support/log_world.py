@@ -95,7 +95,10 @@ class Ros:
             )
             transforms.append(
                 self.of(
-                    "geometry_msgs/TransformStamped", self.header(stamp_ns, parent), child, moved
+                    "geometry_msgs/TransformStamped",
+                    self.header(stamp_ns, parent),
+                    child,
+                    moved,
                 )
             )
         return self.of("tf2_msgs/TFMessage", transforms)
@@ -149,7 +152,11 @@ class Ros:
             rows[name] = points[:, column]
         fields = [
             self.of(
-                "sensor_msgs/PointField", name, dtype.fields[name][1], 7 if name != "ring" else 4, 1
+                "sensor_msgs/PointField",
+                name,
+                dtype.fields[name][1],
+                7 if name != "ring" else 4,
+                1,
             )
             for name in ("x", "y", "z", "intensity", "ring")
         ]
@@ -177,7 +184,14 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
         ("base_link", f"{name}_optical", 0, image.cam2ego) for name, image in first.images.items()
     ]
     fixed += [("base_link", name, 0, sweep.lidar2ego) for name, sweep in first.sweeps.items()]
-    sent.append(Sent("/tf_static", "tf2_msgs/TFMessage", first.timestamp_ns, ros.tf(fixed)))
+    sent.append(
+        Sent(
+            "/tf_static",
+            "tf2_msgs/TFMessage",
+            first.timestamp_ns,
+            ros.tf(fixed),
+        )
+    )
     poses = {}
     for frame in clip.frames:
         poses[frame.timestamp_ns] = frame.ego2global
@@ -186,7 +200,10 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
             head = ros.header(image.timestamp_ns, f"{name}_optical")
             data = np.frombuffer(image.jpeg, np.uint8)
             picture = ros.of(
-                "sensor_msgs/CompressedImage", head, "rgb8; jpeg compressed bgr8", data
+                "sensor_msgs/CompressedImage",
+                head,
+                "rgb8; jpeg compressed bgr8",
+                data,
             )
             sent.append(
                 Sent(
@@ -196,17 +213,37 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
                     picture,
                 )
             )
-            info = ros.info(image.timestamp_ns, f"{name}_optical", image.size, image.intrinsics)
+            info = ros.info(
+                image.timestamp_ns,
+                f"{name}_optical",
+                image.size,
+                image.intrinsics,
+            )
             sent.append(
-                Sent(f"/{name}/camera_info", "sensor_msgs/CameraInfo", image.timestamp_ns, info)
+                Sent(
+                    f"/{name}/camera_info",
+                    "sensor_msgs/CameraInfo",
+                    image.timestamp_ns,
+                    info,
+                )
             )
         for name, sweep in frame.sweeps.items():
             cloud = ros.cloud(sweep.timestamp_ns, name, sweep.points)
             sent.append(
-                Sent(f"/{name}/points", "sensor_msgs/PointCloud2", sweep.timestamp_ns, cloud)
+                Sent(
+                    f"/{name}/points",
+                    "sensor_msgs/PointCloud2",
+                    sweep.timestamp_ns,
+                    cloud,
+                )
             )
     sent += [
-        Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, pose)]))
+        Sent(
+            "/tf",
+            "tf2_msgs/TFMessage",
+            stamp_ns,
+            ros.tf([("map", "base_link", stamp_ns, pose)]),
+        )
         for stamp_ns, pose in poses.items()
     ]
     return sorted(sent, key=lambda entry: entry.stamp_ns)
@@ -226,7 +263,13 @@ def video_messages(world: World, clip: WorldClip) -> list[Sent]:
         if packet is not None:
             head = entry.message.header
             data = np.frombuffer(packet, np.uint8)
-            video = ros.of("foxglove_msgs/CompressedVideo", head.stamp, head.frame_id, data, "h264")
+            video = ros.of(
+                "foxglove_msgs/CompressedVideo",
+                head.stamp,
+                head.frame_id,
+                data,
+                "h264",
+            )
             topic = entry.topic.replace("image_raw/compressed", "video")
             entry = Sent(topic, "foxglove_msgs/CompressedVideo", entry.stamp_ns, video)
         sent.append(entry)
@@ -257,7 +300,8 @@ def with_raw_pictures(
                 rows.ravel(),
             )
             entry = entry._replace(
-                message=ros.of("sensor_msgs/Image", *values), type="sensor_msgs/Image"
+                message=ros.of("sensor_msgs/Image", *values),
+                type="sensor_msgs/Image",
             )
         entries.append(entry)
     return entries
@@ -276,7 +320,10 @@ def encoded(jpegs: list[bytes]) -> list[bytes]:
     for number, jpeg in enumerate(jpegs):
         image = simplejpeg.decode_jpeg(jpeg)
         if not number:
-            encoder.height, encoder.width, encoder.pix_fmt = *image.shape[:2], "yuv420p"
+            encoder.height, encoder.width, encoder.pix_fmt = (
+                *image.shape[:2],
+                "yuv420p",
+            )
             encoder.time_base = Fraction(1, 10)
             encoder.options = options
         frame = av.VideoFrame.from_ndarray(image, "rgb24")
@@ -300,7 +347,10 @@ def write_mcap(
     channels = {}
     with path.open("wb") as file:
         writer = Writer(
-            file, chunk_size=chunk_size, compression=CompressionType[compression], **options
+            file,
+            chunk_size=chunk_size,
+            compression=CompressionType[compression],
+            **options,
         )
         writer.start("ros2")
         for entry in sent:
@@ -310,18 +360,28 @@ def write_mcap(
                     channels[entry.topic] = writer.register_channel(entry.topic, "protobuf", schema)
                 else:
                     schema = writer.register_schema(
-                        entry.message.__msgtype__, "ros2msg", definition(types, entry.message)
+                        entry.message.__msgtype__,
+                        "ros2msg",
+                        definition(types, entry.message),
                     )
                     channels[entry.topic] = writer.register_channel(entry.topic, "cdr", schema)
             data = entry.message
             if not isinstance(data, bytes):
                 data = bytes(types.serialize_cdr(data, data.__msgtype__))
-            writer.add_message(channels[entry.topic], entry.stamp_ns + LAG_NS, data, entry.stamp_ns)
+            writer.add_message(
+                channels[entry.topic],
+                entry.stamp_ns + LAG_NS,
+                data,
+                entry.stamp_ns,
+            )
         writer.finish()
 
 
 def logged(
-    folder: Path, sent: Iterable[Sent], source_options: dict | None = None, **options
+    folder: Path,
+    sent: Iterable[Sent],
+    source_options: dict | None = None,
+    **options,
 ) -> SourceSpec:
     """A source of one log of these messages; ``options`` are those of `write_mcap`."""
     write_mcap(folder / "log.mcap", sent, **options)
@@ -333,10 +393,19 @@ def definition(types, message) -> bytes:
 
 
 def write_rosbag2(
-    folder: Path, sent: Iterable[Sent], *, packed: bool = False, storage: str = "SQLITE3"
+    folder: Path,
+    sent: Iterable[Sent],
+    *,
+    packed: bool = False,
+    storage: str = "SQLITE3",
 ) -> None:
     """Write messages as a folder with SQLite or MCAP, with the public library; ``packed``: compressed one by one."""
-    from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
+    from rosbags.rosbag2 import (
+        CompressionFormat,
+        CompressionMode,
+        StoragePlugin,
+        Writer,
+    )
 
     types = store()
     connections = {}
@@ -356,7 +425,11 @@ def write_rosbag2(
 
 
 def write_bag(
-    path: Path, sent: Iterable[Sent], compression: str = "NONE", *, old: bool = False
+    path: Path,
+    sent: Iterable[Sent],
+    compression: str = "NONE",
+    *,
+    old: bool = False,
 ) -> None:
     """Write messages as a bag of ROS 1, with the public library and its types of ROS 1; ``old``: before ROS Hydro."""
     from rosbags.rosbag1 import Writer
@@ -365,7 +438,8 @@ def write_bag(
     types = get_typestore(Stores.ROS1_NOETIC)
     connections = {}
     transforms = dict.fromkeys(
-        ("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n"
+        ("tf2_msgs/TFMessage", "tf/tfMessage"),
+        "geometry_msgs/TransformStamped[] transforms\n",
     )
     for name, text in {**transforms, **OTHER_TYPES}.items():
         types.register(get_types_from_msg(text, name.replace("/", "/msg/")))
@@ -431,7 +505,10 @@ def _xyz(*values: float) -> bytes:
 
 def _stamp(stamp_ns: int) -> bytes:
     seconds, nanos = divmod(stamp_ns, 1_000_000_000)
-    return part(1, _key(1, 0) + _varint(seconds) + (_key(2, 0) + _varint(nanos) if nanos else b""))
+    return part(
+        1,
+        _key(1, 0) + _varint(seconds) + (_key(2, 0) + _varint(nanos) if nanos else b""),
+    )
 
 
 def _fixed(number: int, value: int) -> bytes:
@@ -442,7 +519,10 @@ _TYPES = {
     "google.protobuf.Timestamp": ["seconds", "nanos"],
     "foxglove.Vector3": ["x", "y", "z"],
     "foxglove.Quaternion": ["x", "y", "z", "w"],
-    "foxglove.Pose": [("position", "foxglove.Vector3"), ("orientation", "foxglove.Quaternion")],
+    "foxglove.Pose": [
+        ("position", "foxglove.Vector3"),
+        ("orientation", "foxglove.Quaternion"),
+    ],
     "foxglove.Point2": ["x", "y"],
     "foxglove.KeyValuePair": ["key", "value"],
     "foxglove.PointsAnnotation": [
@@ -550,7 +630,12 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
                 _stamp(image.timestamp_ns) + part(2, image.jpeg) + part(3, "jpeg") + part(4, name)
             )
             sent.append(
-                Sent(f"/{name}/image", "foxglove.CompressedImage", image.timestamp_ns, data)
+                Sent(
+                    f"/{name}/image",
+                    "foxglove.CompressedImage",
+                    image.timestamp_ns,
+                    data,
+                )
             )
             k = image.intrinsics.ravel().tolist()
             data = (
@@ -567,10 +652,16 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
                     data + part(9, name),
                 )
             )
-        for name, sweep in frame.sweeps.items():  # a cloud in base_link, with the lidar's pose
+        for (
+            name,
+            sweep,
+        ) in frame.sweeps.items():  # a cloud in base_link, with the lidar's pose
             points = sweep.points[:, :4]
             fields = b"".join(
-                part(5, part(1, column) + _fixed(2, 4 * column_index) + _key(3, 0) + _varint(7))
+                part(
+                    5,
+                    part(1, column) + _fixed(2, 4 * column_index) + _key(3, 0) + _varint(7),
+                )
                 for column_index, column in enumerate(("x", "y", "z", "intensity"))
             )
             data = (
@@ -580,7 +671,14 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
                 + fields
                 + part(6, points.tobytes())
             )
-            sent.append(Sent(f"/{name}/points", "foxglove.PointCloud", sweep.timestamp_ns, data))
+            sent.append(
+                Sent(
+                    f"/{name}/points",
+                    "foxglove.PointCloud",
+                    sweep.timestamp_ns,
+                    data,
+                )
+            )
     sent += [transform("map", "base_link", stamp_ns, pose) for stamp_ns, pose in poses.items()]
     return sorted(sent, key=lambda entry: entry.stamp_ns)
 
@@ -618,7 +716,13 @@ def detections(stamp_ns: int, boxes: Iterable[Box]):
             bottom - top,
         )
         detected.append(
-            ros.of("vision_msgs/Detection2D", ros.header(stamp_ns, "camera"), results, box, track)
+            ros.of(
+                "vision_msgs/Detection2D",
+                ros.header(stamp_ns, "camera"),
+                results,
+                box,
+                track,
+            )
         )
     return ros.of("vision_msgs/Detection2DArray", ros.header(stamp_ns, "camera"), detected)
 

@@ -7,7 +7,10 @@ import json
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 
-OPTIONS = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
+OPTIONS = {
+    "boxes_in": "global",
+    "lidar_columns": ["x", "y", "z", "intensity", "ring"],
+}
 
 
 def scan(root, **options):

@@ -54,7 +54,12 @@ def camera_columns(prefix: str, image: Any, form: str, pose: str) -> dict[str, A
     k = image.intrinsics
     pinhole = {
         name: k[place]
-        for name, place in (("fx", (0, 0)), ("fy", (1, 1)), ("cx", (0, 2)), ("cy", (1, 2)))
+        for name, place in (
+            ("fx", (0, 0)),
+            ("fy", (1, 1)),
+            ("cx", (0, 2)),
+            ("cy", (1, 2)),
+        )
     }
     columns = {"intrinsics": k.tolist()} if form == "jsonl" else {"intrinsics": k.ravel().tolist()}
     columns = pinhole if form == "csv" else columns
@@ -104,7 +109,13 @@ def box_rows(frame: Any) -> list[dict[str, Any]]:
     return [
         {
             **dict(zip(("x", "y", "z"), box.centre.tolist(), strict=True)),
-            **dict(zip(("length", "width", "height"), box.size_lwh.tolist(), strict=True)),
+            **dict(
+                zip(
+                    ("length", "width", "height"),
+                    box.size_lwh.tolist(),
+                    strict=True,
+                )
+            ),
             "yaw": box.yaw,
             "category": box.category,
             "track": box.track,
@@ -137,7 +148,11 @@ def write_wide(world: World, root: Path, form: str, paths: str = "file") -> str:
             row.update(pose_columns(f"lidar.{name}.lidar2ego", sweep.lidar2ego, form))
         if form == "csv":
             boxes += [
-                {"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box}
+                {
+                    "clip_id": clip.name,
+                    "timestamp_ns": frame.timestamp_ns,
+                    **box,
+                }
                 for box in box_rows(frame)
             ]
         else:
@@ -159,7 +174,10 @@ def write_long(world: World, root: Path, form: str) -> str:
     for clip, number, frame in world.frames():
         poses[clip.name, frame.timestamp_ns] = frame.ego2global
         for name, sensor in {**frame.images, **frame.sweeps}.items():
-            file = {"path": named[clip.name, number, name], "timestamp_ns": sensor.timestamp_ns}
+            file = {
+                "path": named[clip.name, number, name],
+                "timestamp_ns": sensor.timestamp_ns,
+            }
             data.append({"clip_id": clip.name, "sensor": name, **file})
             poses[clip.name, sensor.timestamp_ns] = sensor.ego2global
             if name in frame.images:
@@ -172,7 +190,8 @@ def write_long(world: World, root: Path, form: str) -> str:
             for box in box_rows(frame)
         ]
     by_clip = sorted(
-        range(len(data)), key=lambda index: (data[index]["clip_id"], data[index]["path"][::-1])
+        range(len(data)),
+        key=lambda index: (data[index]["clip_id"], data[index]["path"][::-1]),
     )
     write_table(root, "sensor_data", [data[index] for index in by_clip], form)
     write_table(root, "calibration", list(calibration.values()), form)
@@ -181,7 +200,11 @@ def write_long(world: World, root: Path, form: str) -> str:
         root,
         "ego_pose",
         [
-            {"clip_id": clip, "timestamp_ns": time, **pose_columns("ego2global", pose, form)}
+            {
+                "clip_id": clip,
+                "timestamp_ns": time,
+                **pose_columns("ego2global", pose, form),
+            }
             for (clip, time), pose in poses.items()
         ],
         form,
@@ -189,14 +212,22 @@ def write_long(world: World, root: Path, form: str) -> str:
     return str(root)
 
 
-GROUPS = {"g": "4", "bf": "2", "preset": "veryfast", "x264-params": "scenecut=0"}
+GROUPS = {
+    "g": "4",
+    "bf": "2",
+    "preset": "veryfast",
+    "x264-params": "scenecut=0",
+}
 
 
 def write_video(path: Path, pictures, container=None, options=None) -> None:
     """Encode RGB pictures, with times that are not those of the table."""
     with av.open(str(path), "w", format=container) as file:
         stream = file.add_stream("libx264", rate=10, options=options or GROUPS)
-        stream.height, stream.width, stream.pix_fmt = *pictures[0].shape[:2], "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = (
+            *pictures[0].shape[:2],
+            "yuv420p",
+        )
         for number, picture in enumerate(pictures):
             frame = av.VideoFrame.from_ndarray(picture, "rgb24")
             frame.pts = number

@@ -52,7 +52,10 @@ def main(root: str, out: str) -> None:
     for name, (shape, names) in MESHES.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         loader = make(root, world=mesh, check_ranks=True)
-        outcomes[name] = {"world": [loader.world.rank, loader.world.size], "keys": outcome(loader)}
+        outcomes[name] = {
+            "world": [loader.world.rank, loader.world.size],
+            "keys": outcome(loader),
+        }
     detected = make(root)
     outcomes["detected"] = [detected.world.rank, detected.world.size]
     expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
@@ -61,14 +64,21 @@ def main(root: str, out: str) -> None:
     except WorldError as error:
         outcomes["unclear"] = str(error)
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    worlds = {"stated": mesh_world(expert, ("ep",)), "submesh": mesh_world(pair["dp"])}
+    worlds = {
+        "stated": mesh_world(expert, ("ep",)),
+        "submesh": mesh_world(pair["dp"]),
+    }
     worlds["unnamed"] = mesh_world(init_device_mesh("cpu", (4,)))
     outcomes |= {name: [world.rank, world.size] for name, world in worlds.items()}
 
     # What goes wrong in real runs, each seen by every rank alike.
     outcomes["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
     outcomes["other world"] = outcome(
-        make(root, world=World(0, 1) if rank == 3 else World(rank, 4), check_ranks=True)
+        make(
+            root,
+            world=World(0, 1) if rank == 3 else World(rank, 4),
+            check_ranks=True,
+        )
     )
     outcomes["same rank"] = outcome(make(root, world=World(rank // 2, 4), check_ranks=True))
     resumed = make(root, check_ranks=True)

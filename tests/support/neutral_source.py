@@ -93,7 +93,8 @@ def write_neutral(world, root: Path) -> str:
 
 class NeutralSettings(FrameSettings, frozen=True, kw_only=True):
     images: Annotated[
-        Literal["file", "range", "made"], msgspec.Meta(description="where images come from")
+        Literal["file", "range", "made"],
+        msgspec.Meta(description="where images come from"),
     ] = "file"
     sizes: Annotated[bool, msgspec.Meta(description="state the size of images")] = False
 
@@ -112,7 +113,8 @@ class Neutral(FrameSource[NeutralSettings]):
     def sensors(self):
         rig = self._world()["rig"]
         return Sensors.from_names(
-            rig["cameras"], dict.fromkeys(rig["lidars"], ("x", "y", "z", "intensity", "ring"))
+            rig["cameras"],
+            dict.fromkeys(rig["lidars"], ("x", "y", "z", "intensity", "ring")),
         )
 
     def clips(self):

@@ -11,7 +11,13 @@ import fuelrail as fr
 from fuelrail.loaders.distributed import batch_digest
 
 
-def run(dataset: Path, parallel: int, folder: Path, out: Path, environment: dict[str, str]) -> None:
+def run(
+    dataset: Path,
+    parallel: int,
+    folder: Path,
+    out: Path,
+    environment: dict[str, str],
+) -> None:
     """Be a rank with these variables; ``parallel``: how many ranks divide a model."""
     os.environ.update(environment)
     rank = int(os.environ["RANK"])

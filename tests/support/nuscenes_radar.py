@@ -74,7 +74,10 @@ def add_radar_files(dataroot: Dataroot, seed: int = 0) -> dict[str, np.ndarray]:
     for row in sorted(rows, key=lambda row: row["timestamp"]):
         series = (row["calibrated_sensor_token"], scene[row["sample_token"]])
         if series in last:
-            row["prev"], last[series]["next"] = last[series]["token"], row["token"]
+            row["prev"], last[series]["next"] = (
+                last[series]["token"],
+                row["token"],
+            )
         last[series] = row
         written[row["filename"]] = radar_rows(rng, int(rng.integers(3, 20)))
         path = dataroot.root / row["filename"]

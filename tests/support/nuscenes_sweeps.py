@@ -75,7 +75,9 @@ def add_sweeps(dataroot: Dataroot, per_keyframe: int, num_points: int = 40, seed
             )
             points = np.r_[still[:, :3], rng.normal(0, [6, 6, 1], (num_points, 3))]
             points = np.c_[
-                points, rng.uniform(0, 255, len(points)), rng.integers(0, 32, len(points))
+                points,
+                rng.uniform(0, 255, len(points)),
+                rng.integers(0, 32, len(points)),
             ]
             path = dataroot.root / row["filename"]
             path.parent.mkdir(parents=True, exist_ok=True)

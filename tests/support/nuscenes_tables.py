@@ -23,7 +23,12 @@ CAMERAS = (
     "CAM_BACK_LEFT",
     "CAM_BACK_RIGHT",
 )
-CATEGORIES = ("vehicle.car", "human.pedestrian.adult", "movable_object.barrier", "animal")
+CATEGORIES = (
+    "vehicle.car",
+    "human.pedestrian.adult",
+    "movable_object.barrier",
+    "animal",
+)
 ATTRIBUTES = ("vehicle.moving", "vehicle.parked")
 START_US = 1_600_000_000_000_000
 
@@ -106,9 +111,17 @@ def build_nuscenes(
     for number, channel in enumerate((*cameras, *lidars, "RADAR_FRONT")):
         modality = channel.split("_")[0].lower().replace("cam", "camera")
         tables["sensor"].append(
-            {"token": token("sensor", channel), "channel": channel, "modality": modality}
+            {
+                "token": token("sensor", channel),
+                "channel": channel,
+                "modality": modality,
+            }
         )
-        intrinsics = [[40.0 + number, 0.0, size[0] / 2], [0.0, 40.0, size[1] / 2], [0.0, 0.0, 1.0]]
+        intrinsics = [
+            [40.0 + number, 0.0, size[0] / 2],
+            [0.0, 40.0, size[1] / 2],
+            [0.0, 0.0, 1.0],
+        ]
         tables["calibrated_sensor"].append(
             {
                 "token": token("calibrated", channel),
@@ -176,7 +189,17 @@ _TABLES = (
 
 
 def _add_clip(
-    dataroot, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
+    dataroot,
+    rng,
+    clip,
+    name,
+    num_frames,
+    cameras,
+    lidars,
+    size,
+    num_points,
+    num_tracks,
+    images,
 ):
     tables = dataroot.tables
     root = dataroot.root

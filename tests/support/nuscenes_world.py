@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from support.source_world import World
 
-NAMES = {"cam_front": "CAM_FRONT", "cam_left": "CAM_LEFT", "cam_back": "CAM_BACK"}
+NAMES = {
+    "cam_front": "CAM_FRONT",
+    "cam_left": "CAM_LEFT",
+    "cam_back": "CAM_BACK",
+}
 
 
 def write_nuscenes(world: World, root: Path, version: str) -> None:
@@ -39,7 +43,13 @@ def write_nuscenes(world: World, root: Path, version: str) -> None:
         )
     }
     tables["log"].append(
-        {"token": "log", "logfile": "log", "vehicle": "v", "date_captured": "", "location": "x"}
+        {
+            "token": "log",
+            "logfile": "log",
+            "vehicle": "v",
+            "date_captured": "",
+            "location": "x",
+        }
     )
     for name in ("car", "pedestrian"):
         tables["category"].append({"token": name, "name": name, "description": ""})
@@ -125,7 +135,12 @@ def _add_clip(tables, clip, root):
                     "instance_token": track,
                     "translation": box.centre.tolist(),
                     "size": box.size_lwh[[1, 0, 2]].tolist(),
-                    "rotation": [math.cos(box.yaw / 2), 0, 0, math.sin(box.yaw / 2)],
+                    "rotation": [
+                        math.cos(box.yaw / 2),
+                        0,
+                        0,
+                        math.sin(box.yaw / 2),
+                    ],
                     "visibility_token": "",
                     "attribute_tokens": [],
                     "num_lidar_pts": box.num_points,
@@ -151,7 +166,11 @@ def _add_data(tables, root, key, name, file, record, data, sensor2ego, intrinsic
             }
         )
     tables["ego_pose"].append(
-        {"token": token, "timestamp": record.timestamp_ns // 1000, **transform(record.ego2global)}
+        {
+            "token": token,
+            "timestamp": record.timestamp_ns // 1000,
+            **transform(record.ego2global),
+        }
     )
     width, height = (0, 0) if intrinsics is None else record.size
     tables["sample_data"].append(

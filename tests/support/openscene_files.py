@@ -10,7 +10,17 @@ import numpy as np
 from support.source_world import make_world
 
 CAMERAS = dict.fromkeys(
-    ("cam_f0", "cam_l0", "cam_r0", "cam_l1", "cam_r1", "cam_l2", "cam_r2", "cam_b0"), (64, 48)
+    (
+        "cam_f0",
+        "cam_l0",
+        "cam_r0",
+        "cam_l1",
+        "cam_r1",
+        "cam_l2",
+        "cam_r2",
+        "cam_b0",
+    ),
+    (64, 48),
 )
 CATEGORIES = {"car": "vehicle", "pedestrian": "pedestrian"}
 LENS = [0.05, -0.01, 0.001, -0.002, 0.003]
@@ -78,7 +88,23 @@ def _row(clip, number, frame, write):
         [*(to_ego @ [*box.centre, 1])[:3], *box.size_lwh, box.yaw - ego_yaw] for box in frame.boxes
     ]
     speeds = [box.velocity @ ego2global[:3, :3] @ lidar2ego[:3, :3] for box in frame.boxes]
-    can_bus = np.array([*ego2global[:3, 3], *rotation, 0.1, 0.2, 9.8, 8.0, 0.5, 0, 0, 0, 0.2, 0, 0])
+    can_bus = np.array(
+        [
+            *ego2global[:3, 3],
+            *rotation,
+            0.1,
+            0.2,
+            9.8,
+            8.0,
+            0.5,
+            0,
+            0,
+            0,
+            0.2,
+            0,
+            0,
+        ]
+    )
     return {
         "token": f"{clip.name}{number:08x}",
         "frame_idx": number,

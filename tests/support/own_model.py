@@ -36,7 +36,10 @@ class Layer(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
         )
 
     def forward(self, queries: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,10 @@ class Detector(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, width, 8, 8), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 1)
+            nn.Conv2d(3, width, 8, 8),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 1),
         )
         self.queries = nn.Parameter(torch.randn(8, width))
         self.layers = nn.ModuleList(Layer(width) for _ in range(2))
@@ -67,7 +73,10 @@ class Detector(nn.Module):
         for layer in self.layers:
             queries = layer(queries, memory)
         queries = queries + self.frozen(queries)
-        return {"centre": self.centre(queries), "there": self.there(queries).squeeze(-1)}
+        return {
+            "centre": self.centre(queries),
+            "there": self.there(queries).squeeze(-1),
+        }
 
 
 def losses(outputs, batch):
@@ -111,7 +120,13 @@ def divided(**options):
 def example(name: str, **options):
     """An example of configs/trainers, small and without dropout, divided with its own optimiser."""
     module = importlib.import_module(name)
-    small = {"classes": 2, "width": 8, "blocks": (1, 1, 1, 1), "grid": 16, "channels": 16}
+    small = {
+        "classes": 2,
+        "width": 8,
+        "blocks": (1, 1, 1, 1),
+        "grid": 16,
+        "channels": 16,
+    }
     build = (
         partial(module.Detector, **small)
         if name == "detector"
@@ -127,7 +142,12 @@ def load(dataset: str, **options):
 def train_alone(divide, read, steps: int, parts: int) -> list[float]:
     """Losses of one process that takes the batches of the ranks one after another."""
     alone = divide(alone=True)
-    options = {"shuffle": True, "drop_last": True, "seed": 3, "world": fr.World(0, 1)}
+    options = {
+        "shuffle": True,
+        "drop_last": True,
+        "seed": 3,
+        "world": fr.World(0, 1),
+    }
     with read(batch_size=GLOBAL_BATCH // parts, **options) as loader:
         batches = forever(loader)
         return [float(alone.step(islice(batches, parts))) for _ in range(steps)]
@@ -171,7 +191,10 @@ def main(
         module = importlib.import_module(name)
         divide = partial(example, name, batch_norm=batch_norm)
         if batch_norm == "frozen":
-            divide = partial(divide, optimiser=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+            divide = partial(
+                divide,
+                optimiser=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+            )
         read = partial(read, **module.SAMPLES)
         scored = module.score
     world = dist.get_world_size()
@@ -204,14 +227,19 @@ def main(
             differences[f"{strategy} evaluated"] = alike(scores, expected_scores)
         rows = GLOBAL_BATCH // world
         with read(
-            batch_size=rows, shuffle=True, drop_last=True, seed=3, world=parallel.mesh
+            batch_size=rows,
+            shuffle=True,
+            drop_last=True,
+            seed=3,
+            world=parallel.mesh,
         ) as loader:
             for batch in islice(forever(loader), int(steps)):
                 loss = float(parallel.step([batch]))
                 actual_losses.append(parallel.over_ranks({"loss": loss})["loss"])
         pairs = zip(expected, actual_losses, strict=False)
         differences[strategy] = max(
-            (abs(loss - actual) / max(1, abs(loss)) for loss, actual in pairs), default=0.0
+            (abs(loss - actual) / max(1, abs(loss)) for loss, actual in pairs),
+            default=0.0,
         )
         differences[f"{strategy} moved"] = actual_losses[0] - actual_losses[-1]
     if dist.get_rank() == 0:

@@ -50,7 +50,11 @@ BALANCED = fr.OrderSpec(seed=3, pack=PACK, balance=fr.Balance(cost=LENGTH))
 CASES = {
     "ddp": (PACKED, 2, {"strategy": "ddp"}),
     "ddp, documents alone": (ALONE, 1, {"strategy": "ddp"}),
-    "ddp, balanced, clipped": (BALANCED, 2, {"strategy": "ddp", "clip_norm": 1e9}),
+    "ddp, balanced, clipped": (
+        BALANCED,
+        2,
+        {"strategy": "ddp", "clip_norm": 1e9},
+    ),
     "fsdp2": (PACKED, 1, {"strategy": "fsdp2", "recompute": "full"}),
     "tensor": (PACKED, 1, {"strategy": "tensor"}),
     "pipeline": (PACKED, 2, {"strategy": "pipeline", "micro_batches": 2}),
@@ -101,11 +105,17 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(
-    dataset: str, order: fr.OrderSpec, accumulation: int, options: dict[str, object]
+    dataset: str,
+    order: fr.OrderSpec,
+    accumulation: int,
+    options: dict[str, object],
 ) -> list[float]:
     """Train some steps; return the largest differences of the loss and of a gradient that this rank has."""
     from fuelrail.bench.trainer.strategies.parallel import make_mesh
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+    from fuelrail.bench.trainer.strategies.settings import (
+        ParallelSettings,
+        degrees_of,
+    )
 
     settings = ParallelSettings(**{"optimiser": "sgd", "learning_rate": 0.1, **options})
     mesh = make_mesh(degrees_of(settings, dist.get_world_size()), "cpu")
@@ -121,7 +131,13 @@ def differences(
     transforms = {"image": {"height": 16, "width": 16}, "select": ["tokens"]}
     worst_loss = worst_gradient = 0.0
     with fr.DataLoader(
-        dataset, 2, order=order, drop_last=True, transforms=transforms, num_workers=1, world=mesh
+        dataset,
+        2,
+        order=order,
+        drop_last=True,
+        transforms=transforms,
+        num_workers=1,
+        world=mesh,
     ) as loader:
         assert len(loader) >= accumulation
         batches = (batch for _ in range(9) for batch in loader)
@@ -162,7 +178,10 @@ def main(dataset: str, out: str, *cases: str) -> None:
     dist.all_gather_object(of_ranks, case_differences)
     if dist.get_rank() == 0:
         worst = {
-            name: np.max([rank_differences[name] for rank_differences in of_ranks], axis=0).tolist()
+            name: np.max(
+                [rank_differences[name] for rank_differences in of_ranks],
+                axis=0,
+            ).tolist()
             for name in case_differences
         }
         Path(out).write_text(json.dumps(worst))

@@ -53,7 +53,10 @@ def blocks_of(page: Path) -> list[Block]:
     blocks = []
     for match in FENCE.finditer(text):
         outside = re.sub(
-            r"^ *```.*?^ *```", "", text[: match.start()], flags=re.MULTILINE | re.DOTALL
+            r"^ *```.*?^ *```",
+            "",
+            text[: match.start()],
+            flags=re.MULTILINE | re.DOTALL,
         )
         headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
         indent = len(match["indent"])

@@ -107,14 +107,34 @@ def cases_of(world: int) -> Iterator[Case]:
             "pp=2,dp_replicate=2",
         ],
         8: [
-            *("pp=2,dp_shard=2,tp=2", "pp=2,dp_replicate=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"),
-            *("pp=2,dp_replicate=2,dp_shard=2", "pp=4,dp_shard=2", "pp=2,tp=4", "dp_shard=4,tp=2"),
+            *(
+                "pp=2,dp_shard=2,tp=2",
+                "pp=2,dp_replicate=2,tp=2",
+                "dp_replicate=2,dp_shard=2,tp=2",
+            ),
+            *(
+                "pp=2,dp_replicate=2,dp_shard=2",
+                "pp=4,dp_shard=2",
+                "pp=2,tp=4",
+                "dp_shard=4,tp=2",
+            ),
         ],
     }[world]
     for model in TINY:
-        for strategy in ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"):
+        for strategy in (
+            "ddp",
+            "zero1",
+            "zero2",
+            "fsdp2",
+            "hsdp",
+            "tensor",
+            "pipeline",
+        ):
             micro = 8 if strategy == "pipeline" else None
-            yield Case(model=model, parallel=divided(strategy=strategy, micro_batches=micro))
+            yield Case(
+                model=model,
+                parallel=divided(strategy=strategy, micro_batches=micro),
+            )
         for mesh in meshes:
             micro = 4 if "pp" in mesh else None
             yield Case(model=model, parallel=divided(mesh=mesh, micro_batches=micro))
@@ -159,7 +179,12 @@ def _variations() -> Iterator[Case]:
         ("gpt-tiny", "tensor"),
     )
     for precision, (model, strategy) in itertools.product(("bf16", "fp16"), low):
-        yield Case(model=model, parallel=divided(strategy=strategy), precision=precision, steps=200)  # type: ignore[arg-type]
+        yield Case(
+            model=model,
+            parallel=divided(strategy=strategy),
+            precision=precision,
+            steps=200,
+        )  # type: ignore[arg-type]
 
 
 class Comparison:
@@ -179,13 +204,20 @@ class Comparison:
         import torch.distributed as dist
 
         from fuelrail.bench.trainer.models.build import build_model
-        from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
+        from fuelrail.bench.trainer.strategies.parallel import (
+            make_mesh,
+            parallelise,
+        )
         from fuelrail.loaders.distributed import resolve_world
 
         degrees = degrees_of(case.parallel, self._world)
         rows = GLOBAL_BATCH // degrees.data
         check_fits(
-            case.parallel, degrees=degrees, model=MODELS[case.model], batch_size=rows, image=_IMAGE
+            case.parallel,
+            degrees=degrees,
+            model=MODELS[case.model],
+            batch_size=rows,
+            image=_IMAGE,
         )
         mesh = make_mesh(degrees, "cpu")
         place = resolve_world(mesh)
@@ -270,12 +302,14 @@ class Comparison:
         if key not in self._alone:
             model = partial(build_model, MODELS[case.model])
             alone = parallelise(
-                model, ParallelSettings(**options, alone=True, learning_rate=case.rate)
+                model,
+                ParallelSettings(**options, alone=True, learning_rate=case.rate),
             )
             losses = []
             for batch in itertools.islice(itertools.cycle(self._load(0, 1)), case.steps):
                 parts = zip(
-                    *(tensor.chunk(num_parts) for tensor in alone.inputs(batch)), strict=True
+                    *(tensor.chunk(num_parts) for tensor in alone.inputs(batch)),
+                    strict=True,
                 )
                 losses.append(
                     sum(
@@ -306,7 +340,10 @@ def _difference(losses: Sequence[float], expected: Sequence[float], case: Case) 
         return max(abs(loss - reference) for loss, reference in zip(losses, expected, strict=True))
     windows = range(0, case.steps, _WINDOW)
     sums = [
-        (sum(losses[start : start + _WINDOW]), sum(expected[start : start + _WINDOW]))
+        (
+            sum(losses[start : start + _WINDOW]),
+            sum(expected[start : start + _WINDOW]),
+        )
         for start in windows
     ]
     return max(abs(loss / reference - 1) for loss, reference in sums)

@@ -35,7 +35,10 @@ def encode(picture: NDArray[np.uint8], kind: str = "jpeg", **options: Any) -> by
 
 
 def blobs(
-    width: int, height: int, places: Sequence[tuple[float, float]], sigma_px: float
+    width: int,
+    height: int,
+    places: Sequence[tuple[float, float]],
+    sigma_px: float,
 ) -> NDArray[np.uint8]:
     """Bright Gaussian spots on a dark ground, each centred on its place to a thousandth of a pixel."""
     x = np.arange(width)
@@ -120,9 +123,10 @@ def reference(
     a, b, _, c, d, _ = image_map.coefficients
     width = max(1, round(source.size[0] * min(1.0, math.hypot(a, c))))
     height = max(1, round(source.size[1] * min(1.0, math.hypot(b, d))))
-    resample = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[
-        interpolation
-    ]
+    resample = {
+        "bilinear": Image.Resampling.BILINEAR,
+        "bicubic": Image.Resampling.BICUBIC,
+    }[interpolation]
     small = source.resize((width, height), resample)
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
     sx = width / source.size[0]
@@ -130,13 +134,18 @@ def reference(
     # Rounded: Pillow's transforms cut fractions off, so that -0.9999999999 for -1 would change grey levels by one.
     affine = tuple(round(x, 9) for x in (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy))
     image = small.transform(
-        image_map.out_wh, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+        image_map.out_wh,
+        Image.Transform.AFFINE,
+        affine,
+        Image.Resampling.BILINEAR,
     )
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def psnr_db(
-    a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_] | None = None
+    a: NDArray[np.uint8],
+    b: NDArray[np.uint8],
+    where: NDArray[np.bool_] | None = None,
 ) -> float:
     """Peak signal to noise ratio over all pixels, or those ``where`` (height, width) says."""
     error = np.square(a.astype(np.int32) - b)
@@ -156,7 +165,12 @@ def shift_px(
     mean = (first + second) / 2
     gv, gu = np.gradient(mean)
     inner = where.copy()
-    inner[:2], inner[-2:], inner[:, :2], inner[:, -2:] = False, False, False, False
+    inner[:2], inner[-2:], inner[:, :2], inner[:, -2:] = (
+        False,
+        False,
+        False,
+        False,
+    )
     gradients = np.stack((gu[inner], gv[inner]), axis=1)
     solution, *_ = np.linalg.lstsq(gradients, (first - second)[inner], rcond=None)
     return float(solution[0]), float(solution[1])

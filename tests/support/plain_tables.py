@@ -46,10 +46,16 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
     """All digests: of shards, listings, other files, and blocks; and the table of keys."""
     for entry in manifest["files"]:
         data = (root / entry["name"]).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (
+            entry["bytes"],
+            entry["sha256"],
+        )
     for shard in read_shards(root, manifest):
         data = (root / shard["name"]).read_bytes()
-        assert (len(data), hashlib.sha256(data).digest()) == (shard["bytes"], shard["sha256"])
+        assert (len(data), hashlib.sha256(data).digest()) == (
+            shard["bytes"],
+            shard["sha256"],
+        )
         assert (root / shard["idx"]).exists() is bool(shard["idx_bytes"])
         if shard["idx_bytes"]:
             data = (root / shard["idx"]).read_bytes()
@@ -59,7 +65,12 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
             )
     blocks = b""
     named = {entry["name"] for entry in manifest["files"]}
-    for name in ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet"):
+    for name in (
+        "shards.arrow",
+        "index.arrow",
+        "keys.arrow",
+        "attributes.parquet",
+    ):
         data = (root / name).read_bytes() if name in named else b""
         blocks += b"".join(
             hashlib.sha256(data[offset : offset + 2**20]).digest()

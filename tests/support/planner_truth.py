@@ -27,7 +27,10 @@ from fuelrail.bench.planner.fake_rank import Inputs
 from fuelrail.bench.planner.shape import shape_of
 from fuelrail.bench.planner.torch_private import private_parts
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    degrees_of,
+)
 from support.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -86,20 +89,36 @@ def pairs() -> Iterator[Pair]:
     """All pairs."""
     for model in SIZES:
         for recompute in ("none", "selective", "full"):
-            yield Pair(model=model, world=1, parallel=ParallelSettings(recompute=recompute))
+            yield Pair(
+                model=model,
+                world=1,
+                parallel=ParallelSettings(recompute=recompute),
+            )
         for strategy in ("ddp", "zero1", "zero2", "fsdp2"):
-            yield Pair(model=model, world=2, parallel=ParallelSettings(strategy=strategy))
+            yield Pair(
+                model=model,
+                world=2,
+                parallel=ParallelSettings(strategy=strategy),
+            )
         yield Pair(
-            model=model, world=2, parallel=ParallelSettings(strategy="fsdp2", recompute="full")
+            model=model,
+            world=2,
+            parallel=ParallelSettings(strategy="fsdp2", recompute="full"),
         )
         yield Pair(model=model, world=4, parallel=ParallelSettings(strategy="hsdp"))
     for model in ("gpt", "vit"):
         pipeline = ParallelSettings(strategy="pipeline", micro_batches=4)
         yield Pair(model=model, world=2, parallel=ParallelSettings(strategy="tensor"))
         yield Pair(model=model, world=2, parallel=pipeline)
-        yield Pair(model=model, world=4, parallel=ParallelSettings(mesh="dp_shard=2,tp=2"))
         yield Pair(
-            model=model, world=4, parallel=ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4)
+            model=model,
+            world=4,
+            parallel=ParallelSettings(mesh="dp_shard=2,tp=2"),
+        )
+        yield Pair(
+            model=model,
+            world=4,
+            parallel=ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4),
         )
         yield Pair(model=model, world=8, parallel=ParallelSettings(strategy="fsdp2"))
         yield Pair(
@@ -146,7 +165,10 @@ def real(pair: Pair, rank: int) -> Real:
     for _ in range(_REPEATS):
         counter = Counter(parallel.mesh)
         gc.collect()  # what an earlier step or pair left counts as negative when it is freed in this one
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, counter:
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            counter,
+        ):
             parallel.forward_backward(inputs)
         parallel.update()
         tree = profiled.profiler.kineto_results.experimental_event_tree()
@@ -191,7 +213,15 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
         waiting += [(child, within, mine) for child in event.children]
         if event.name == "[memory]":
             fields = event.extra_fields
-            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size, mine, within))
+            allocations.append(
+                (
+                    event.start_time_ns,
+                    fields.ptr,
+                    fields.alloc_size,
+                    mine,
+                    within,
+                )
+            )
     allocations.sort()
     left_out: set[int] = set()  # events of blocks that are not counted
     unseen: dict[int, int] = {}  # bytes that were freed without an event before one
@@ -242,7 +272,14 @@ def measure(world: int, pairs: Sequence[Pair], folder: Path) -> list[Real]:
     """Run the pairs on this number of ranks."""
     cases = folder / "pairs.json"
     cases.write_bytes(msgspec.json.encode(list(pairs)))
-    run_ranks(world, "-m", "support.planner_truth", cases, folder, timeout_s=_PATIENCE_S)
+    run_ranks(
+        world,
+        "-m",
+        "support.planner_truth",
+        cases,
+        folder,
+        timeout_s=_PATIENCE_S,
+    )
     written = [folder / f"rank-{rank}.json" for rank in range(world)]
     return [
         real for path in written for real in msgspec.json.decode(path.read_bytes(), type=list[Real])

@@ -91,7 +91,11 @@ def hardware_flop(model: Transformer, global_batch: float, recompute: Recompute)
     forward pass (arXiv 2104.04473, section 5.1: 96 B s L h^2 (1 + s/(6h) + V/(16 L h))).
     """
     matrices, attention, _ = model.sample_flop
-    recomputed = {"none": 0.0, "selective": 3 * attention, "full": matrices + attention}[recompute]
+    recomputed = {
+        "none": 0.0,
+        "selective": 3 * attention,
+        "full": matrices + attention,
+    }[recompute]
     return model_flop(model, global_batch) + global_batch * recomputed
 
 

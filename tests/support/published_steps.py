@@ -79,14 +79,29 @@ def _titan(name: str, model: str, rate: float, **settings: Any) -> PublishedStep
 
 
 def _trainy(name: str, rate: float, **settings: Any) -> PublishedStep:
-    common = {"precision": "float8", "gpu": "H200", "seq": 8192, "recompute": "selective"}
+    common = {
+        "precision": "float8",
+        "gpu": "H200",
+        "seq": 8192,
+        "recompute": "selective",
+    }
     return PublishedStep(
-        name, TRAINY, {**_LLAMA3["8B"], **common, "local_batch": 2, **settings}, rate
+        name,
+        TRAINY,
+        {**_LLAMA3["8B"], **common, "local_batch": 2, **settings},
+        rate,
     )
 
 
 def _mpt(
-    gpu: str, model: str, seq: int, gpus: int, micro: int, steps: int, full: bool, rate: float
+    gpu: str,
+    model: str,
+    seq: int,
+    gpus: int,
+    micro: int,
+    steps: int,
+    full: bool,
+    rate: float,
 ) -> PublishedStep:
     """``full`` recomputation; the precision is bf16, with fp32 weights in the optimiser."""
     layers, hidden, heads = _MPT[model]
@@ -273,7 +288,13 @@ PUBLISHED = (
         virtual_stages=5,
     ),
     _titan(
-        "titan-8B-8-float8", "8B", 8532, gpus=8, dp_shard=8, local_batch=2, recompute="selective"
+        "titan-8B-8-float8",
+        "8B",
+        8532,
+        gpus=8,
+        dp_shard=8,
+        local_batch=2,
+        recompute="selective",
     ),
     _titan(
         "titan-8B-128-float8",
@@ -295,7 +316,14 @@ PUBLISHED = (
         precision="bf16",
     ),
     _titan(
-        "titan-8B-32768", "8B", 3890, gpus=8, dp_shard=8, local_batch=1, recompute="full", seq=32768
+        "titan-8B-32768",
+        "8B",
+        3890,
+        gpus=8,
+        dp_shard=8,
+        local_batch=1,
+        recompute="full",
+        seq=32768,
     ),
     _titan(
         "titan-8B-65536",

@@ -58,13 +58,20 @@ def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 280) -> str
             "LOCAL_WORLD_SIZE": num_ranks,
             "MASTER_ADDR": "127.0.0.1",
         }
-        shared |= {"MASTER_PORT": free.getsockname()[1], "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {
+            "MASTER_PORT": free.getsockname()[1],
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         free.close()
         words = list(map(str, arguments))
         ranks = [
             warm().Process(
                 target=run_program,
-                args=(words, shared | {"RANK": rank, "LOCAL_RANK": rank}, str(log)),
+                args=(
+                    words,
+                    shared | {"RANK": rank, "LOCAL_RANK": rank},
+                    str(log),
+                ),
             )
             for rank in range(num_ranks)
         ]
@@ -118,6 +125,10 @@ def _said(log: Path) -> str:
 
 def environment() -> dict[str, str]:
     """Ours, with the package and the tests' support importable, and gloo on the loopback interface."""
-    paths = [str(TESTS.parent / ".src"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(TESTS.parent / ".src"),
+        str(TESTS),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(paths)}

@@ -28,11 +28,17 @@ def main(num_nodes: int) -> None:
     from ray.cluster_utils import Cluster
 
     def node(*, is_head: bool) -> dict[str, Any]:
-        limits: dict[str, Any] = {"num_cpus": 1, "memory": 2 << 30, "object_store_memory": 80 << 20}
+        limits: dict[str, Any] = {
+            "num_cpus": 1,
+            "memory": 2 << 30,
+            "object_store_memory": 80 << 20,
+        }
         return {**limits, "include_dashboard": False, "dashboard_port": None} if is_head else limits
 
     cluster = Cluster(
-        initialize_head=True, head_node_args=node(is_head=True), shutdown_at_exit=True
+        initialize_head=True,
+        head_node_args=node(is_head=True),
+        shutdown_at_exit=True,
     )
     nodes = [cluster.add_node(**node(is_head=False)) for _ in range(num_nodes - 1)]
     print(cluster.address, flush=True)
@@ -82,7 +88,11 @@ class RayCluster:
 def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
     """A cluster of this number of nodes, of one core each."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "support.ray_cluster", str(num_nodes)],
         stdin=subprocess.PIPE,

@@ -104,10 +104,17 @@ def formula(case: Case) -> float:
     settings = case.given
     quantity = case.expect.quantity
     if quantity == "model_state_bytes_per_gpu" and "data_parallel" in settings:
-        sizes = (settings["param_bytes"], settings["grad_bytes"], settings["optimiser_bytes"])
+        sizes = (
+            settings["param_bytes"],
+            settings["grad_bytes"],
+            settings["optimiser_bytes"],
+        )
         return (
             zero_state_bytes(
-                settings["parameters"], settings["data_parallel"], settings["zero_stage"], *sizes
+                settings["parameters"],
+                settings["data_parallel"],
+                settings["zero_stage"],
+                *sizes,
             )
             / 1e9
         )
@@ -146,7 +153,10 @@ def formula(case: Case) -> float:
             else hardware_flop(model, count, settings["recompute"])
         )
         return 100 * utilisation(
-            flop, settings["iteration_time_s"], settings["gpus"], settings["peak_tflops"] * 1e12
+            flop,
+            settings["iteration_time_s"],
+            settings["gpus"],
+            settings["peak_tflops"] * 1e12,
         )
     if quantity == "mfu":
         token = (
@@ -154,7 +164,10 @@ def formula(case: Case) -> float:
             + 12 * settings["layers"] * settings["hidden"] * settings["seq"]
         )
         return 100 * utilisation(
-            token * settings["tokens_per_s_per_gpu"], 1.0, 1, settings["peak_tflops"] * 1e12
+            token * settings["tokens_per_s_per_gpu"],
+            1.0,
+            1,
+            settings["peak_tflops"] * 1e12,
         )
     if quantity == "parameters":
         return parameters(transformer(settings)) / 1e9
@@ -176,7 +189,10 @@ def formula(case: Case) -> float:
 def planned(scenario: Scenario, gpu: str, gpus: int) -> choice.Fit:
     """Plan a case as the command does, whether it fits into memory or not."""
     return choice.fit(
-        scenario, cluster_of({"gpu": gpu, "gpus": gpus}), scenario.parallel, fits=True
+        scenario,
+        cluster_of({"gpu": gpu, "gpus": gpus}),
+        scenario.parallel,
+        fits=True,
     )
 
 
@@ -207,7 +223,10 @@ def timed(case: Case) -> tuple[choice.Fit, Any, Any, float]:
         gpus = case.given["gpus"]
         scenario = scenario_of(case.id, settings)
         seconds = seconds_of(
-            settings, case.expect.quantity, case.expect.value, scenario.global_batch
+            settings,
+            case.expect.quantity,
+            case.expect.value,
+            scenario.global_batch,
         )
     else:
         gpus = 1
@@ -307,7 +326,12 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
             "absolute", limit.get("relative", 0.0) * case.expect.value
         )
         predictions.append(
-            Predicted(id=case.id, role=role, error=difference / case.expect.value, within=within)
+            Predicted(
+                id=case.id,
+                role=role,
+                error=difference / case.expect.value,
+                within=within,
+            )
         )
     return predictions
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.hardware import ClusterSettings, Device, Sourced, load_cluster
+from fuelrail.bench.planner.hardware import (
+    ClusterSettings,
+    Device,
+    Sourced,
+    load_cluster,
+)
 from fuelrail.bench.planner.scenario import Scenario, TransformerShape
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from support.published_formulas import Transformer, hardware_flop, model_flop
@@ -99,7 +104,10 @@ def limited(device: Device) -> dict[str, Any]:
         kind: Sourced(value=share * peak.value, source=source)
         for kind, peak in device.peak_tflops.items()
     }
-    return {"memory_gb_per_s": Sourced(value=2400, source=source), "peak_tflops": peaks}
+    return {
+        "memory_gb_per_s": Sourced(value=2400, source=source),
+        "peak_tflops": peaks,
+    }
 
 
 def scenario_of(
@@ -121,7 +129,11 @@ def scenario_of(
         batch = settings.get("global_batch") or local * data // cp
     micro = settings.get("micro_batch") or (1 if pp > 1 else settings.get("local_batch", 1))
     virtual = settings.get("virtual_stages") or (8 if "tokens_per_batch" in settings else 1)
-    sizes = {"pp": pp, "dp_shard" if sharded else "dp_replicate": data, "tp": tp}
+    sizes = {
+        "pp": pp,
+        "dp_shard" if sharded else "dp_replicate": data,
+        "tp": tp,
+    }
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     model = transformer(settings)
     return Scenario(

@@ -65,7 +65,10 @@ def _serving(name: str, command: Sequence[str], port: int) -> Iterator[S3Server]
         with s3_environment(url):
             deadline = time.monotonic() + 60
             while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("127.0.0.1", port), 1),
+                ):
                     break
                 if time.monotonic() > deadline or server.poll() is not None:
                     raise RuntimeError(f"the S3 server ({name}) did not start within 60 s")

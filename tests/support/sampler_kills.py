@@ -66,7 +66,11 @@ def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
     sampler = make_sampler(spec, world)
     loader = sampler.count(
         DataLoader(
-            Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=3, persistent_workers=True
+            Rows(),
+            batch_sampler=sampler,
+            num_workers=2,
+            prefetch_factor=3,
+            persistent_workers=True,
         )
     )
     states = [json.loads(line)["state"] for line in lines_of(file)]

@@ -16,7 +16,10 @@ from fuelrail.bench.studies.scale.report import (
 from support.bench_runs import DATASET, MACHINE
 
 CONDITIONS = ScaleOptions(
-    max_ranks=64, straggler_share=0.05, straggler_slowdown=0.5, storage_gb_per_s=0.5
+    max_ranks=64,
+    straggler_share=0.05,
+    straggler_slowdown=0.5,
+    storage_gb_per_s=0.5,
 )
 
 
@@ -43,7 +46,11 @@ def fit(**changes) -> HostFit:
 def measured(num_ranks, batch_size, step_ms) -> MeasuredRun:
     """A run with such a step."""
     spread = Interval(
-        median=step_ms, low=step_ms * 0.99, high=step_ms * 1.01, confidence=0.95, num_repeats=50
+        median=step_ms,
+        low=step_ms * 0.99,
+        high=step_ms * 1.01,
+        confidence=0.95,
+        num_repeats=50,
     )
     return MeasuredRun(
         num_ranks=num_ranks,

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.dataset import (
+    check_span,
+    open_dataset,
+    read_members,
+)
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.sample.schema import META, decode_meta
 from fuelrail.sharding.planning.recipe import make_recipe
@@ -32,7 +36,10 @@ _OF_SOURCE = ("version", "missing_camera", "points", "sweeps", "cameras")
 
 def environment() -> dict[str, str]:
     """The variables of this process as it is now, for commands in processes of their own."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
 
 
 def shard_nuscenes(
@@ -62,13 +69,25 @@ def reshard(sources: Path | str | list, out: Path, num_workers: int = 1, **value
     places = sources if isinstance(sources, list) else [sources]
     spec = SourceSpec("fuelrail", "\n".join(map(str, places)), values.pop("options", {}))
     return shard(
-        spec, out=out, recipe=make_recipe(**values), num_workers=num_workers, progress=Quiet()
+        spec,
+        out=out,
+        recipe=make_recipe(**values),
+        num_workers=num_workers,
+        progress=Quiet(),
     ).manifest
 
 
 def shard_command(location: str, out: Path | str, *more: str) -> list[str]:
     """The command that shards in a process of its own."""
-    return [sys.executable, "-m", "fuelrail", "shard", location, str(out), *more]
+    return [
+        sys.executable,
+        "-m",
+        "fuelrail",
+        "shard",
+        location,
+        str(out),
+        *more,
+    ]
 
 
 def write_job(work: Path, out: str, source: str) -> WriteJob:

@@ -85,7 +85,10 @@ def write_synthetic_index(
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
-        pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
+        pq.write_table(
+            pa.table({"key": keys, **attributes}).take(stored),
+            folder / ATTRIBUTES_FILE,
+        )
     lengths = [
         min(samples_per_shard, num_samples - first)
         for first in range(0, num_samples, samples_per_shard)
@@ -108,9 +111,11 @@ def even_lengths(num_samples: int, samples_per_shard: int) -> list[int]:
     ]
 
 
-MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetensors": 6000} | {
-    f"cam_{number}.jpg": 145_000 for number in range(6)
-}
+MEMBER_BYTES = {
+    "meta.json": 2500,
+    "geometry.safetensors": 3500,
+    "boxes.safetensors": 6000,
+} | {f"cam_{number}.jpg": 145_000 for number in range(6)}
 """A sample of six cameras as nuScenes has it; content is random, for nothing here decodes it."""
 
 
@@ -124,10 +129,20 @@ def make_dataset(
         for number in range(num_samples):
             key = f"clip-{number:08d}"
             members = [
-                RawMember(name, RAW, rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))))
+                RawMember(
+                    name,
+                    RAW,
+                    rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))),
+                )
                 for name, size in MEMBER_BYTES.items()
             ]
-            yield MadeSample(key=key, clip_id=key, frame=0, timestamp_ns=number, members=members)
+            yield MadeSample(
+                key=key,
+                clip_id=key,
+                frame=0,
+                timestamp_ns=number,
+                members=members,
+            )
 
     write_made_dataset(folder, even_lengths(num_samples, samples_per_shard), samples())
     return open_dataset(folder)

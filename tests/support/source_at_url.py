@@ -13,7 +13,10 @@ class AtUrl:
         bucket = f"/{type(self).__name__}"
         store.put(str(made.folder / "source"), bucket, recursive=True)
         try:
-            self.make(made.spec._replace(location=f"memory:/{bucket}"), tmp_path / "url")
+            self.make(
+                made.spec._replace(location=f"memory:/{bucket}"),
+                tmp_path / "url",
+            )
         finally:
             store.rm(bucket, recursive=True)
         assert digests(made.folder / "out") == digests(tmp_path / "url")

@@ -14,12 +14,22 @@ import pytest
 from PIL import Image
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
-from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta, encode_arrays
+from fuelrail.pipeline.sample.schema import (
+    Geometry,
+    decode_arrays,
+    decode_meta,
+    encode_arrays,
+)
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, sources
+from fuelrail.sharding.sources.registry import (
+    SourceSpec,
+    make_source,
+    options_of_texts,
+    sources,
+)
 from fuelrail.sharding.sources.source import PlacedSource
 from fuelrail.sharding.verify.dataset import verify
 from support.sharding import Interrupt, Scanned, digests, scanned
@@ -38,14 +48,27 @@ DAMAGES = {
     "of another size": lambda data: smaller(data),
 }
 """What becomes of the bytes of a damaged image."""
-FAULTS = {"missing_camera": ("no record", "no file"), "damaged_image": tuple(DAMAGES)}
+FAULTS = {
+    "missing_camera": ("no record", "no file"),
+    "damaged_image": tuple(DAMAGES),
+}
 """The options that all sources of frames have for faulty images, and the faults that each is for."""
 QUICK = ("no record", "no file", "empty")
 ANSWERS = ("error", "mask", "drop")
-OWN_POLICIES = {"dangling_links": "cut", "damaged": "skip", "clock_jumps": "drop"}
+OWN_POLICIES = {
+    "dangling_links": "cut",
+    "damaged": "skip",
+    "clock_jumps": "drop",
+}
 """Such options of single kinds, with what leaves the fault out."""
 OF_DAMAGED = {"damaged_image", "max_damaged", "check_images"}
-MATRICES = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
+MATRICES = (
+    "cam2ego",
+    "cam_ego2global",
+    "ego2global",
+    "lidar2ego",
+    "lidar_ego2global",
+)
 
 
 class Made(NamedTuple):
@@ -94,7 +117,11 @@ class SourceSuite:
         """A source of the world; its folder is ``tmp_path / "source"``."""
         root = tmp_path / "source"
         root.mkdir(exist_ok=True)
-        return SourceSpec(self.kind, self.write(world or self.world(), root), dict(self.options))
+        return SourceSpec(
+            self.kind,
+            self.write(world or self.world(), root),
+            dict(self.options),
+        )
 
     def remove_image(self, root: Path, camera: str, data: bytes) -> int:
         """Remove the file of an image with these bytes; return how many frames lack one by that."""
@@ -106,7 +133,13 @@ class SourceSuite:
         """A source with a fault that an option of `OWN_POLICIES` is for; None: the kind refuses it."""
         return None
 
-    def make(self, spec: SourceSpec, out: Path, workers: int = 1, progress: Quiet | None = None):
+    def make(
+        self,
+        spec: SourceSpec,
+        out: Path,
+        workers: int = 1,
+        progress: Quiet | None = None,
+    ):
         """Shard into small shards."""
         recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
         engine = LocalEngine(workers, "threads")
@@ -131,7 +164,10 @@ class SourceSuite:
             )
             _DATASETS.clear()
             _DATASETS[type(self)] = Made(
-                folder, world, spec, scanned(spec.kind, spec.location, folder, **spec.options)
+                folder,
+                world,
+                spec,
+                scanned(spec.kind, spec.location, folder, **spec.options),
             )
         return _DATASETS[type(self)]
 
@@ -205,7 +241,10 @@ class SourceSuite:
                 assert key not in camera_rows, "a frame without any image"
                 continue
             mine = camera_rows[key]
-            assert (mine.boxes, mine.geometry) == (row.boxes, encode_arrays(geometry))
+            assert (mine.boxes, mine.geometry) == (
+                row.boxes,
+                encode_arrays(geometry),
+            )
             left_out = [
                 member
                 for member in row.members
@@ -322,7 +361,10 @@ class SourceSuite:
                     if np.isnan(matrix).all():
                         continue
                     np.testing.assert_allclose(
-                        matrix[:3, :3] @ matrix[:3, :3].T, np.eye(3), atol=1e-6, err_msg=name
+                        matrix[:3, :3] @ matrix[:3, :3].T,
+                        np.eye(3),
+                        atol=1e-6,
+                        err_msg=name,
                     )
                     assert np.linalg.det(matrix[:3, :3]) > 0, name
                     assert matrix[3].tolist() == [0, 0, 0, 1], name
@@ -381,7 +423,8 @@ class SourceSuite:
                 scan_source(SourceSpec(self.kind, str(tmp_path / name), dict(self.options)))
 
     @pytest.mark.skipif(
-        not sys.platform.startswith("linux"), reason="bytes read are counted in /proc"
+        not sys.platform.startswith("linux"),
+        reason="bytes read are counted in /proc",
     )
     @pytest.mark.costly
     def test_the_scan_reads_no_pixel_beyond_heads(

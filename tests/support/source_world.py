@@ -101,7 +101,11 @@ def ego_at(clip: int, timestamp_ns: int) -> np.ndarray:
     angle = (timestamp_ns - START_NS) * 1e-9 * SPEED_MPS / RADIUS_M + clip
     pose = np.eye(4)
     pose[:3, :3] = turn(angle + math.pi / 2, "z") @ turn(0.02, "y")
-    pose[:3, 3] = RADIUS_M * math.cos(angle) + 500 * clip, RADIUS_M * math.sin(angle), 0.3
+    pose[:3, 3] = (
+        RADIUS_M * math.cos(angle) + 500 * clip,
+        RADIUS_M * math.sin(angle),
+        0.3,
+    )
     return pose
 
 
@@ -110,7 +114,10 @@ def turn(angle: float, axis: str) -> np.ndarray:
     c = math.cos(angle)
     s = math.sin(angle)
     return np.array(
-        {"z": [[c, -s, 0], [s, c, 0], [0, 0, 1]], "y": [[c, 0, s], [0, 1, 0], [-s, 0, c]]}[axis]
+        {
+            "z": [[c, -s, 0], [s, c, 0], [0, 0, 1]],
+            "y": [[c, 0, s], [0, 1, 0], [-s, 0, c]],
+        }[axis]
     )
 
 
@@ -125,9 +132,17 @@ def make_world(
     noise: bool = False,
 ) -> World:
     """Make the world; ``noise`` makes images large for their number of pixels."""
-    sizes = cameras or {"cam_front": (64, 48), "cam_left": (64, 48), "cam_back": (48, 64)}
+    sizes = cameras or {
+        "cam_front": (64, 48),
+        "cam_left": (64, 48),
+        "cam_back": (48, 64),
+    }
     rng = np.random.default_rng(7)
-    world = World([WorldClip(f"drive-{number}") for number in range(num_clips)], sizes, lidars)
+    world = World(
+        [WorldClip(f"drive-{number}") for number in range(num_clips)],
+        sizes,
+        lidars,
+    )
     for number, clip in enumerate(world.clips):
         for frame in range(num_frames):
             time_ns = START_NS + number * 60_000_000_000 + frame * PERIOD_NS
@@ -145,9 +160,15 @@ def make_world(
             sweeps = {}
             for name in lidars:
                 lidar2ego = np.eye(4)
-                lidar2ego[:3, :3], lidar2ego[:3, 3] = turn(-math.pi / 2, "z"), (0.9, 0.0, 1.8)
+                lidar2ego[:3, :3], lidar2ego[:3, 3] = (
+                    turn(-math.pi / 2, "z"),
+                    (0.9, 0.0, 1.8),
+                )
                 points = np.concatenate(
-                    [rng.uniform(-30, 30, (num_points, 3)), rng.integers(0, 255, (num_points, 2))],
+                    [
+                        rng.uniform(-30, 30, (num_points, 3)),
+                        rng.integers(0, 255, (num_points, 2)),
+                    ],
                     1,
                 ).astype(np.float32)
                 sweeps[name] = WorldSweep(points, time_ns, lidar2ego, ego_at(number, time_ns))
@@ -175,12 +196,17 @@ def _image(
     width, height = size
     pixels = rng.integers(0, 255, (height, width, 3), np.uint8)
     if not noise:
-        pixels = np.kron(pixels[: height // 8 + 1, : width // 8 + 1], np.ones((8, 8, 1), np.uint8))[
-            :height, :width
-        ]
+        pixels = np.kron(
+            pixels[: height // 8 + 1, : width // 8 + 1],
+            np.ones((8, 8, 1), np.uint8),
+        )[:height, :width]
     jpeg = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), 100 if noise else 90, "RGB", "444")
     intrinsics = np.array(
-        [[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]]
+        [
+            [width * 0.8, 0, width / 2 - 0.5],
+            [0, width * 0.8, height / 2 - 0.5],
+            [0, 0, 1],
+        ]
     )
     cam2ego = np.eye(4)
     cam2ego[:3, :3], cam2ego[:3, 3] = (
@@ -231,7 +257,9 @@ def samples_of(root) -> dict[str, Sample]:
             channel.field for channel in dataset.manifest.extra_channels if channel.kind != "points"
         }
         samples[row.key] = decode_sample(
-            row.key, {name: bytes(data) for name, data in members.items()}, fields
+            row.key,
+            {name: bytes(data) for name, data in members.items()},
+            fields,
         )
     return samples
 
@@ -270,14 +298,20 @@ def check_same(
             )
             np.testing.assert_allclose(geometry.cam2ego[index], image.cam2ego, atol=pose_m, rtol=0)
             np.testing.assert_allclose(
-                geometry.cam_ego2global[index], image.ego2global, atol=pose_m, rtol=0
+                geometry.cam_ego2global[index],
+                image.ego2global,
+                atol=pose_m,
+                rtol=0,
             )
             true2seen = np.linalg.inv(geometry.cam_ego2global[index] @ geometry.cam2ego[index]) @ (
                 image.ego2global @ image.cam2ego
             )
             expected_pixels = _pixels(image.intrinsics, np.eye(4))
             np.testing.assert_allclose(
-                _pixels(geometry.intrinsics[index], true2seen), expected_pixels, atol=pixels, rtol=0
+                _pixels(geometry.intrinsics[index], true2seen),
+                expected_pixels,
+                atol=pixels,
+                rtol=0,
             )
             if same_bytes:
                 assert bytes(sample.images[name]) == image.jpeg
@@ -298,7 +332,12 @@ def _pixels(intrinsics: np.ndarray, true2seen: np.ndarray) -> np.ndarray:
     rng = np.random.default_rng(1)
     depth = rng.uniform(5, 50, 20)
     in_cam = np.stack(
-        [rng.uniform(-0.5, 0.5, 20) * depth, rng.uniform(-0.4, 0.4, 20) * depth, depth, np.ones(20)]
+        [
+            rng.uniform(-0.5, 0.5, 20) * depth,
+            rng.uniform(-0.4, 0.4, 20) * depth,
+            depth,
+            np.ones(20),
+        ]
     )
     projected = intrinsics @ (true2seen @ in_cam)[:3]
     return (projected[:2] / projected[2]).T
@@ -325,5 +364,8 @@ def _check_boxes(sample: Sample, frame: WorldFrame, classes: list[str], box_m: f
         assert boxes.num_lidar_pts[row] in (-1, box.num_points)
         if not np.isnan(boxes.velocity[row]).any():
             np.testing.assert_allclose(
-                boxes.velocity[row], to_ego[:3, :3] @ box.velocity, atol=1e-3, rtol=0
+                boxes.velocity[row],
+                to_ego[:3, :3] @ box.velocity,
+                atol=1e-3,
+                rtol=0,
             )

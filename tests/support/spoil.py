@@ -49,7 +49,8 @@ def column(name: str, field: str, values: object) -> Callable[[Path], None]:
         index = table.column_names.index(field)
         new = values(table.column(index)) if callable(values) else values
         write(
-            table.remove_column(index) if new is None else table.set_column(index, field, new), path
+            table.remove_column(index) if new is None else table.set_column(index, field, new),
+            path,
         )
 
     return spoil

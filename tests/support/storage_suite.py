@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 import pytest
 
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ShardError,
+    StorageError,
+    TruncatedShardError,
+)
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from support.datasets import build_dataset
 

@@ -30,9 +30,16 @@ from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.street import corners
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.demo.world import captures, make_clip, token
-from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, channel_file
+from fuelrail.sharding.sources.nuscenes.extras.groups import (
+    CHANNELS_FILE,
+    channel_file,
+)
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
-from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, ScanWriter
+from fuelrail.sharding.sources.shared.scan_table import (
+    ScanRow,
+    ScanTable,
+    ScanWriter,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +57,10 @@ RADAR: Final = Channel(
     name="radar",
     kind="points",
     field="radar.npy",
-    law=Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"),)}),
+    law=Law(
+        "ego_points",
+        roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"),)},
+    ),
     dtype="float32",
     axes=("point", "column"),
     shape=(None, 7),
@@ -87,14 +97,22 @@ def synth_with_channels(out: Path, **options: Any) -> None:
         clip = make_clip(world, index)
         channels = [RADAR]
         for camera in clip.rig.cameras:
-            channels += [_mask_channel(camera.channel.lower()), _depth_channel(camera)]
+            channels += [
+                _mask_channel(camera.channel.lower()),
+                _depth_channel(camera),
+            ]
         if not index:
             _write_table(out / VERSION, channels)
         for capture in captures(world, clip):
             if capture.is_key_frame:
                 solids = clip.solids(capture.timestamp_us)
                 sample = token(world.seed, "sample", index, capture.frame)
-                _write(out, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
+                _write(
+                    out,
+                    RADAR,
+                    sample,
+                    radar_points(clip, solids, capture.timestamp_us),
+                )
                 for camera in clip.rig.cameras:
                     cam2global = (
                         clip.ego2global(capture.timestamp_us - camera.lead_us) @ camera.sensor2ego
@@ -107,7 +125,10 @@ def synth_with_channels(out: Path, **options: Any) -> None:
                         (owner_ids + 1).astype(np.uint16),
                     )
                     _write(
-                        out, _depth_channel(camera), sample, depth_map(camera, cam2global, solids)
+                        out,
+                        _depth_channel(camera),
+                        sample,
+                        depth_map(camera, cam2global, solids),
                     )
 
 
@@ -149,10 +170,19 @@ def _depth_channel(camera: RigSensor) -> Channel:
         name=f"depth_{name}",
         kind="array",
         field=f"depth_{name}.npy",
-        law=Law("image", camera=name, interpolation="nearest", fill=0.0, fraction=DEPTH_FRACTION),
+        law=Law(
+            "image",
+            camera=name,
+            interpolation="nearest",
+            fill=0.0,
+            fraction=DEPTH_FRACTION,
+        ),
         dtype="float32",
         axes=("height", "width"),
-        shape=(-(-camera.size[1] // DEPTH_FRACTION), -(-camera.size[0] // DEPTH_FRACTION)),
+        shape=(
+            -(-camera.size[1] // DEPTH_FRACTION),
+            -(-camera.size[0] // DEPTH_FRACTION),
+        ),
         units=("m",),
         frame=f"image:{name}",
         description=f"depth along the camera's axis at pixel centres; 0 where nothing is nearer than {_FARTHEST_M:g} m",
@@ -273,7 +303,10 @@ def occupancy_grid(
         of_boxes.append(
             (
                 np.concatenate(
-                    [_centres_inside(centre, turn, half), points[inside & (age_s == 0)]]
+                    [
+                        _centres_inside(centre, turn, half),
+                        points[inside & (age_s == 0)],
+                    ]
                 ),
                 value,
             )
@@ -285,14 +318,18 @@ def occupancy_grid(
 
 
 def _inside(
-    offset: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]
+    offset: NDArray[np.float64],
+    turn: NDArray[np.float64],
+    half: NDArray[np.float64],
 ) -> NDArray[np.bool_]:
     """Which offsets (P, 3) from a box's centre are in it."""
     return np.asarray((np.abs(offset @ turn) <= half).all(1), np.bool_)
 
 
 def _centres_inside(
-    centre: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]
+    centre: NDArray[np.float64],
+    turn: NDArray[np.float64],
+    half: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Centres (K, 3) of the cells that are in a box."""
     reach = np.abs(turn) @ half

@@ -82,7 +82,11 @@ def run_rank(module, arguments: list[str], options: dict[str, int], file: Path) 
 
 
 def launch(
-    module, arguments: list[str], options: dict[str, int], end: str | None, files: list[Path]
+    module,
+    arguments: list[str],
+    options: dict[str, int],
+    end: str | None,
+    files: list[Path],
 ) -> None:
     """Run all ranks of a phase, and wait for them."""
     with socket.socket() as free:
@@ -136,7 +140,15 @@ def main(dataset: str, out: str, *examples: str) -> None:
         checkpoint_names = {}
         for phase, end in PHASES.items():
             folder = place.with_name(f"{place.name}-{'whole' if phase == 'whole' else 'killed'}")
-            arguments = [dataset, "--steps", "8", "--every", "2", "--checkpoint", str(folder)]
+            arguments = [
+                dataset,
+                "--steps",
+                "8",
+                "--every",
+                "2",
+                "--checkpoint",
+                str(folder),
+            ]
             files = [
                 place.with_name(f"{place.name}-{phase}-{rank}.txt") for rank in range(NUM_RANKS)
             ]

@@ -25,7 +25,11 @@ def everything(sample: dict[str, Any]) -> dict[str, Any]:
     images = sample["img"].values() if isinstance(sample["img"], dict) else [sample["img"]]
     for image in images:
         image += torch.randint(
-            0, 9, image.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+            0,
+            9,
+            image.shape,
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(5),
         )
     return {
         **sample,

@@ -19,7 +19,12 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 import fuelrail as fr
 from fuelrail import bench
-from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block, StagedModel, perceptron
+from fuelrail.bench.trainer.models.staged import (
+    TRANSFORMER_PLAN,
+    Block,
+    StagedModel,
+    perceptron,
+)
 
 WIDTH = 24
 
@@ -47,7 +52,9 @@ class Tokens(StagedModel):
     plan: ClassVar = {
         **TRANSFORMER_PLAN,
         "head.norm": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=True,
         ),
     }
 

@@ -43,7 +43,10 @@ class First(nn.Linear):
 class Points(StagedModel):
     """Images to a point for each sample, whose loss is the squared distance from another."""
 
-    plan: ClassVar = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+    plan: ClassVar = {
+        "blocks.*.0": ColwiseParallel(),
+        "blocks.*.2": RowwiseParallel(),
+    }
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    subprocess_handler,
+)
 
 from support.forked import fork
 from support.ranks import run_program, warm
@@ -50,7 +52,12 @@ class Launcher(_Started):
     """``python -m fuelrail.bench.ranks.elastic ...`` in a fork of the server's."""
 
     def __init__(
-        self, command: Sequence[str], *, stdout: IO[bytes], env: dict[str, str], **_: Any
+        self,
+        command: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        env: dict[str, str],
+        **_: Any,
     ) -> None:
         self._process = warm().Process(
             target=_launch, args=(command[1:], stdout.name, env, Path.cwd())

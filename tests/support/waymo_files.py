@@ -69,7 +69,17 @@ def context(name, frame, without=()) -> bytes:
     calibrations = []
     for camera, image in frame.images.items():
         k = image.intrinsics
-        lens = [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, 0.04, -0.3, 1e-3, -1e-3, 0.0]
+        lens = [
+            k[0, 0],
+            k[1, 1],
+            k[0, 2] + 0.5,
+            k[1, 2] + 0.5,
+            0.04,
+            -0.3,
+            1e-3,
+            -1e-3,
+            0.0,
+        ]
         if camera not in without:
             calibrations.append(
                 message(
@@ -92,11 +102,18 @@ def context(name, frame, without=()) -> bytes:
 
 TOP_MOUNT = np.eye(4)
 FRONT_MOUNT = np.eye(4)
-TOP_MOUNT[:3, :3], TOP_MOUNT[:3, 3] = Rotation.from_euler("z", 2.6).as_matrix(), (1.4, 0, 2.2)
+TOP_MOUNT[:3, :3], TOP_MOUNT[:3, 3] = (
+    Rotation.from_euler("z", 2.6).as_matrix(),
+    (1.4, 0, 2.2),
+)
 FRONT_MOUNT[:3, 3] = 4, 0, 0.7
 INCLINATIONS = (-0.3, -0.2, -0.05, 0.04)
 LASERS = {
-    1: message((1, 1), *((2, value) for value in INCLINATIONS), (5, transform(TOP_MOUNT))),
+    1: message(
+        (1, 1),
+        *((2, value) for value in INCLINATIONS),
+        (5, transform(TOP_MOUNT)),
+    ),
     2: message((1, 2), (3, -0.4), (4, 0.2), (5, transform(FRONT_MOUNT))),
 }
 
@@ -109,11 +126,17 @@ def add_sweep(frame) -> None:
     frame.range_images = {}
     late = frame.ego2global.copy()
     late[:3, 3] += (0.5, -0.25, 0.125)
-    for number, (rows, columns), mount in ((1, (4, 8), TOP_MOUNT), (2, (2, 3), FRONT_MOUNT)):
+    for number, (rows, columns), mount in (
+        (1, (4, 8), TOP_MOUNT),
+        (2, (2, 3), FRONT_MOUNT),
+    ):
         image = rng.uniform(1, 60, (rows, columns, 4)).astype(np.float32)
         image[0, 1] = -1
         yaw, pitch, roll = Rotation.from_matrix(late[:3, :3]).as_euler("ZYX")
-        poses = np.tile(np.array([roll, pitch, yaw, *late[:3, 3]], np.float32), (rows, columns, 1))
+        poses = np.tile(
+            np.array([roll, pitch, yaw, *late[:3, 3]], np.float32),
+            (rows, columns, 1),
+        )
         for row in range(rows):
             inclination = (
                 INCLINATIONS[rows - 1 - row]
@@ -138,11 +161,17 @@ def add_sweep(frame) -> None:
                     in_ego = np.linalg.inv(frame.ego2global) @ late @ in_ego
                 points.append([*in_ego[:3], *image[row, column, 1:3]])
         frame.range_images[number] = image, poses if number == 1 else None
-        images = [(2, matrix(image)), *([(4, matrix(poses))] if number == 1 else [])]
+        images = [
+            (2, matrix(image)),
+            *([(4, matrix(poses))] if number == 1 else []),
+        ]
         frame.lasers.append(message((1, number), (2, message(*images))))
     frame.sweeps = {
         "lidar": WorldSweep(
-            np.array(points, np.float32), frame.timestamp_ns, np.eye(4), frame.ego2global
+            np.array(points, np.float32),
+            frame.timestamp_ns,
+            np.eye(4),
+            frame.ego2global,
         )
     }
 
@@ -184,7 +213,9 @@ def camera_labels(camera, boxes) -> bytes:
             (
                 2,
                 message(
-                    (1, message((1, x), (2, y), (4, high), (5, wide))), (3, TYPES[kind]), (4, track)
+                    (1, message((1, x), (2, y), (4, high), (5, wide))),
+                    (3, TYPES[kind]),
+                    (4, track),
                 ),
             )
             for x, y, wide, high, kind, track in boxes
@@ -193,7 +224,10 @@ def camera_labels(camera, boxes) -> bytes:
 
 
 IMAGE_BOXES = {
-    "cam_front": [(20.5, 10.5, 8.0, 4.0, "vehicle", "a"), (5.5, 6.5, 2.0, 3.0, "pedestrian", "b")]
+    "cam_front": [
+        (20.5, 10.5, 8.0, 4.0, "vehicle", "a"),
+        (5.5, 6.5, 2.0, 3.0, "pedestrian", "b"),
+    ]
 }
 """Of every frame: centre x and y, width, height [px], whose pixel 0 is the left edge of the first one."""
 

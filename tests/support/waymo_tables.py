@@ -21,7 +21,11 @@ TRANSFORM = pa.list_(pa.float64(), 16)
 
 def write_table(root, component, name, columns) -> None:
     (root / component).mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), root / component / f"{name}.parquet", row_group_size=7)
+    pq.write_table(
+        pa.table(columns),
+        root / component / f"{name}.parquet",
+        row_group_size=7,
+    )
 
 
 def transforms(matrices) -> pa.Array:
@@ -36,7 +40,15 @@ def box_columns(prefix, frames_boxes) -> dict[str, list[float]]:
         centre = to_ego[:3, :3] @ box.centre + to_ego[:3, 3]
         nose = to_ego[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
         rows.append([*centre, *box.size_lwh, np.arctan2(nose[1], nose[0])])
-    names = ("center.x", "center.y", "center.z", "size.x", "size.y", "size.z", "heading")
+    names = (
+        "center.x",
+        "center.y",
+        "center.z",
+        "size.x",
+        "size.y",
+        "size.z",
+        "heading",
+    )
     return {
         f"{prefix}.{name}": list(values)
         for name, values in zip(names, zip(*rows, strict=True), strict=True)
@@ -116,7 +128,11 @@ def write_segment(root, clip) -> None:
     boxes = [(frame, box) for frame in frames for box in frame.boxes]
     for component, prefix, chosen in (
         ("lidar_box", "[LiDARBoxComponent].box", boxes),
-        ("lidar_camera_synced_box", "[LiDARCameraSyncedBoxComponent].camera_synced_box", boxes[1:]),
+        (
+            "lidar_camera_synced_box",
+            "[LiDARCameraSyncedBoxComponent].camera_synced_box",
+            boxes[1:],
+        ),
     ):
         write_table(
             root,
@@ -196,7 +212,8 @@ def write_lidar(root, clip) -> None:
             "key.frame_timestamp_micros": [row[0] for row in rows],
             "key.laser_name": pa.array([row[1] for row in rows], pa.int8()),
             f"{part}.values": pa.array(
-                [row[2].ravel().tolist() for row in rows], pa.list_(pa.float32())
+                [row[2].ravel().tolist() for row in rows],
+                pa.list_(pa.float32()),
             ),
             f"{part}.shape": pa.array([list(row[2].shape) for row in rows], pa.list_(pa.int32())),
         },
@@ -212,7 +229,8 @@ def write_lidar(root, clip) -> None:
             "key.frame_timestamp_micros": [row[0] for row in rows],
             "key.laser_name": pa.array([row[1] for row in rows], pa.int8()),
             f"{part}.values": pa.array(
-                [row[3].ravel().tolist() for row in rows], pa.list_(pa.float32())
+                [row[3].ravel().tolist() for row in rows],
+                pa.list_(pa.float32()),
             ),
             f"{part}.shape": pa.array([list(row[3].shape) for row in rows], pa.list_(pa.int32())),
         },

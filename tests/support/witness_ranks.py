@@ -33,14 +33,23 @@ class Rows(Dataset):
 def loader(rank: int, ranks: int, workers: int = 0, **options: object) -> DataLoader:
     sampler = DistributedSampler(Rows(), ranks, rank, seed=3)
     return DataLoader(
-        Rows(), BATCH, sampler=sampler, num_workers=workers, multiprocessing_context=None, **options
+        Rows(),
+        BATCH,
+        sampler=sampler,
+        num_workers=workers,
+        multiprocessing_context=None,
+        **options,
     )
 
 
 def watch(case: str, folder: Path, rank: int, ranks: int) -> list:
     """Return the reports of a case."""
     if case == "clean":
-        watched = fr.witness(loader(rank, ranks, workers=1), on_fault="raise", folder=folder / "a")
+        watched = fr.witness(
+            loader(rank, ranks, workers=1),
+            on_fault="raise",
+            folder=folder / "a",
+        )
         named = fr.witness(loader(rank, ranks, drop_last=True), key=lambda batch: batch["name"])
         for epoch in range(2):
             for each in (watched, named):
@@ -56,7 +65,9 @@ def watch(case: str, folder: Path, rank: int, ranks: int) -> list:
         watched = fr.witness(batches, expected=SIZE, on_fault="ignore")
     elif case == "raised on all":
         watched = fr.witness(
-            Subset(Rows(), range(rank, SIZE - 5, ranks)), expected=SIZE, on_fault="raise"
+            Subset(Rows(), range(rank, SIZE - 5, ranks)),
+            expected=SIZE,
+            on_fault="raise",
         )
         try:
             list(watched)

@@ -16,7 +16,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.measure.machine import CpuUse, CpuWatch, combine_host_uses, machine_facts
+from fuelrail.bench.measure.machine import (
+    CpuUse,
+    CpuWatch,
+    combine_host_uses,
+    machine_facts,
+)
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.comm.report import (
     KINDS,
@@ -29,7 +34,10 @@ from fuelrail.bench.studies.comm.report import (
     timed,
 )
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    degrees_of,
+)
 
 _STEP = 8  # from one size to the next
 
@@ -65,7 +73,14 @@ def measure(options: CommOptions) -> CommReport:
         for axis, group in _groups(options, world, device):
             for kind, size in itertools.product(KINDS, sizes):
                 timed.append(
-                    _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
+                    _timed(
+                        kind,
+                        axis=axis,
+                        group=group,
+                        size=size,
+                        device=device,
+                        options=options,
+                    )
                 )
         uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
         dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
@@ -91,7 +106,10 @@ def measure(options: CommOptions) -> CommReport:
             options=options,
             timed=timed,
             warnings=warnings,
-            disturbed=next((use.disturbed for use in uses if use.disturbed is not None), None),
+            disturbed=next(
+                (use.disturbed for use in uses if use.disturbed is not None),
+                None,
+            ),
         )
     finally:
         dist.destroy_process_group()
@@ -137,7 +155,13 @@ def _timed(
             times.append(time.perf_counter() - started_s)
     slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return timed(kind, axis=axis, ranks=ranks, num_bytes=elements * 4, seconds=float(slowest))
+    return timed(
+        kind,
+        axis=axis,
+        ranks=ranks,
+        num_bytes=elements * 4,
+        seconds=float(slowest),
+    )
 
 
 def _wait(device: torch.device) -> None:

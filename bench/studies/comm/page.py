@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuelrail.bench.report.page import Document, Hero, Section, document, table_of
+from fuelrail.bench.report.page import (
+    Document,
+    Hero,
+    Section,
+    document,
+    table_of,
+)
 from fuelrail.bench.studies.comm.report import CommReport, link_of
 from fuelrail.pipeline.cli import counted
 

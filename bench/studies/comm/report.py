@@ -15,14 +15,20 @@ from fuelrail.pipeline.settings import NotNegative, Positive, Settings, flag
 SCHEMA = "fuelrail-bench-comm"
 VERSION = 1
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
-KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "send_recv",
+)
 
 
 class CommOptions(Settings, frozen=True, kw_only=True):
     """Options of ``fuelrail bench comm``."""
 
     ranks: Annotated[
-        Positive, flag("number of ranks on this host; inside torchrun its own count")
+        Positive,
+        flag("number of ranks on this host; inside torchrun its own count"),
     ] = 2
     mesh: Annotated[
         str | None,
@@ -39,7 +45,8 @@ class CommOptions(Settings, frozen=True, kw_only=True):
     repeats: Annotated[Positive, flag("collectives of each size; the median counts")] = 10
     warmup: Annotated[NotNegative, flag("collectives of each size before that")] = 3
     backend: Annotated[
-        Literal["auto", "nccl", "gloo"], flag("collective library; auto: nccl on a GPU")
+        Literal["auto", "nccl", "gloo"],
+        flag("collective library; auto: nccl on a GPU"),
     ] = "auto"
     base: Annotated[
         str | None,

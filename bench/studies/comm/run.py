@@ -12,12 +12,19 @@ import msgspec
 import yaml
 
 from fuelrail.bench.measure.machine import installed_gpus
-from fuelrail.bench.planner.hardware import ClusterSettings, Sourced, load_cluster
+from fuelrail.bench.planner.hardware import (
+    ClusterSettings,
+    Sourced,
+    load_cluster,
+)
 from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import prepare_folder, publish
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    degrees_of,
+)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 CLUSTER_YAML = "cluster.yaml"
@@ -78,7 +85,11 @@ def measure_on_this_host(options: CommOptions) -> CommReport:
             Path(folder) / name for name in ("options.json", "report.json", "log")
         )
         options_file.write_bytes(msgspec.json.encode(options))
-        program = ["fuelrail.bench.studies.comm.measure", str(options_file), str(report_file)]
+        program = [
+            "fuelrail.bench.studies.comm.measure",
+            str(options_file),
+            str(report_file),
+        ]
         outcome = run_ranks(program, options.ranks, log, lambda: None)
         if outcome.interrupted:
             raise KeyboardInterrupt

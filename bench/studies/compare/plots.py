@@ -55,12 +55,26 @@ def _bars(timed: Sequence[ContestantResult], names: Sequence[str]) -> str:
             assert entry.figures is not None
             rate = entry.figures.images_per_s
             axes.barh(
-                row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0
+                row,
+                rate.median,
+                0.68,
+                color=_GREEN if entry.peer == OURS else BLUE,
+                linewidth=0,
             )
             if rate.has_interval:
-                axes.plot([rate.low, rate.high], [row, row], color="#222222", linewidth=1.0)
+                axes.plot(
+                    [rate.low, rate.high],
+                    [row, row],
+                    color="#222222",
+                    linewidth=1.0,
+                )
             axes.text(
-                rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333"
+                rate.high + gap,
+                row,
+                f"{rate.median:.0f}",
+                va="center",
+                fontsize=8,
+                color="#333333",
             )
         axes.set_yticks(range(len(timed)), names)
         axes.invert_yaxis()

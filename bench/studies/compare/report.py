@@ -17,7 +17,11 @@ from fuelrail.bench.measure.processes import WAS_INTERRUPTED
 from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
 from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.peers.process import Check
-from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.report.files import (
+    ReportHeader,
+    created_now,
+    load_report_of,
+)
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
@@ -162,7 +166,10 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
             ),
         )
     if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
-        return None, f"nothing came for {gaps.max():.1f} s: something stopped the process"
+        return (
+            None,
+            f"nothing came for {gaps.max():.1f} s: something stopped the process",
+        )
     return float(
         np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]
     ) * images_per_batch, None
@@ -244,7 +251,10 @@ def _disturbed(contestants: Sequence[ContestantResult]) -> str | None:
     other_cpus = [run.others_cpus for run in runs if run.others_cpus is not None]
     if not other_cpus or max(other_cpus) <= 0.1:
         return None
-    stolen = max((run.stolen_cpus for run in runs if run.stolen_cpus is not None), default=0.0)
+    stolen = max(
+        (run.stolen_cpus for run in runs if run.stolen_cpus is not None),
+        default=0.0,
+    )
     return (
         f"other processes used up to {max(other_cpus):.1f} CPUs during a run (median "
         f"{float(np.median(other_cpus)):.2f}), of which the hypervisor took up to "

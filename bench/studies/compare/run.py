@@ -18,7 +18,14 @@ import msgspec
 
 from fuelrail.bench.measure.processes import package_environment
 from fuelrail.bench.peers.peer import OURS, PEERS, Contestant, Work
-from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
+from fuelrail.bench.peers.process import (
+    Action,
+    Answer,
+    Check,
+    Failure,
+    Task,
+    Written,
+)
 from fuelrail.bench.studies.compare.group import process_group
 from fuelrail.bench.studies.compare.laps import LapProcess, Timed, read_through
 from fuelrail.bench.studies.compare.report import REFERENCE
@@ -72,7 +79,12 @@ class Workshop:
     """Prepares the peers' data and runs their processes. ``cpus`` are those that each may use."""
 
     def __init__(
-        self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float
+        self,
+        data: Path,
+        dataset: Dataset,
+        work: Work,
+        cpus: tuple[int, ...],
+        seconds: float,
     ) -> None:
         self._data = data
         self._dataset = dataset
@@ -151,7 +163,10 @@ class Workshop:
         Who is first changes from lap to lap, so that a machine that becomes faster or slower
         favours neither.
         """
-        reference = next((contestant for contestant in turns if contestant.name == REFERENCE), None)
+        reference = next(
+            (contestant for contestant in turns if contestant.name == REFERENCE),
+            None,
+        )
         rivals = [contestant for contestant in turns if contestant != reference]
         with contextlib.ExitStack() as stack:
             pacer = None
@@ -220,7 +235,9 @@ class Workshop:
             folder.rmdir()
             (split,) = self._dataset.manifest.splits
             recipe = make_recipe(
-                jpeg=RESTART, splits={split: 1.0}, name=self._dataset.manifest.name
+                jpeg=RESTART,
+                splits={split: 1.0},
+                name=self._dataset.manifest.name,
             )
             shard(
                 parse_source(f"fuelrail:{self._dataset.root}", {}),
@@ -233,7 +250,13 @@ class Workshop:
             return str(error)
         return None
 
-    def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
+    def _run(
+        self,
+        contestant: Contestant,
+        action: Action,
+        *,
+        whole_epoch: bool = False,
+    ) -> Answer:
         with self._files(contestant, action, whole_epoch=whole_epoch) as files:
             with (
                 process_group(_command(files.task), package_environment(), files.log) as process,
@@ -244,14 +267,23 @@ class Workshop:
 
     @contextlib.contextmanager
     def _files(
-        self, contestant: Contestant, action: Action, *, whole_epoch: bool = False
+        self,
+        contestant: Contestant,
+        action: Action,
+        *,
+        whole_epoch: bool = False,
     ) -> Iterator[_Files]:
         self._data.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".task-", dir=self._data) as folder:
             files = _Files(
                 *(
                     Path(folder) / name
-                    for name in ("task.json", "result.json", "arrivals", "output.log")
+                    for name in (
+                        "task.json",
+                        "result.json",
+                        "arrivals",
+                        "output.log",
+                    )
                 )
             )
             task = Task(

@@ -12,9 +12,19 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from rich.console import Console
 
-from fuelrail.bench.measure.machine import dataset_facts, machine_facts, package_versions
+from fuelrail.bench.measure.machine import (
+    dataset_facts,
+    machine_facts,
+    package_versions,
+)
 from fuelrail.bench.measure.processes import WAS_INTERRUPTED
-from fuelrail.bench.peers.peer import PEERS, Contestant, Work, contestants, is_there
+from fuelrail.bench.peers.peer import (
+    PEERS,
+    Contestant,
+    Work,
+    contestants,
+    is_there,
+)
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
@@ -75,7 +85,10 @@ class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
     )
     version: Annotated[
         str | None,
-        flag("nuScenes version folder of a nuscenes: source, e.g. v1.0-mini", metavar="FOLDER"),
+        flag(
+            "nuScenes version folder of a nuscenes: source, e.g. v1.0-mini",
+            metavar="FOLDER",
+        ),
     ] = None
     batch_size: Annotated[Positive, flag("samples in a batch")] = 8
     height: Annotated[Positive, flag("height of the images delivered")] = 256
@@ -129,10 +142,20 @@ def compare(
             num_workers=len(cpus),
             seed=options.seed,
         )
-        session = _Session(options=options, output=output, dataset=dataset, work=work, cpus=cpus)
+        session = _Session(
+            options=options,
+            output=output,
+            dataset=dataset,
+            work=work,
+            cpus=cpus,
+        )
         prepare_folder(folder, html=output.html, modules=("psutil", "scipy"))
         workshop = Workshop(
-            data=samples, dataset=dataset, work=work, cpus=cpus, seconds=options.seconds
+            data=samples,
+            dataset=dataset,
+            work=work,
+            cpus=cpus,
+            seconds=options.seconds,
         )
         cut_off: str | None = "the command failed"
         try:
@@ -179,7 +202,10 @@ class _Session:
         self._console = Console(stderr=True, soft_wrap=True)
         if before is not None:
             pairs = {
-                "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
+                "dataset": (
+                    before.dataset.fingerprint,
+                    self._facts.fingerprint,
+                ),
                 "work": (before.work, self._work),
                 "options": (before.options, self._options),
                 "processor": (before.machine.cpu, self._machine.cpu),
@@ -246,12 +272,18 @@ class _Session:
                         self._entrants = [item for item in self._entrants if item.name != name]
                     else:
                         run = make_run(
-                            self._rounds, measured.timed, measured.beside, images_per_batch
+                            self._rounds,
+                            measured.timed,
+                            measured.beside,
+                            images_per_batch,
                         )
                         entry = msgspec.structs.replace(entry, runs=[*entry.runs, run])
                     self._entries[name] = entry
                     text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {name}"
-                    progress.update(text, (done + (number + 1) / len(turns)) / self._given.rounds)
+                    progress.update(
+                        text,
+                        (done + (number + 1) / len(turns)) / self._given.rounds,
+                    )
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
 
@@ -272,7 +304,11 @@ class _Session:
         """Write the report's files; the page only of what is finished."""
         self._cut_off = cut_off
         finished = cut_off != _UNDER_WAY
-        write_report(self.report(), self._output.folder, html=finished and self._output.html)
+        write_report(
+            self.report(),
+            self._output.folder,
+            html=finished and self._output.html,
+        )
 
 
 def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:

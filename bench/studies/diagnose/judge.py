@@ -60,7 +60,12 @@ _WARMED = 0.5
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
 _COMPUTING = ("forward", "backward", "optimiser")
-_IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
+_IN_THE_LOADER: tuple[LeaveOut, ...] = (
+    "storage",
+    "decompression",
+    "decode",
+    "transform",
+)
 
 
 class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,12 +131,14 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
     baselines = [_figures(entry_round.as_it_is) for entry_round in _counted(rounds)]
     gains = {
         name: _over_rounds(
-            name, [(entry_round.as_it_is, entry_round.without[name]) for entry_round in rounds]
+            name,
+            [(entry_round.as_it_is, entry_round.without[name]) for entry_round in rounds],
         )
         for name in first.without
     }
     repeat = _over_rounds(
-        "again", [(entry_round.as_it_is, entry_round.repeat) for entry_round in rounds]
+        "again",
+        [(entry_round.as_it_is, entry_round.repeat) for entry_round in rounds],
     )
     noise = abs(repeat.gain)
     # The same run twice differs by the machine's drift, unless it is faster because reading was:
@@ -224,7 +231,10 @@ def counterfactual(name: str, as_it_is: Report, changed: Report) -> Counterfactu
 
 
 def _judge(
-    first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool
+    first: Round,
+    counting: Mapping[LeaveOut, Counterfactual],
+    *,
+    is_remote: bool,
 ) -> _Verdict:
     figures = _figures(first.as_it_is)
     slow = next((rank for rank in figures.occupancy.ranks if rank.is_slow), None)
@@ -380,12 +390,20 @@ def _in_the_loader(
             "device, prepare it when sharding, or run it in processes (transform_in='process').",
             gain,
         )
-    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base, gain), gain)
+    return _Verdict(
+        "CPU decode",
+        f"{start}decoding images.",
+        _threads_advice(base, gain),
+        gain,
+    )
 
 
 def _fetch_busy(report: Report) -> float:
     """Return the share of time in which reading was under way."""
-    return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
+    return next(
+        (stage.busy for stage in _figures(report).stages if stage.name == "fetch"),
+        0.0,
+    )
 
 
 def _undisturbed(report: Report, figures: Figures) -> _Verdict:

@@ -21,7 +21,12 @@ from fuelrail.bench.report.page import (
     format_number,
     marked,
 )
-from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, title_of, verdict_on
+from fuelrail.bench.studies.diagnose.report import (
+    DiagnoseReport,
+    conclusion,
+    title_of,
+    verdict_on,
+)
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
@@ -66,7 +71,13 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
         subject = "the bound of this run" if diagnosis.bound == "undecided" else "bounds this run"
         meaning = f"{subject}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
-        parts.append(Hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
+        parts.append(
+            Hero(
+                diagnosis.bound,
+                meaning,
+                f"{diagnosis.finding} {diagnosis.advice}",
+            )
+        )
         caption = (
             "How much faster the run is without each part; lines: 95% intervals. Grey band: the "
             "difference between two identical runs. Blue: significant. Grey: noise, or too small."
@@ -80,7 +91,10 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             [["baseline", format_number(diagnosis.step_ms), "", ""], *rows],
         )
         parts.append(
-            Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table])
+            Section(
+                "What if it cost nothing?",
+                [Figure(plots.get("gains", ""), caption), table],
+            )
         )
     if report.tried is not None:
         rows = [
@@ -98,7 +112,8 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
         parts.append(
             Section(
-                "What was tried", [*tried, Items([conclusion(report.tried, report.tried_noise)])]
+                "What was tried",
+                [*tried, Items([conclusion(report.tried, report.tried_noise)])],
             )
         )
     if report.runs:
@@ -115,4 +130,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
 
 
 def _gain_cells(entry: Counterfactual) -> list[str]:
-    return [f"{entry.gain:+.1%}", f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}"]
+    return [
+        f"{entry.gain:+.1%}",
+        f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
+    ]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.report.plots import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
+from fuelrail.bench.report.plots import (
+    BLUE,
+    GREY,
+    PercentFormatter,
+    new_figure,
+    style,
+    to_svg,
+)
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, title_of
 
 
@@ -17,8 +24,19 @@ def plots(report: DiagnoseReport) -> dict[str, str]:
         for row, entry in enumerate(entries):
             colour = BLUE if entry.name != "again" and entry.is_above(diagnosis.noise) else GREY
             axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
-            axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
-        axes.axvspan(-diagnosis.noise, diagnosis.noise, color=GREY, alpha=0.2, linewidth=0)
+            axes.plot(
+                [entry.gain_low, entry.gain_high],
+                [row, row],
+                color="#222222",
+                linewidth=1.0,
+            )
+        axes.axvspan(
+            -diagnosis.noise,
+            diagnosis.noise,
+            color=GREY,
+            alpha=0.2,
+            linewidth=0,
+        )
         axes.axvline(0, color="#777777", linewidth=0.8)
         axes.set_yticks(range(len(entries)), [title_of(entry) for entry in entries])
         axes.invert_yaxis()

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.bench.report.files import ReportHeader
-from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnosis
+from fuelrail.bench.studies.diagnose.judge import (
+    Bound,
+    Counterfactual,
+    Diagnosis,
+)
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
@@ -132,7 +136,12 @@ def suggestions(
             Suggestion(f"--workers {count}", {"workers": count})
             for count in sorted({2 * workers, 4 * workers, threads_that_wait(workers, gain)})
         ],
-        "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
+        "storage": [
+            *more[1:],
+            ahead,
+            *window,
+            *([] if settings.cache_dir else [cache]),
+        ],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
         "GPU decode contention": [Suggestion("--decoder turbo", {"decoder": "turbo"})]
@@ -140,7 +149,8 @@ def suggestions(
         else [],
         "kernel launches": [
             Suggestion(
-                f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size}
+                f"--batch-size {2 * settings.batch_size}",
+                {"batch_size": 2 * settings.batch_size},
             )
         ],
         "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],

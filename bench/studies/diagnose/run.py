@@ -100,7 +100,12 @@ class _Examination:
     """The runs of one diagnosis; ``made`` holds the reports of those that are complete."""
 
     def __init__(
-        self, dataset: str | os.PathLike[str], options: DiagnoseOptions, out: Path, *, html: bool
+        self,
+        dataset: str | os.PathLike[str],
+        options: DiagnoseOptions,
+        out: Path,
+        *,
+        html: bool,
     ) -> None:
         self._dataset = dataset
         self._options = options
@@ -110,7 +115,12 @@ class _Examination:
         self._tried_against: float | None = None
         self._settings = self._run(_AS_IT_IS).settings
         # The copy and the launches are measured without a run of their own.
-        parts: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
+        parts: list[LeaveOut] = [
+            "loading",
+            "storage",
+            "decompression",
+            "decode",
+        ]
         if self._settings.transform is not None:
             parts.append("transform")
         if options.ranks > 1:
@@ -216,7 +226,10 @@ class _Examination:
         for name, report in zip(runs, reports, strict=False):
             write_report(report, self._out / name, html=self._html)
             if report.cut_off is not None:
-                raise _CutOff(f"the run '{name}': {report.cut_off}", interrupted=interrupted)
+                raise _CutOff(
+                    f"the run '{name}': {report.cut_off}",
+                    interrupted=interrupted,
+                )
             if report.figures is None:
                 raise FuelrailError(f"the run '{name}' is too short: {report.window.too_short}")
             self._made[name] = report

@@ -12,7 +12,11 @@ from fuelrail.bench.measure.machine import dataset_facts, machine_facts
 from fuelrail.bench.measure.rates import median_rates
 from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.loader.report import LoaderOptions, LoaderReport, build_loader_report
+from fuelrail.bench.studies.loader.report import (
+    LoaderOptions,
+    LoaderReport,
+    build_loader_report,
+)
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.schedule.selection import stored_image
 from fuelrail.pipeline.errors import ConfigError

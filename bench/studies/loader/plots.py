@@ -19,6 +19,13 @@ def plots(report: LoaderReport) -> dict[str, str]:
             for name in ("busy_s", "starved_s", "blocked_s")
         ]
         busy, starved, blocked = (part / (sum(parts) or 1.0) for part in parts)
-        rows.append((f"{clocks[0].name} x{clocks[0].num_threads}", busy, starved, blocked))
+        rows.append(
+            (
+                f"{clocks[0].name} x{clocks[0].num_threads}",
+                busy,
+                starved,
+                blocked,
+            )
+        )
     with style():
         return {"stages": stage_bars(rows)}

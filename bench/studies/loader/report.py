@@ -15,7 +15,13 @@ from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.pipeline.runtime.stages import StageClock
-from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
+from fuelrail.pipeline.settings import (
+    Above0,
+    CheckedSettings,
+    NotNegative,
+    Positive,
+    flag,
+)
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.sharding.engines import RayAddress, check_address
 
@@ -69,7 +75,8 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     seed: Annotated[NotNegative, flag("random seed for the order")] = 0
     repeats: Annotated[Positive, flag("rounds of measurement")] = 5
     seconds: Annotated[
-        Above0, flag("seconds of one run of the loader, from its first batch on")
+        Above0,
+        flag("seconds of one run of the loader, from its first batch on"),
     ] = 3.0
 
     def __post_init__(self) -> None:
@@ -105,7 +112,8 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     images_per_s: Interval
     stored_mb_per_s: Annotated[float, shown("as stored", unit="MB/s", digits=".0f")]
     cpu_ms_per_sample: Annotated[
-        Interval, shown("CPU time a sample", unit="ms", digits=".2f", better="less")
+        Interval,
+        shown("CPU time a sample", unit="ms", digits=".2f", better="less"),
     ]
     trainer_cpu_ms_per_sample: Annotated[
         Interval, shown("of that in this process", unit="ms", digits=".2f")
@@ -115,7 +123,8 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     ]
     first_batch_s: Annotated[Interval, shown("first batch", unit="s", digits=".2f", better="less")]
     peak_rss_bytes: Annotated[
-        int, shown("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30)
+        int,
+        shown("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30),
     ]
     bound: Bound
 
@@ -328,7 +337,11 @@ def find_bound(
 
 
 def _cpu_bound(
-    cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequence[Rate], jpeg: Rate | None
+    cpu_ms_per_sample: float,
+    cpu: CpuUse,
+    free: float,
+    alone: Sequence[Rate],
+    jpeg: Rate | None,
 ) -> Bound:
     dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
     share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)

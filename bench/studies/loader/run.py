@@ -129,7 +129,8 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
             if options.where is not None:
                 show(f"{where}: the whole loader in threads of this process")
                 local_run = run_loader(
-                    dataset, msgspec.structs.replace(options, where=None, ray_address=None)
+                    dataset,
+                    msgspec.structs.replace(options, where=None, ray_address=None),
                 )
                 rates = {
                     "samples_per_s": local_run.samples_per_s or 0.0,
@@ -137,7 +138,9 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
                 }
                 local_rates = [
                     Rate(
-                        name="the loader in threads here", num_threads=options.workers or 1, **rates
+                        name="the loader in threads here",
+                        num_threads=options.workers or 1,
+                        **rates,
                     )
                 ]
             show(f"{where}: each stage alone")

@@ -54,7 +54,10 @@ def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
 
 
 def record_stages(
-    dataset: Dataset, options: LoaderOptions, num_batches: int, device: str | None = None
+    dataset: Dataset,
+    options: LoaderOptions,
+    num_batches: int,
+    device: str | None = None,
 ) -> list[Recorded]:
     """Run a loader for some batches and keep what its stages worked on, in the order in which data
     flows.

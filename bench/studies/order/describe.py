@@ -37,16 +37,23 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
     global_batch: Annotated[
-        int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")
+        int,
+        msgspec.Meta(ge=1, le=_MAX),
+        flag("samples per step over all ranks"),
     ] = 64
     ranks: Annotated[
-        int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of an order in packs, in buckets or balanced")
+        int,
+        msgspec.Meta(ge=1, le=_MAX),
+        flag("ranks of an order in packs, in buckets or balanced"),
     ] = 1
     buffer: Annotated[
-        int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")
+        int,
+        msgspec.Meta(ge=1, le=_MAX),
+        flag("size of webdataset's shuffle buffer"),
     ] = 1000
     config: Annotated[
-        OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")
+        OrderSpec | None,
+        flag("file with a whole order, in place of --kind, --seed, --window, ..."),
     ] = None
 
 
@@ -137,7 +144,11 @@ def describe_order(
 
 
 def webdataset_order(
-    shard_lengths: Sequence[int], selected: NDArray[np.int64], *, seed: int, sample_buffer: int
+    shard_lengths: Sequence[int],
+    selected: NDArray[np.int64],
+    *,
+    seed: int,
+    sample_buffer: int,
 ) -> NDArray[np.int64]:
     """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards,
     then samples.
@@ -165,7 +176,10 @@ def webdataset_order(
 
 
 def print_description(
-    dataset: str, options: DescribeOptions, spec: OrderSpec | None, printing: PrintOptions
+    dataset: str,
+    options: DescribeOptions,
+    spec: OrderSpec | None,
+    printing: PrintOptions,
 ) -> int:
     """Print what an order selects, and how random it is."""
     description = describe_order(dataset, spec, options)
@@ -197,7 +211,10 @@ def print_description(
     console.print(verdict, style="bold")
     figures = description.figures
     rows = [
-        ("rank correlation", *(f"{entry.quality.rank_correlation:+.4f}" for entry in figures)),
+        (
+            "rank correlation",
+            *(f"{entry.quality.rank_correlation:+.4f}" for entry in figures),
+        ),
         (
             "neighbours' correlation",
             *(f"{entry.quality.serial_correlation:+.4f}" for entry in figures),
@@ -228,7 +245,11 @@ def print_description(
             console.print(
                 f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean"
             )
-    print_table(console, [f"epoch {description.epoch}", *(entry.name for entry in figures)], rows)
+    print_table(
+        console,
+        [f"epoch {description.epoch}", *(entry.name for entry in figures)],
+        rows,
+    )
     console.print(_LEGEND, style="dim")
     return 0
 

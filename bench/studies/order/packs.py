@@ -10,7 +10,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.order.balance import BalancedOrder, order_batching, rank_positions
+from fuelrail.pipeline.order.balance import (
+    BalancedOrder,
+    order_batching,
+    rank_positions,
+)
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.pack import PackedOrder

@@ -55,7 +55,10 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(
-    name: str, samples: NDArray[np.int64], clips: NDArray[np.integer], global_batch: int
+    name: str,
+    samples: NDArray[np.int64],
+    clips: NDArray[np.integer],
+    global_batch: int,
 ) -> OrderFigures:
     """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]``.
 

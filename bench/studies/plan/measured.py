@@ -48,7 +48,9 @@ def measured(
     bound.
     """
     runs = [_run(Path(name), cluster) for name in files]
-    from fuelrail.bench.planner import choice  # needs torch, and the checks above do not
+    from fuelrail.bench.planner import (
+        choice,
+    )  # needs torch, and the checks above do not
 
     cases = [
         (
@@ -237,7 +239,8 @@ def with_loader(
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"
     decoded = Sourced(per_cpu, f"{per_cpu:.0f} images/s of CPU time: {where}")
     cluster = msgspec.structs.replace(
-        cluster, host=msgspec.structs.replace(cluster.host, images_per_cpu_s=decoded)
+        cluster,
+        host=msgspec.structs.replace(cluster.host, images_per_cpu_s=decoded),
     )
     said = [
         f"CPUs of the cluster decode as fast as those of the loader's report ({report.machine.cpu})"

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
     from fuelrail.bench.studies.plan.variants import Planned
 
-PLANNED_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
+PLANNED_HEADER = (
+    "strategy",
+    "micro-batch",
+    "peak GiB",
+    "samples/s",
+    "MFU",
+    "why not",
+)
 SCALING_HEADER = (
     "scaling",
     "devices",
@@ -253,13 +260,19 @@ def describe(report: PlanReport, plots: Mapping[str, str]) -> Document:
             f"step: {step_in_words(report)}. The bottleneck: "
             f"{report.bottleneck}{', where the devices reach their bound' if is_bound else ''}.",
         ),
-        Section("What was tried", [Table(PLANNED_HEADER, planned_rows(report.tried), texts=True)]),
+        Section(
+            "What was tried",
+            [Table(PLANNED_HEADER, planned_rows(report.tried), texts=True)],
+        ),
         Section("The plan", [Table(("figure", ""), figures(report), texts=True)]),
         *(Note(f"Assumed: {text}") for text in report.assumed),
         Section(
             "Memory and work of each stage",
             [
-                Figure(plots.get("memory", ""), "Bytes at the peak of a step, by kind."),
+                Figure(
+                    plots.get("memory", ""),
+                    "Bytes at the peak of a step, by kind.",
+                ),
                 Table(STAGE_HEADER, stage_rows(report), texts=True),
             ],
         ),
@@ -288,7 +301,13 @@ def describe(report: PlanReport, plots: Mapping[str, str]) -> Document:
         parts.append(
             Section(
                 "Where the figures are from",
-                [Table(("figure", "formula", "inputs", "source"), rows, texts=True)],
+                [
+                    Table(
+                        ("figure", "formula", "inputs", "source"),
+                        rows,
+                        texts=True,
+                    )
+                ],
             )
         )
     if report.remedies:
@@ -298,7 +317,8 @@ def describe(report: PlanReport, plots: Mapping[str, str]) -> Document:
         ]
         parts.append(
             Section(
-                "What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]
+                "What to change first",
+                [Table(("change", "samples/s", "gain"), rows, texts=True)],
             )
         )
     if report.recipe is not None:

@@ -5,12 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.report.plots import efficiency_plot, legend_above, new_figure, style, to_svg
+from fuelrail.bench.report.plots import (
+    efficiency_plot,
+    legend_above,
+    new_figure,
+    style,
+    to_svg,
+)
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#f0e442",
+    "#999999",
+)
 
 
 def plots(report: PlanReport) -> dict[str, str]:
@@ -35,7 +50,12 @@ def _memory(report: PlanReport) -> str:
         for number, kind in enumerate(kinds):
             sizes = [shape.memory.get(kind, 0) / GIB for shape in report.stages]
             axes.barh(
-                names, sizes, 0.66, left=offsets, color=_COLOURS[number % len(_COLOURS)], label=kind
+                names,
+                sizes,
+                0.66,
+                left=offsets,
+                color=_COLOURS[number % len(_COLOURS)],
+                label=kind,
             )
             offsets = [before + size for before, size in zip(offsets, sizes, strict=True)]
         axes.axvline(report.usable_gib, color="#222222", linewidth=1, linestyle="--")

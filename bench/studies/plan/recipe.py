@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings
     from fuelrail.bench.planner.scenario import Scenario
 
-FILES = {"slurm": "launch.sbatch", "kubernetes": "launch.yaml", "torchrun": "launch.sh"}
+FILES = {
+    "slurm": "launch.sbatch",
+    "kubernetes": "launch.yaml",
+    "torchrun": "launch.sh",
+}
 _RECIPES = CLUSTERS.parent / "recipes"
 # steps between two checkpoints, where failures of the job or the time of a step are not known
 _EVERY = 100
@@ -25,7 +29,11 @@ _TRAINER = re.compile(r"configs/trainers/fsdp2\.py.*\Z", re.DOTALL)
 
 
 def recipe(
-    kind: str, scenario: Scenario, cluster: ClusterSettings, fit: Fit, interval_s: float | None
+    kind: str,
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    fit: Fit,
+    interval_s: float | None,
 ) -> str:
     """Return the text of a launch file: the shipped recipe with the plan's nodes, devices, CPUs
     and trainer.
@@ -60,7 +68,11 @@ def recipe(
         )
         return f"#!/usr/bin/env bash\n{comment}set -euo pipefail\n{first}{asks}{launch}"
     text = (_RECIPES / "slurm.sbatch").read_text(encoding="utf-8")
-    for name, value in {"nodes": nodes, "gpus-per-node": gpus, "cpus-per-task": cpus}.items():
+    for name, value in {
+        "nodes": nodes,
+        "gpus-per-node": gpus,
+        "cpus-per-task": cpus,
+    }.items():
         text = re.sub(rf"(#SBATCH --{name}=)\d+", rf"\g<1>{value}", text)
     head, _, rest = text.partition("#SBATCH")
     rest = re.sub(r': "\$\{DATASET.*\n', asks.replace("\\", ""), rest)
@@ -125,7 +137,13 @@ def _trainer(scenario: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[
     return [*words, *saves, "--steps=$STEPS"], variables
 
 
-def _job(words: list[str], variables: dict[str, str], nodes: int, gpus: int, cpus: int) -> str:
+def _job(
+    words: list[str],
+    variables: dict[str, str],
+    nodes: int,
+    gpus: int,
+    cpus: int,
+) -> str:
     """Return the job of Kubeflow's Training Operator."""
     job = yaml.safe_load((_RECIPES / "pytorchjob.yaml").read_text(encoding="utf-8"))
     job["spec"]["nprocPerNode"] = str(gpus)
@@ -137,7 +155,10 @@ def _job(words: list[str], variables: dict[str, str], nodes: int, gpus: int, cpu
         "CHECKPOINTS": "/checkpoints"
     }
     container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
-    container["command"] = ["torchrun", *(re.sub(r"\$(\w+)", r"$(\1)", word) for word in words)]
+    container["command"] = [
+        "torchrun",
+        *(re.sub(r"\$(\w+)", r"$(\1)", word) for word in words),
+    ]
     # Less what the node keeps for itself.
     container["resources"] = {
         "requests": {"cpu": str(max(1, cpus - 2))},

@@ -8,14 +8,27 @@ from typing import Any, Literal
 
 import msgspec
 
-from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, is_bound, named, peak, taught
+from fuelrail.bench.planner.choice import (
+    USABLE,
+    Fit,
+    efficiency,
+    is_bound,
+    named,
+    peak,
+    taught,
+)
 from fuelrail.bench.planner.formulas import checkpoint_interval_s
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Scenario, questions
 from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
-from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes, spread_factor
+from fuelrail.bench.planner.step_time import (
+    Fitted,
+    StepTime,
+    slopes,
+    spread_factor,
+)
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.variants import Planned
 
@@ -104,7 +117,10 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_report(
-    scenario: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    fit: Fit,
+    fitted: Fitted | None = None,
 ) -> PlanReport:
     """Return the figures of a plan, whose efficiencies may be ``fitted`` to measured steps."""
     time = fit.time
@@ -160,7 +176,10 @@ def build_report(
 
 
 def step_range(
-    scenario: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    fit: Fit,
+    fitted: Fitted | None,
 ) -> tuple[Basis, tuple[float, float | None] | None]:
     """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where
     that is known.
@@ -177,7 +196,10 @@ def step_range(
     if fitted is not None:
         deviation = fitted.deviation(slopes(fit.work, cluster, scenario.precision, used))
     factor = spread_factor(deviation)
-    return "range", (max(total / factor, *seconds), max(total * factor, *seconds))
+    return "range", (
+        max(total / factor, *seconds),
+        max(total * factor, *seconds),
+    )
 
 
 def teacher_cost(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
@@ -321,7 +343,9 @@ def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict
             moments=MOMENTS[fit.settings.optimiser],
         ),
         "usable_gib": line(
-            "0.9 x memory", device.memory_gib.source, memory_gib=device.memory_gib.value
+            "0.9 x memory",
+            device.memory_gib.source,
+            memory_gib=device.memory_gib.value,
         ),
         "step.compute": line(
             "micro_batches x sum of FLOP / (share x peak), attention of fp8 at bf16's peak",
@@ -372,7 +396,9 @@ def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict
             sent=sent,
         ),
         "step.optimiser": line(
-            "7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes
+            "7 x 4 bytes x own parameters / rate",
+            moved.source,
+            bytes=work.step_state_bytes,
         ),
         "step_s": line(
             "max(sum of step, decoding, storage)",
@@ -401,7 +427,9 @@ def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict
             parameters=sum(shape.parameters for shape in fit.stages),
         ),
         "checkpoint_s": line(
-            "checkpoint_gb / storage", cluster.storage_gb_per_s.source, gb=checkpoint_gb(fit)
+            "checkpoint_gb / storage",
+            cluster.storage_gb_per_s.source,
+            gb=checkpoint_gb(fit),
         ),
         "checkpoint_interval_s": line(
             "sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C",

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.planner.hardware import load_cluster
-from fuelrail.bench.planner.scenario import PlanOptions, Scenario, check, with_options
+from fuelrail.bench.planner.scenario import (
+    PlanOptions,
+    Scenario,
+    check,
+    with_options,
+)
 from fuelrail.bench.studies.plan.measured import (
     images_said,
     measured,

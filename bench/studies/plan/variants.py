@@ -25,7 +25,10 @@ from fuelrail.bench.planner.choice import (
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import data_seconds
 from fuelrail.bench.trainer.models.settings import GptSettings
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Strategy
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    Strategy,
+)
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +96,9 @@ def choose(scenario: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Plan
                 raise ConfigError(f"strategy {named(settings)}: {error}{would}") from error
             tried.append(
                 Planned(
-                    strategy=named(settings), micro_batch=scenario.micro_batch, fails=str(error)
+                    strategy=named(settings),
+                    micro_batch=scenario.micro_batch,
+                    fails=str(error),
                 )
             )
             continue
@@ -136,7 +141,9 @@ def _uneven_batch(scenario: Scenario, cluster: ClusterSettings) -> str:
 
 
 def _nearest_in_words(
-    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    settings: ParallelSettings | None,
 ) -> str:
     """Return the plan that fits and is nearest to the refused one, in words."""
     for change, facts, how in _nearer(scenario, cluster, settings):
@@ -151,10 +158,16 @@ def _nearest_in_words(
         larger = msgspec.structs.replace(cluster, nodes=nodes)
         batch = larger.num_devices
         sized = msgspec.structs.replace(
-            scenario, global_batch=max(batch, scenario.global_batch // batch * batch), micro_batch=1
+            scenario,
+            global_batch=max(batch, scenario.global_batch // batch * batch),
+            micro_batch=1,
         )
         try:
-            fit(sized, larger, ParallelSettings(strategy="fsdp2", recompute="full"))
+            fit(
+                sized,
+                larger,
+                ParallelSettings(strategy="fsdp2", recompute="full"),
+            )
         except ConfigError:
             continue
         return (
@@ -168,7 +181,9 @@ def _nearest_in_words(
 
 
 def _nearer(
-    scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    settings: ParallelSettings | None,
 ) -> Iterator[tuple[str, dict[str, Any], ParallelSettings]]:
     """Yield changes of a plan, the smallest first: in words, of the scenario, and the strategy."""
     small = {"micro_batch": 1} if scenario.micro_batch > 1 else {}
@@ -187,7 +202,11 @@ def _nearer(
     sharded = [ParallelSettings(strategy="fsdp2", recompute=kind) for kind in _RECOMPUTED]
     for facts in ({}, small) if small else ({},):
         for how in sharded if settings is not None or facts else ():
-            yield f"{named(how)}{' and micro_batch: 1' if facts else ''}", facts, how
+            yield (
+                f"{named(how)}{' and micro_batch: 1' if facts else ''}",
+                facts,
+                how,
+            )
     if not isinstance(scenario.settings, str) and settings is not None:
         for tp in (2, 4, 8):
             if cluster.devices_per_node % tp == 0 and cluster.num_devices > tp:
@@ -195,7 +214,11 @@ def _nearer(
                 yield f"mesh: {named(how)}", small, how
     for how in sharded:
         how = msgspec.structs.replace(how, offload=True)
-        yield f"{named(how)}{' and micro_batch: 1' if small else ''}", small, how
+        yield (
+            f"{named(how)}{' and micro_batch: 1' if small else ''}",
+            small,
+            how,
+        )
 
 
 def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
@@ -213,7 +236,13 @@ def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
                     raise ConfigError(too_large)
                 plans.append(planned(tried, cluster, fit(tried, cluster, settings)))
             except ConfigError as error:
-                plans.append(Planned(strategy=named(settings), micro_batch=size, fails=str(error)))
+                plans.append(
+                    Planned(
+                        strategy=named(settings),
+                        micro_batch=size,
+                        fails=str(error),
+                    )
+                )
                 if isinstance(error, TooLargeError):
                     too_large = f"a smaller micro-batch {error}"
     return plans
@@ -235,7 +264,10 @@ def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
 
 
 def remedies(
-    scenario: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    chosen: Fit,
+    tried: Sequence[Planned],
 ) -> dict[str, float]:
     """Return changes that make a plan faster, each with its rate, the best first; other strategies
     were ``tried``.
@@ -268,7 +300,10 @@ def _changed(base: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[
     waits = data_seconds(base, cluster)
     for part, wait in waits.items():
         if wait > total:
-            rest = max(total, *(seconds for name, seconds in waits.items() if name != part))
+            rest = max(
+                total,
+                *(seconds for name, seconds in waits.items() if name != part),
+            )
             yield (
                 f"make {part} {wait / rest:.2g} times as fast "
                 + (
@@ -313,4 +348,7 @@ def _changed(base: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[
             ConfigError
         ):  # it does not fit into memory, or does not divide the model or the batch
             continue
-        yield f"{change}, with {named(plan.settings)}", _rate(scenario, cluster, plan)
+        yield (
+            f"{change}, with {named(plan.settings)}",
+            _rate(scenario, cluster, plan),
+        )

@@ -51,7 +51,10 @@ def attest(
             with open_regular(file) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             subjects.append(
-                {"name": str(file.relative_to(root.parent)), "digest": {"sha256": digest}}
+                {
+                    "name": str(file.relative_to(root.parent)),
+                    "digest": {"sha256": digest},
+                }
             )
     except OSError as error:
         raise ConfigError(f"'{error.filename}' cannot be read: {error.strerror}") from error

@@ -18,7 +18,11 @@ class SeenOptions(PrintOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs`` words that make a loader."""
 
     dataset: Annotated[
-        str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")
+        str | None,
+        flag(
+            "where the dataset is now (default: where it was)",
+            metavar="DATASET",
+        ),
     ] = None
     files: Annotated[
         str | None,
@@ -56,12 +60,16 @@ class ReplayOptions(SeenOptions, frozen=True, kw_only=True):
 
     without: Annotated[
         str | None,
-        flag("the batch of a run that never had the keys and clips in a file", metavar="FILE"),
+        flag(
+            "the batch of a run that never had the keys and clips in a file",
+            metavar="FILE",
+        ),
     ] = None
 
     step: Annotated[NotNegative, flag("number of the step in the run, from 0")]
     rank: Annotated[
-        NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")
+        NotNegative | None,
+        flag("the batch of one rank (default: of all ranks, in order)"),
     ] = None
     image: Annotated[str | None, flag("draw the batch into this PNG file", metavar="FILE")] = None
 
@@ -71,7 +79,8 @@ class AttestOptions(Settings, frozen=True, kw_only=True):
 
     epoch: Annotated[NotNegative, flag("epoch of the loader's state in the checkpoint")]
     samples: Annotated[
-        NotNegative, flag("samples of that epoch consumed, of the loader's state in the checkpoint")
+        NotNegative,
+        flag("samples of that epoch consumed, of the loader's state in the checkpoint"),
     ]
 
 
@@ -87,7 +96,10 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
     def as_text(self) -> str:
         """Return the report as text."""
-        digests = {None: "the ledger has no digest of it", True: "its digest is that of the ledger"}
+        digests = {
+            None: "the ledger has no digest of it",
+            True: "its digest is that of the ledger",
+        }
         where = f"step {self.step}: epoch {self.epoch}, after {self.samples_consumed} samples"
         lines = [
             where,
@@ -169,7 +181,10 @@ def print_statement(ledger: str, checkpoint: str, options: AttestOptions) -> int
 
 _LEDGER = {"metavar": "LEDGER", "help": "ledger of a run"}
 _KEYS = {"metavar": "KEY", "nargs": "+", "help": "key of a sample, or a clip"}
-_CHECKPOINT = {"metavar": "CHECKPOINT", "help": "file or folder of the checkpoint"}
+_CHECKPOINT = {
+    "metavar": "CHECKPOINT",
+    "help": "file or folder of the checkpoint",
+}
 _WORDS = {
     "show": command(
         "print the segments of a run, and what its weights have seen",

@@ -155,7 +155,11 @@ class RunHistory:
             lengths = _Lengths(self.ledger.records, stretch.record) if varying else None
             world = World(0, start.ranks)
             batching = Batching(
-                setup.epoch_length, start.global_batch, world, identity.drop_last, lengths=lengths
+                setup.epoch_length,
+                start.global_batch,
+                world,
+                identity.drop_last,
+                lengths=lengths,
             )
             walk = Walk(Cursor(*start.place), batching)
             self.parts.append(
@@ -269,7 +273,10 @@ def steps_between(walk: Walk, place: Place) -> int:
     if epoch < walk.start.epoch:
         return 0
     batches = walk.batches(epoch)
-    done = min(-(-max(0, consumed - batches.start) // batches.global_batch), batches.num_steps)
+    done = min(
+        -(-max(0, consumed - batches.start) // batches.global_batch),
+        batches.num_steps,
+    )
     return walk.steps_before(epoch) + done
 
 
@@ -335,14 +342,22 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
         if not name.startswith("loader.") and settings.get(name) != theirs.get(name)
     ]
     return RunDifference(
-        unlike[0] if unlike else None, changed[0] if changed else None, len(shared), lines
+        unlike[0] if unlike else None,
+        changed[0] if changed else None,
+        len(shared),
+        lines,
     )
 
 
 def _samples(part: Part, place: Cursor) -> tuple[object, ...]:
     """Return what decides the samples of a step, and of those behind it in its part."""
     identity = msgspec.structs.replace(part.identity, settings=None)
-    return identity, place, part.stretch.start.global_batch, part.stretch.setup.epoch_length
+    return (
+        identity,
+        place,
+        part.stretch.start.global_batch,
+        part.stretch.setup.epoch_length,
+    )
 
 
 def _flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:

@@ -22,7 +22,12 @@ from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
 from fuelrail.loaders.schedule.state import decode_state, state_at
-from fuelrail.pipeline.errors import BadSamplesError, ConfigError, LedgerError, ShardError
+from fuelrail.pipeline.errors import (
+    BadSamplesError,
+    ConfigError,
+    LedgerError,
+    ShardError,
+)
 from fuelrail.pipeline.format.ledger import PlaceReached
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.order.balance import BalancedOrder, deal, order_batching
@@ -34,7 +39,11 @@ from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
 from fuelrail.pipeline.settings import convert, explain
 from fuelrail.pipeline.storage.files import read_regular
 from fuelrail.pipeline.text import shortened, text_of
-from fuelrail.sharding.forgotten import EarlierDataset, as_it_was, layer_as_it_was
+from fuelrail.sharding.forgotten import (
+    EarlierDataset,
+    as_it_was,
+    layer_as_it_was,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -243,10 +252,14 @@ def make_loader(
         # Settings and not dicts of them: in a dict, a text in the place of settings would be the
         # path of a file of them.
         options["transforms"] = convert(
-            {**options["transforms"], "decoder": setup.decoder}, Transforms, "transforms"
+            {**options["transforms"], "decoder": setup.decoder},
+            Transforms,
+            "transforms",
         )
         options["bad_samples"] = convert(
-            {**options["bad_samples"], "file": None}, BadSamplePolicy, "bad_samples"
+            {**options["bad_samples"], "file": None},
+            BadSamplePolicy,
+            "bad_samples",
         )
         if (window := options["window"]) is not None:
             is_timed = "channels" in window
@@ -267,7 +280,10 @@ def make_loader(
     # Files that the order names must be regular, and below the folder.
     folder = Path(files)
     named_files = [order.subset, *order.without]
-    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
+    for weightings in (
+        order.weights,
+        *(stage.weights for stage in order.stages),
+    ):
         named_files += [
             weighting.file for weighting in weightings if isinstance(weighting, FileWeights)
         ]
@@ -416,7 +432,10 @@ class SeenReport(msgspec.Struct, frozen=True):
             )
             clean += "" if self.checkpoint is None else f": {self.checkpoint}"
         return text_of(
-            [*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"]
+            [
+                *lines,
+                f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}",
+            ]
         )
 
 
@@ -587,7 +606,9 @@ def _in_epoch(
 
 
 def _newest_clean(
-    history: RunHistory, showings: Sequence[Showing], checkpoints: str | os.PathLike[str] | None
+    history: RunHistory,
+    showings: Sequence[Showing],
+    checkpoints: str | os.PathLike[str] | None,
 ) -> tuple[tuple[int, int] | None, str | None]:
     """Return the newest saved state of the run that none of the showings is before, and its
     checkpoint's name.
@@ -629,7 +650,12 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         data = read_regular(place, UNTYPED)
         return msgspec.json.decode(data, type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (
+        OSError,
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
         why = error.strerror if isinstance(error, OSError) else explain(error, data, dict[str, Any])
         raise ConfigError(
             f"checkpoints='{place}' must be a JSON file of loaders' states by name: {why}"

@@ -34,7 +34,14 @@ MEASURED_HEADER = (
     "simulated ms",
     "error",
 )
-CURVES_HEADER = ("weak scaling", "ranks", "step ms", "samples/s", "efficiency", "occupancy")
+CURVES_HEADER = (
+    "weak scaling",
+    "ranks",
+    "step ms",
+    "samples/s",
+    "efficiency",
+    "occupancy",
+)
 _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. "
     "Efficiency is samples/s over those of one rank times the ranks. The simulation gives "
@@ -54,14 +61,17 @@ def describe(report: ScaleReport, _: Mapping[str, str]) -> Document:
     if report.measured:
         parts.append(
             Section(
-                "Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]
+                "Measured, and the model's error",
+                [Table(MEASURED_HEADER, measured_rows(report))],
             )
         )
     if report.curves:
         parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     subtitle = marked(
-        "Emulated **{device}**, dataset {name}", device=device, name=report.dataset.name
+        "Emulated **{device}**, dataset {name}",
+        device=device,
+        name=report.dataset.name,
     )
     return document(
         report,

@@ -9,10 +9,23 @@ from typing import Annotated, Any
 import msgspec
 
 from fuelrail.bench.measure.rates import Interval
-from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Scaling, draw_curves, simulate
+from fuelrail.bench.planner.scaling import (
+    Cluster,
+    Curve,
+    HostFit,
+    Scaling,
+    draw_curves,
+    simulate,
+)
 from fuelrail.bench.report.files import ReportHeader
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, NotNegative, Positive, flag
+from fuelrail.pipeline.settings import (
+    AtLeast0,
+    CheckedSettings,
+    NotNegative,
+    Positive,
+    flag,
+)
 
 SCHEMA = "fuelrail-bench-scale"
 VERSION = 3
@@ -28,7 +41,10 @@ simulated.
 class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.bench.scale`, and the flags of ``fuelrail bench scale``."""
 
-    ranks: Annotated[tuple[Positive, ...], flag("numbers of ranks to measure (default: 1 2 4)")] = (
+    ranks: Annotated[
+        tuple[Positive, ...],
+        flag("numbers of ranks to measure (default: 1 2 4)"),
+    ] = (
         1,
         2,
         4,
@@ -39,10 +55,12 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
     accelerator: Annotated[str, flag("emulated:PROFILE, as in `bench train`")] = "auto"
     workers: Annotated[
-        Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")
+        Positive | None,
+        flag("decoding threads per rank (default: the rank's share of the CPUs)"),
     ] = None
     max_ranks: Annotated[
-        Positive, flag("largest number of ranks to simulate, each on a host like this one")
+        Positive,
+        flag("largest number of ranks to simulate, each on a host like this one"),
     ] = 4096
     straggler_share: Annotated[
         float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")
@@ -92,7 +110,10 @@ def make_curves(fit: HostFit, options: ScaleOptions) -> list[Curve]:
     by = options.straggler_slowdown
     storage = options.storage_gb_per_s
     if share > 0 and by > 0:
-        cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {"slow_share": share, "slow_by": by}
+        cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {
+            "slow_share": share,
+            "slow_by": by,
+        }
     if storage > 0:
         cases[f"storage gives {storage:g} GB/s"] = {"storage_bytes_per_s": storage * 1e9}
     counts = [2**power for power in range(options.max_ranks.bit_length())]
@@ -128,10 +149,13 @@ def judged(report: ScaleReport) -> ScaleReport:
         run = msgspec.structs.replace(run, efficiency=efficiency)
         if report.fit is not None:
             simulated_ms = simulate(
-                report.fit, Cluster(run.num_ranks, run.batch_size, run.num_ranks)
+                report.fit,
+                Cluster(run.num_ranks, run.batch_size, run.num_ranks),
             ).step_ms
             run = msgspec.structs.replace(
-                run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms.median - 1
+                run,
+                simulated_ms=simulated_ms,
+                error=simulated_ms / run.step_ms.median - 1,
             )
         runs.append(run)
     curves = report.curves

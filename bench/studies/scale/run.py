@@ -127,7 +127,9 @@ def _global_batch(options: ScaleOptions) -> int:
 
 
 def _measured(
-    dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[RunPlan]]
+    dataset: str | os.PathLike[str],
+    options: ScaleOptions,
+    runs: Sequence[Sequence[RunPlan]],
 ) -> ScaleReport:
     """Make all runs and what the simulation needs; after an interruption of those that were
     whole, with ``cut_off``.
@@ -157,9 +159,13 @@ def _measured(
             raise
         cut_off = str(error)
     too_short = next(
-        (report.window.too_short for report in reports if report.window.too_short), None
+        (report.window.too_short for report in reports if report.window.too_short),
+        None,
     )
-    disturbed = next((report.disturbed for report in reports if report.disturbed is not None), None)
+    disturbed = next(
+        (report.disturbed for report in reports if report.disturbed is not None),
+        None,
+    )
     usable = (
         fit
         if fit is not None and too_short is None and disturbed is None and fit.service_ms
@@ -169,10 +175,14 @@ def _measured(
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
     elif disturbed is not None:
-        warnings.insert(0, "No simulation: it would be of runs that other processes slowed down.")
+        warnings.insert(
+            0,
+            "No simulation: it would be of runs that other processes slowed down.",
+        )
     elif fit is not None and not fit.service_ms:
         warnings.insert(
-            0, "No simulation: the loader alone made too few batches; use a smaller --batch-size."
+            0,
+            "No simulation: the loader alone made too few batches; use a smaller --batch-size.",
         )
     said = {
         name: value
@@ -207,7 +217,11 @@ def _point(report: Report) -> MeasuredRun:
         num_ranks=report.num_ranks,
         batch_size=report.options["batch_size"],
         step_ms=Interval(
-            median=mean_ms, low=low, high=high, confidence=0.95, num_repeats=len(steps_ms)
+            median=mean_ms,
+            low=low,
+            high=high,
+            confidence=0.95,
+            num_repeats=len(steps_ms),
         ),
         step_p99_ms=report.figures.step_time.p99_ms,
         samples_per_s=report.figures.throughput.samples_per_s,
@@ -216,7 +230,10 @@ def _point(report: Report) -> MeasuredRun:
 
 
 def _fit(
-    dataset: str | os.PathLike[str], options: ScaleOptions, run: RunPlan, reports: Sequence[Report]
+    dataset: str | os.PathLike[str],
+    options: ScaleOptions,
+    run: RunPlan,
+    reports: Sequence[Report],
 ) -> HostFit:
     """Measure the loader alone, as a run's, and put together what the simulation draws from.
 
@@ -254,12 +271,16 @@ def _fit(
         * (profile.forward_ms + profile.backward_ms),
         optimiser_ms=profile.optimiser_ms,
         overheads=[
-            Overhead(ranks_on_host=report.num_ranks, ms=_overhead_ms(report, profile, num_cameras))
+            Overhead(
+                ranks_on_host=report.num_ranks,
+                ms=_overhead_ms(report, profile, num_cameras),
+            )
             for report in small
         ],
         all_reduce_ms=float(np.mean(exposed_ms)) if exposed_ms else 0.0,
         trainer_cpus=min(
-            (report.figures.stand_in_share for report in small if report.figures), default=0.0
+            (report.figures.stand_in_share for report in small if report.figures),
+            default=0.0,
         ),
         host_cpus=usable_cpus(),
         queue_batches=settings.prefetch_factor + 1,

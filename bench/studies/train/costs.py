@@ -84,7 +84,10 @@ def fit_cost(
     terms = [("", 0), *((name, power) for name in sums[0] for power in (1, 2))]
     table = np.array(
         [
-            [next(iter(step.values()))[0], *(value for x in step.values() for value in x[1:])]
+            [
+                next(iter(step.values()))[0],
+                *(value for x in step.values() for value in x[1:]),
+            ]
             for step in sums
         ]
     )

@@ -19,7 +19,12 @@ from fuelrail.bench.measure.records import InputFacts, TransformUse
 from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODEL_IMAGE, MODELS, GptSettings, find
+from fuelrail.bench.trainer.models.settings import (
+    MODEL_IMAGE,
+    MODELS,
+    GptSettings,
+    find,
+)
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
@@ -174,7 +179,8 @@ def token_channel(place: str, model_name: str) -> list[str]:
         return []
     dataset = open_dataset(place)
     channel = next(
-        (entry for entry in dataset.manifest.extra_channels if entry.name == "tokens"), None
+        (entry for entry in dataset.manifest.extra_channels if entry.name == "tokens"),
+        None,
     )
     if channel is None:
         return []
@@ -225,7 +231,10 @@ def from_memory(
 
 def summing(
     batches: Iterable[Mapping[str, Any]], settings: TrainSettings
-) -> tuple[Iterator[Mapping[str, Any]], Callable[[], dict[str, tuple[int, float, float]]]]:
+) -> tuple[
+    Iterator[Mapping[str, Any]],
+    Callable[[], dict[str, tuple[int, float, float]]],
+]:
     """Return the batches, and what gives the ``sums`` of a `StepRecord` over those taken since
     it was last called.
     """
@@ -257,7 +266,9 @@ def summing(
 
 
 def noting_input(
-    batches: Iterable[Mapping[str, Any]], writer: RankWriter, count_for: ModelSettings | None
+    batches: Iterable[Mapping[str, Any]],
+    writer: RankWriter,
+    count_for: ModelSettings | None,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the batches; write the facts of the first one, with the FLOP of a sample in that
     model.
@@ -273,7 +284,12 @@ def noting_input(
                 inputs = [tensor[:1].to("meta") for tensor in model.inputs(batch)]
                 flop = count_training_flop(model, inputs)
             writer.write(
-                InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop)
+                InputFacts(
+                    num_cameras=num_cameras,
+                    height=height,
+                    width=width,
+                    train_flop=flop,
+                )
             )
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for

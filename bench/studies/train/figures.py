@@ -8,11 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
-from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
-from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
+from fuelrail.bench.measure.clock import (
+    NS_PER_MS,
+    NS_PER_S,
+    Summary,
+    summarise_ns,
+)
+from fuelrail.bench.measure.occupancy import (
+    Occupancy,
+    Window,
+    measured_steps,
+    occupancy_of,
+)
+from fuelrail.bench.measure.records import (
+    PHASES,
+    RankLog,
+    StageSnapshot,
+    StepRecord,
+)
 from fuelrail.bench.measure.shown import shown
-from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
+from fuelrail.bench.studies.train.costs import (
+    CostFit,
+    Loss,
+    cost_model,
+    fit_cost,
+    losses_of,
+)
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.settings import TrainSettings
@@ -169,7 +190,10 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         else 0.0,
         queued_share=sum(step.queued_ns for step in inside) / wall_ns,
         mfu=_mfu(settings, logs, inside),
-        losses=losses_of(ranks, cost_model(settings.order) or (None if fit is None else fit.cost)),
+        losses=losses_of(
+            ranks,
+            cost_model(settings.order) or (None if fit is None else fit.cost),
+        ),
         cost_fit=fit,
         transform=_transform_figures(logs),
     )
@@ -191,7 +215,9 @@ def _transform_figures(logs: Sequence[RankLog]) -> TransformFigures | None:
 
 
 def _mfu(
-    settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]
+    settings: TrainSettings,
+    logs: Sequence[RankLog],
+    steps: Sequence[StepRecord],
 ) -> float | None:
     """Return the use of all ranks' steps together; padding rows, which the device computes too,
     do not count.
@@ -231,10 +257,14 @@ def _stage_figures(
         return []
     figures = []
     for columns in zip(
-        *(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True
+        *(zip(first.stages, last.stages, strict=True) for first, last in snapshots),
+        strict=True,
     ):
 
-        def gain(name: str, columns: tuple[tuple[StageClock, StageClock], ...] = columns) -> float:
+        def gain(
+            name: str,
+            columns: tuple[tuple[StageClock, StageClock], ...] = columns,
+        ) -> float:
             return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))
 
         thread_s = sum(gain(name) for name in ("busy_s", "starved_s", "blocked_s")) or 1.0

@@ -122,7 +122,10 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     gpus = report.gpus or []
     parts: list[Block | Section] = [
         *_verdict(report),
-        Section("Occupancy over time", [Figure(plots.get("occupancy", ""), over_time)]),
+        Section(
+            "Occupancy over time",
+            [Figure(plots.get("occupancy", ""), over_time)],
+        ),
         *_step(report, plots),
         *_costs(report),
         *_checkpoints(report),
@@ -193,7 +196,10 @@ def _verdict(report: Report) -> list[Block]:
     segments = [
         (PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases
     ]
-    kinds = {"cuda": "accelerator occupancy", "emulated": "emulated accelerator occupancy"}
+    kinds = {
+        "cuda": "accelerator occupancy",
+        "emulated": "emulated accelerator occupancy",
+    }
     kinds["cpu"] = "of the time in forward, backward and optimiser, on a CPU"
     kind = kinds[report.accelerator["kind"]]
     meaning = f"{kind}, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
@@ -224,7 +230,14 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
             for row in figures.phases
         ]
         rows.append(["whole step", *_times(figures.step_time), "100%"])
-        header = ("phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share")
+        header = (
+            "phase",
+            "mean [ms]",
+            "p50 [ms]",
+            "p99 [ms]",
+            "max [ms]",
+            "share",
+        )
         hidden = figures.all_reduce_total
         blocks += [
             Table(
@@ -242,7 +255,8 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         ]
     blocks.append(
         Figure(
-            plots.get("loss", ""), "The loss falls when images, geometry and boxes belong together."
+            plots.get("loss", ""),
+            "The loss falls when images, geometry and boxes belong together.",
         )
     )
     return [Section("Where a step’s time goes", blocks)]
@@ -255,7 +269,12 @@ def _costs(report: Report) -> list[Section]:
     if figures is not None and figures.losses:
         step_ms = figures.step_time.mean_ms
         rows = [
-            [name, f"{loss.size:.1%}", format_number(loss.time_ms), f"{loss.time_ms / step_ms:.1%}"]
+            [
+                name,
+                f"{loss.size:.1%}",
+                format_number(loss.time_ms),
+                f"{loss.time_ms / step_ms:.1%}",
+            ]
             for name, loss in figures.losses.items()
         ]
         blocks = [
@@ -300,7 +319,11 @@ def _ranks(report: Report) -> list[Section]:
                 f"{figures.last_in:.0%}",
             )
             comparison = against if report.num_ranks > 1 else ("", "")
-            cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *comparison]
+            cells = [
+                f"{figures.occupancy:.1%}",
+                f"{figures.including_all_reduce:.1%}",
+                *comparison,
+            ]
         rows.append(
             [
                 f"{rank.rank}",
@@ -379,7 +402,8 @@ def _definitions(report: Report) -> Section:
         f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
     )
     return Section(
-        "How these figures are made", [Text(emulated), *blocks, Text(source, small=True)]
+        "How these figures are made",
+        [Text(emulated), *blocks, Text(source, small=True)],
     )
 
 
@@ -394,5 +418,10 @@ def _on_cpu(report: Report) -> bool:
 def _times(summary: Summary) -> list[str]:
     return [
         format_number(value)
-        for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)
+        for value in (
+            summary.mean_ms,
+            summary.p50_ms,
+            summary.p99_ms,
+            summary.max_ms,
+        )
     ]

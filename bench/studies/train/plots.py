@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.train.report import Report
 
-_RANK_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_RANK_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)
 _MAX_BARS = 120
 _MAX_RANK_LINES = 8
 
@@ -74,9 +81,19 @@ def plots(report: Report) -> dict[str, str]:
         middles = np.array([(start + min(start + width, count) - 1) / 2 for start in starts])
         base = np.zeros(len(starts))
         for phase, colour in PHASE_COLOURS.items():
-            values = np.mean([series.phases_ms[phase][:count] for series in report.series], axis=0)
+            values = np.mean(
+                [series.phases_ms[phase][:count] for series in report.series],
+                axis=0,
+            )
             heights = np.array([values[start : start + width].mean() for start in starts])
-            axes.bar(middles, heights, width * 0.92, bottom=base, color=colour, linewidth=0)
+            axes.bar(
+                middles,
+                heights,
+                width * 0.92,
+                bottom=base,
+                color=colour,
+                linewidth=0,
+            )
             base = base + heights
         _shade_warmup(axes, report, "step")
         axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
@@ -88,7 +105,12 @@ def plots(report: Report) -> dict[str, str]:
             tallest = int(base.argmax())
             beside = middles[tallest] + 0.6 * width
             axes.text(
-                beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4
+                beside,
+                1.53 * usual,
+                f"to {base[tallest]:,.0f} ms",
+                va="top",
+                fontsize=8,
+                zorder=4,
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
@@ -98,7 +120,12 @@ def plots(report: Report) -> dict[str, str]:
         if report.figures is not None and report.figures.stages:
             drawn["stages"] = stage_bars(
                 [
-                    (f"{stage.name} x{stage.num_threads}", stage.busy, stage.starved, stage.blocked)
+                    (
+                        f"{stage.name} x{stage.num_threads}",
+                        stage.busy,
+                        stage.starved,
+                        stage.blocked,
+                    )
                     for stage in report.figures.stages
                 ]
             )

@@ -10,13 +10,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.measure.clock import (
+    NS_PER_MS,
+    NS_PER_S,
+    Summary,
+    summarise_ns,
+)
 from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
-from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
+from fuelrail.bench.measure.occupancy import (
+    Window,
+    rolling_occupancy,
+    window_of,
+)
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog
-from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.report.files import (
+    ReportHeader,
+    created_now,
+    load_report_of,
+)
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
 from fuelrail.bench.trainer.strategies.settings import degrees_of
@@ -43,7 +56,13 @@ _SHOWN_ELSEWHERE = {
         "transforms",
         "ledger",
     ),
-    *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
+    *(
+        "teacher",
+        "teacher_layer",
+        "distill",
+        "temperature",
+        "price_per_gpu_hour",
+    ),
 }
 
 
@@ -166,12 +185,20 @@ def build_report(
         machine=machine,
         dataset=dataset,
         accelerator=accelerator,
-        model={"name": settings.model, "num_parameters": header.num_parameters if header else None},
+        model={
+            "name": settings.model,
+            "num_parameters": header.num_parameters if header else None,
+        },
         window=window,
         figures=figures,
         disturbed=None if cpu is None else cpu.disturbed,
         warnings=find_warnings(
-            settings, logs=logs, window=window, figures=figures, dataset=dataset, cpu=cpu
+            settings,
+            logs=logs,
+            window=window,
+            figures=figures,
+            dataset=dataset,
+            cpu=cpu,
         ),
         checkpoints=checkpoints,
         cpu=cpu,
@@ -217,7 +244,10 @@ def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
     for seed, report in enumerate((before, after)):
         first = report.window.num_warmup_steps
         end = report.window.num_warmup_steps + report.window.num_measured_steps
-        steps = np.array([series.wall_ms[first:end] for series in report.series], dtype=np.float64)
+        steps = np.array(
+            [series.wall_ms[first:end] for series in report.series],
+            dtype=np.float64,
+        )
         means.append(bootstrap_means(steps.mean(axis=0), seed))
     return means[1] / means[0]
 

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.machine import CpuUse, CpuWatch, MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import (
+    CpuUse,
+    CpuWatch,
+    MachineFacts,
+    machine_facts,
+)
 from fuelrail.bench.measure.nvml import GpuUse, NvmlWatch
 from fuelrail.bench.measure.processes import WAS_INTERRUPTED
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
@@ -20,7 +25,12 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.train.report import Report, build_report
-from fuelrail.bench.studies.train.settings import RECORDS, RunPlan, TrainOptions, ask
+from fuelrail.bench.studies.train.settings import (
+    RECORDS,
+    RunPlan,
+    TrainOptions,
+    ask,
+)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.progress import Progress
 from fuelrail.pipeline.settings import make_options
@@ -68,7 +78,9 @@ def bench_train(
         if not in_world:
             report = measure_all([run]).reports[0]
         else:
-            from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
+            from fuelrail.bench.studies.train.worker import (
+                run_in_world,
+            )  # takes seconds: torch
 
             _prepare(run)
             machine = machine_facts()
@@ -139,10 +151,16 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
                 )
                 run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
                 share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-                progress.update(f"{run_text}{ranks_text}{without}: step {done}{target}", share)
+                progress.update(
+                    f"{run_text}{ranks_text}{without}: step {done}{target}",
+                    share,
+                )
 
             outcome = run_ranks(
-                program, first.ranks, settings_file.with_name(_LOG_FILE), show_progress
+                program,
+                first.ranks,
+                settings_file.with_name(_LOG_FILE),
+                show_progress,
             )
     cpu = watch.use()
     reports: list[Report] = []
@@ -158,7 +176,10 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
         if gpus.reason is not None:
             report = msgspec.structs.replace(
                 report,
-                warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."],
+                warnings=[
+                    *report.warnings,
+                    f"No facts of the GPUs from NVML: {gpus.reason}.",
+                ],
             )
         reports.append(report)
         cut_off = report.cut_off
@@ -240,7 +261,8 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
     if failures:
         failure, rank = min(
-            failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns)
+            failures,
+            key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns),
         )
         message = f"rank {rank}: {failure.message}"
         return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"

@@ -14,7 +14,11 @@ from fuelrail.bench.measure.accelerator import (
     load_profile,
     profile_names,
 )
-from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
+from fuelrail.bench.measure.machine import (
+    DatasetFacts,
+    dataset_facts,
+    installed_gpus,
+)
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import (
@@ -65,7 +69,8 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         Positive, flag("samples, or packs, per data-parallel rank in a batch")
     ] = 4
     steps: Annotated[
-        Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")
+        Positive | None,
+        flag("optimiser steps (default: 60, unless --epochs is given)"),
     ] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
@@ -88,34 +93,47 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
     workers: Annotated[
-        Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")
+        Positive | None,
+        flag("decoding threads per rank (default: the rank's share of the CPUs)"),
     ] = None
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     prefetch_factor: Annotated[Positive, flag("number of finished batches to keep ready")] = 2
     storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
     window: Annotated[
-        Positive | None, flag("shuffle in windows of N shards instead of the whole split")
+        Positive | None,
+        flag("shuffle in windows of N shards instead of the whole split"),
     ] = None
     cost: Annotated[
         tuple[str, ...],
-        flag("fit the step's time to this column of the samples; may be repeated", repeat=True),
+        flag(
+            "fit the step's time to this column of the samples; may be repeated",
+            repeat=True,
+        ),
     ] = ()
     order: Annotated[
-        OrderSpec | None, flag("a whole order, with its own seed: filter, weights, packs, balance")
+        OrderSpec | None,
+        flag("a whole order, with its own seed: filter, weights, packs, balance"),
     ] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
     transform: Annotated[
-        str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")
+        str | None,
+        flag("function to call with each sample", metavar="MODULE:FUNCTION"),
     ] = None
     transforms: Annotated[
-        str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")
+        str | None,
+        flag("YAML file of size and augmentation of the samples", metavar="FILE"),
     ] = None
     teacher: Annotated[
-        str | None, flag("distil from the model of these checkpoints", metavar="FOLDER_OR_URL")
+        str | None,
+        flag(
+            "distil from the model of these checkpoints",
+            metavar="FOLDER_OR_URL",
+        ),
     ] = None
     teacher_layer: Annotated[
-        str | None, flag("distil from this layer of predictions", metavar="FOLDER_OR_URL")
+        str | None,
+        flag("distil from this layer of predictions", metavar="FOLDER_OR_URL"),
     ] = None
     distill: Annotated[
         str | None,
@@ -132,12 +150,19 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ] = None
     checkpoint: Annotated[
         str | None,
-        flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL"),
+        flag(
+            "save checkpoints there, and continue from the newest one",
+            metavar="FOLDER_OR_URL",
+        ),
     ] = None
     every: Annotated[Positive, flag("steps between two checkpoints")] = 100
     keep: Annotated[Positive, flag("number of checkpoints to keep")] = 3
     ledger: Annotated[
-        str | None, flag("record in this file which samples the weights have seen", metavar="FILE")
+        str | None,
+        flag(
+            "record in this file which samples the weights have seen",
+            metavar="FILE",
+        ),
     ] = None
     price_per_gpu_hour: Annotated[
         AtLeast0 | None,
@@ -147,7 +172,8 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = None
     timeout_s: Annotated[
-        Positive, flag("seconds after which a rank that does not answer ends the run")
+        Positive,
+        flag("seconds after which a rank that does not answer ends the run"),
     ] = 300
     trace: Annotated[
         bool,
@@ -339,7 +365,9 @@ def _checkpoint_place(options: TrainOptions) -> str | None:
     return str(folder)
 
 
-def _accelerator(options: TrainOptions) -> tuple[AcceleratorKind, AcceleratorProfile | None]:
+def _accelerator(
+    options: TrainOptions,
+) -> tuple[AcceleratorKind, AcceleratorProfile | None]:
     """Return the kind of accelerator that options ask for, and the profile of an emulated one."""
     choice = options.accelerator
     if options.profile is not None:

@@ -28,7 +28,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 import fuelrail
-from fuelrail.bench.measure.accelerator import CpuAccelerator, EmulatedAccelerator
+from fuelrail.bench.measure.accelerator import (
+    CpuAccelerator,
+    EmulatedAccelerator,
+)
 from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
@@ -61,7 +64,11 @@ from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
 from fuelrail.bench.trainer.models.settings import MODELS, find
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    check_fits,
+    degrees_of,
+)
 from fuelrail.bench.trainer.strategies.step import local, named_parameters
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -132,12 +139,15 @@ def run_rank(
     source = batches(loader, settings.epochs)
     if "loading" in settings.leave_out:
         source = from_memory(
-            source, None if settings.epochs is None else settings.epochs * len(loader)
+            source,
+            None if settings.epochs is None else settings.epochs * len(loader),
         )
         loader.close()
     noted, sums = summing(source, settings)
     noted = noting_input(
-        noted, writer, MODELS.get(settings.model) if settings.accelerator == "cuda" else None
+        noted,
+        writer,
+        MODELS.get(settings.model) if settings.accelerator == "cuda" else None,
     )
     first = checkpoints.first_step
     accumulation = settings.accumulation
@@ -211,7 +221,10 @@ def state_bytes(parallel: Parallel) -> dict[str, int]:
 
 
 def _divided(
-    settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator, loader: DataLoader
+    settings: TrainSettings,
+    mesh: DeviceMesh | None,
+    accelerator: Accelerator,
+    loader: DataLoader,
 ) -> Parallel:
     """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -254,7 +267,11 @@ class _RunCheckpoints:
     """
 
     def __init__(
-        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader, writer: RankWriter
+        self,
+        settings: TrainSettings,
+        parallel: Parallel,
+        loader: DataLoader,
+        writer: RankWriter,
     ) -> None:
         self.first_step = self._saved_step = 0
         self._every = settings.every
@@ -266,7 +283,10 @@ class _RunCheckpoints:
             return
         identity = {"model": settings.model, "optimiser": settings.optimiser}
         saver = Checkpoints(
-            settings.checkpoint, keep=settings.keep, identity=identity, timeout_s=settings.timeout_s
+            settings.checkpoint,
+            keep=settings.keep,
+            identity=identity,
+            timeout_s=settings.timeout_s,
         )
         self._saver = saver
         restored = saver.restore(parallel, loader)
@@ -370,7 +390,11 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                 _run(settings, device, writer)
             except FuelrailError as error:
                 writer.write(
-                    RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns())
+                    RankFailure(
+                        kind="refused",
+                        message=str(error),
+                        at_ns=time.monotonic_ns(),
+                    )
                 )
                 raise
             except Exception as error:
@@ -451,7 +475,12 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
         settings, device=device, trace=recorder, mesh=mesh, transform=transform
     ) as loader:
         run_rank(
-            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
+            settings,
+            loader=loader,
+            writer=writer,
+            trace=trace,
+            mesh=mesh,
+            transform=transform,
         )
     if trace is not None:
         trace.write()

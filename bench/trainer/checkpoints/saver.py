@@ -15,7 +15,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -28,7 +31,11 @@ from fuelrail.bench.trainer.checkpoints.state import (
     targets_of,
     tensors_of,
 )
-from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store
+from fuelrail.bench.trainer.checkpoints.store import (
+    DamagedError,
+    Manifest,
+    Store,
+)
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
 
@@ -99,12 +106,19 @@ class Checkpoints:
             files={},
         )
         written = async_save(
-            tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group
+            tensors_of(parallel, self._rank),
+            storage_writer=writer,
+            process_group=self._group,
         )
         assert isinstance(written, Future), "a blocking stager has finished"
         stall_ns = time.monotonic_ns() - start_ns
         self._pending = self._thread.submit(
-            self._finish, folder, written, manifest, start_ns=start_ns, stall_ns=stall_ns
+            self._finish,
+            folder,
+            written,
+            manifest,
+            start_ns=start_ns,
+            stall_ns=stall_ns,
         )
         return done
 
@@ -173,7 +187,10 @@ class Checkpoints:
             load(tensors, storage_reader=reader, process_group=self._group)
             put_back(parallel, tensors, manifest.progress)
             return CheckpointRestore(
-                step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped
+                step=manifest.step,
+                folder=folder,
+                world_size=manifest.world_size,
+                skipped=skipped,
             )
         if skipped:
             raise FuelrailError(
@@ -197,10 +214,17 @@ class Checkpoints:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))
             self._on_first(
-                partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files))
+                partial(
+                    self._store.publish,
+                    folder,
+                    msgspec.structs.replace(manifest, files=files),
+                )
             )
             self._on_first(partial(self._store.prune, self._keep))
-        except (Exception, CheckpointException) as error:  # torch's is not an Exception
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # torch's is not an Exception
             reason = (
                 next(iter(error.failures.values()))[0]
                 if isinstance(error, CheckpointException)
@@ -214,7 +238,10 @@ class Checkpoints:
         size = sum(size for size, _ in files.values())
         total_ns = time.monotonic_ns() - start_ns
         return CheckpointSave(
-            step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size
+            step=manifest.step,
+            stall_ns=stall_ns,
+            total_ns=total_ns,
+            num_bytes=size,
         )
 
     def _advice(self, reason: BaseException) -> str:

@@ -44,7 +44,8 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
     generators = {
         f"rng.{rank}.cpu": torch.get_rng_state(),
         f"rng.{rank}.python": torch.tensor(
-            [*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64
+            [*python[1], math.nan if python[2] is None else python[2]],
+            dtype=torch.float64,
         ),
         f"rng.{rank}.numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
     }
@@ -105,11 +106,23 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunSta
             generator = name.rpartition(".")[2]
             if generator == "python":
                 *words, gauss = value.tolist()
-                random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+                random.setstate(
+                    (
+                        3,
+                        tuple(map(int, words)),
+                        None if math.isnan(gauss) else gauss,
+                    )
+                )
             elif generator == "numpy":
                 *words, place, has_gauss, gauss = value.tolist()
                 np.random.set_state(
-                    ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
+                    (
+                        "MT19937",
+                        np.array(words, np.uint32),
+                        int(place),
+                        int(has_gauss),
+                        gauss,
+                    )
                 )
             elif generator == "cpu":
                 torch.set_rng_state(value)

@@ -25,9 +25,15 @@ from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.text import shortened
 
 try:
-    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+    from torch.distributed.checkpoint.fsspec_filesystem import (
+        FsspecReader,
+        FsspecWriter,
+    )
 except ModuleNotFoundError:  # before torch 2.15
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+    from torch.distributed.checkpoint._fsspec_filesystem import (
+        FsspecReader,
+        FsspecWriter,
+    )
 
 T = TypeVar("T")
 
@@ -159,7 +165,9 @@ class Store:
         ]
         # A step of more digits is a longer name.
         return sorted(
-            filter(_NAME.fullmatch, folders), key=lambda name: (len(name), name), reverse=True
+            filter(_NAME.fullmatch, folders),
+            key=lambda name: (len(name), name),
+            reverse=True,
         )
 
     def read(self, folder: str, share: slice = slice(None)) -> Manifest:
@@ -201,7 +209,10 @@ class Store:
 
     def hide(self, folder: str) -> None:
         """Set a damaged checkpoint aside: its files stay, and it is no longer a checkpoint."""
-        self._fs.mv(f"{self._path}/{folder}/{_MANIFEST}", f"{self._path}/{folder}/{_DAMAGED}")
+        self._fs.mv(
+            f"{self._path}/{folder}/{_MANIFEST}",
+            f"{self._path}/{folder}/{_DAMAGED}",
+        )
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints."""

@@ -25,8 +25,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE, weights_of
-from fuelrail.bench.trainer.distill.teacher import Source, Teacher, make_layer_teacher
+from fuelrail.bench.trainer.distill.settings import (
+    DISTILL,
+    TEMPERATURE,
+    weights_of,
+)
+from fuelrail.bench.trainer.distill.teacher import (
+    Source,
+    Teacher,
+    make_layer_teacher,
+)
 from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     GridSettings,
@@ -51,14 +59,22 @@ class Distilled(StagedModel):
     """
 
     def __init__(
-        self, student: StagedModel, source: Source, weights: Mapping[str, float], temperature: float
+        self,
+        student: StagedModel,
+        source: Source,
+        weights: Mapping[str, float],
+        temperature: float,
     ) -> None:
         super().__init__(student.settings)
         self.stem = student.stem
         self.blocks = student.blocks
         self.head = student.head
         self.plan = student.plan
-        del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
+        del (
+            student.stem,
+            student.blocks,
+            student.head,
+        )  # it lives on for its inputs and losses
         self.student = student
         self._weights = weights
         self._source = source
@@ -205,7 +221,10 @@ def distilled(
     weights: str = DISTILL,
     temperature: float | None = None,
     tp: int = 1,
-) -> tuple[Callable[[StagedModel], StagedModel], Callable[..., tuple[Tensor, ...]] | None]:
+) -> tuple[
+    Callable[[StagedModel], StagedModel],
+    Callable[..., tuple[Tensor, ...]] | None,
+]:
     """Return what gives a student of a size the loss of distillation, and the teacher to call with
     a batch's inputs.
 
@@ -244,7 +263,11 @@ def distilled(
             )
         temperature = temperature or stored or TEMPERATURE
         return partial(Distilled, source=source, weights=parts, temperature=temperature), None
-    model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
+    model = Teacher(
+        teacher,
+        device,
+        shard=dist.is_initialized() and dist.get_world_size() > 1,
+    )
     cameras = len(loader.cameras)
     (student_shape, ours), (its, theirs) = (
         predictions(settings_of_side, cameras) for settings_of_side in (size, model.settings)
@@ -256,5 +279,8 @@ def distilled(
         )
     source = Source(("logits", "features"), feature_width(model.settings))
     return partial(
-        Distilled, source=source, weights=parts, temperature=temperature or TEMPERATURE
+        Distilled,
+        source=source,
+        weights=parts,
+        temperature=temperature or TEMPERATURE,
     ), model

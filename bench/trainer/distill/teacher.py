@@ -25,7 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model, draft
-from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, predictions
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    GridSettings,
+    predictions,
+)
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
@@ -139,7 +143,11 @@ def make_layer_teacher(
     shape, meaning = predictions(student, len(cameras))
 
     def find(
-        name: str, shape_rule: tuple[int | None, ...], law: str, *, moves: bool = False
+        name: str,
+        shape_rule: tuple[int | None, ...],
+        law: str,
+        *,
+        moves: bool = False,
     ) -> Channel:
         """Find the channel of a shape (None: any size; no axes: boxes).
 
@@ -188,7 +196,12 @@ def make_layer_teacher(
         if logits.kind in (TOPK, SAMPLED):
             stated = layer.manifest.recipe.get("temperature")
             temperature = stated if isinstance(stated, float) else 1.0
-            parts = ("indices", "weights", "known", *(("tail",) if logits.kind == TOPK else ()))
+            parts = (
+                "indices",
+                "weights",
+                "known",
+                *(("tail",) if logits.kind == TOPK else ()),
+            )
             makers = {
                 f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts
             }

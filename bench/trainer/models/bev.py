@@ -18,13 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
 
 from fuelrail.bench.trainer.models.staged import StagedModel
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings
+    from fuelrail.bench.trainer.models.settings import (
+        BevSettings,
+        ResNetSettings,
+        VitSettings,
+    )
 
 # ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
 _MEAN = (123.675, 116.28, 103.53)
@@ -99,7 +107,14 @@ class CameraModel(StagedModel):
             else torch.eye(size, device=img.device).repeat(*cameras, 1, 1)
             for name, size in (("intrinsics", 3), ("cam2ego", 4))
         )
-        return img, batch["cam_valid"], intrinsics, cam2ego, target, batch["valid"].float()
+        return (
+            img,
+            batch["cam_valid"],
+            intrinsics,
+            cam2ego,
+            target,
+            batch["valid"].float(),
+        )
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the binary cross-entropy of each cell [B, G]."""
@@ -176,7 +191,8 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     device = boxes[0].device
     centres = torch.cat([sample[:, :2].float() for sample in boxes])
     rows = torch.tensor(
-        [row for row, sample in enumerate(boxes) for _ in range(len(sample))], dtype=torch.long
+        [row for row, sample in enumerate(boxes) for _ in range(len(sample))],
+        dtype=torch.long,
     )
     cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
     inside = ((cells >= 0) & (cells < grid)).all(dim=1)
@@ -197,7 +213,10 @@ class BevOccupancy(CameraModel):
     def __init__(self, settings: BevSettings) -> None:
         super().__init__(settings)
         width = settings.width
-        convolutions = _convolution(3, width, stride=2), _convolution(width, width, stride=2)
+        convolutions = (
+            _convolution(3, width, stride=2),
+            _convolution(width, width, stride=2),
+        )
         self.stem = ImageStem(settings.subsample, *convolutions)
         blocks: list[nn.Module] = []
         for _ in range(settings.num_stages - 1):
@@ -214,7 +233,8 @@ class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            _convolution(width, width, stride=1), _convolution(width, width, stride=1)
+            _convolution(width, width, stride=1),
+            _convolution(width, width, stride=1),
         )
 
     def forward(self, features: Tensor) -> Tensor:

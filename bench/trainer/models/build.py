@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fuelrail.bench.trainer.models.bev import BevOccupancy

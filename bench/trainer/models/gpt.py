@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 _MAX_STRIDE = 8
 # Of a head that is made with this rank's part of the vocabulary alone, for the planner.
 VOCABULARY_PART = PrepareModuleInput(
-    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+    input_layouts=(Shard(1),),
+    desired_input_layouts=(Replicate(),),
+    use_local_output=True,
 )
 
 

@@ -162,7 +162,10 @@ def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, .
             num_cameras,
             settings.classes,
         ), f"number of cells of {settings.grid} x {settings.grid}"
-    return (settings.grid, settings.grid), f"occupancy within {settings.range_m:g} m"
+    return (
+        settings.grid,
+        settings.grid,
+    ), f"occupancy within {settings.range_m:g} m"
 
 
 def feature_width(settings: ModelSettings) -> int:
@@ -196,7 +199,10 @@ def find(name: str, noun: str = "model") -> Any:
         raise ConfigError(f"{noun} {name!r} cannot be imported: {error}") from error
     except FuelrailError:
         raise
-    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a script may end the process when it is imported
         raise stage_error(f"{noun} {name!r} cannot be made", error) from error
     if not callable(function):
         raise ConfigError(f"{noun} {name!r} is {type(function).__name__}, not a function")

@@ -151,7 +151,11 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(
-            width, heads, kv_heads or heads, head_width or width // heads, causal=causal
+            width,
+            heads,
+            kv_heads or heads,
+            head_width or width // heads,
+            causal=causal,
         )
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp or perceptron(width, 4 * width)
@@ -217,14 +221,24 @@ class Attention(nn.Module):
     """Attention between tokens; groups of query heads share heads of keys and values."""
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int, head_width: int, *, causal: bool
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_width: int,
+        *,
+        causal: bool,
     ) -> None:
         super().__init__()
         self.head_width = head_width
         self.causal = causal
         self.grouped = kv_heads != heads
         # Apart, not fused: tensor parallel cuts each of them between heads.
-        sizes = (heads * head_width, kv_heads * head_width, kv_heads * head_width)
+        sizes = (
+            heads * head_width,
+            kv_heads * head_width,
+            kv_heads * head_width,
+        )
         self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)
         self.output = nn.Linear(heads * head_width, width)
 

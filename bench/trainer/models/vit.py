@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
-from fuelrail.bench.trainer.models.bev import HEAD_PLAN, CameraModel, ImageStem, OccupancyHead
+from fuelrail.bench.trainer.models.bev import (
+    HEAD_PLAN,
+    CameraModel,
+    ImageStem,
+    OccupancyHead,
+)
 from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block
 
 if TYPE_CHECKING:
@@ -27,7 +32,9 @@ class MultiCameraVit(CameraModel):
     plan: Mapping[str, ParallelStyle] = {
         **TRANSFORMER_PLAN,
         "head.norm": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=True,
         ),
         **{f"head.cells.{name}": style for name, style in HEAD_PLAN.items()},
     }
@@ -44,7 +51,8 @@ class MultiCameraVit(CameraModel):
         """Return the tokens as maps of the images [B, N, C, h, w]."""
         columns = self.settings.patches_along(inputs[0].shape[-1])
         return super().feature_map(
-            hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs
+            hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns),
+            *inputs,
         )
 
 
@@ -55,7 +63,10 @@ class _Patches(ImageStem):
 
     def __init__(self, settings: VitSettings) -> None:
         width = settings.width
-        super().__init__(settings.subsample, nn.Conv2d(3, width, settings.patch, settings.patch))
+        super().__init__(
+            settings.subsample,
+            nn.Conv2d(3, width, settings.patch, settings.patch),
+        )
         # Relative to neighbours, and for any size of image (arXiv 2102.10882).
         self.positions = nn.Conv2d(width, width, 3, padding=1, groups=width)
 

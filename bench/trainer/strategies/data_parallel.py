@@ -16,7 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     fp16_compress_hook,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -32,11 +35,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.accelerator import Accelerator
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import (
+        ParallelSettings,
+        Precision,
+    )
 
 
 def data_parallel(
-    model: nn.Module, accelerator: "Accelerator | None", settings: "ParallelSettings"
+    model: nn.Module,
+    accelerator: "Accelerator | None",
+    settings: "ParallelSettings",
 ) -> DistributedDataParallel:
     """Wrap a model that already lies on the accelerator's device; needs an initialised process
     group.
@@ -61,7 +69,8 @@ def data_parallel(
     # depends on the others.
     wrapped.broadcast_buffers = False
     wrapped.register_comm_hook(
-        state, reduce if accelerator is None else _timed(reduce, accelerator, model)
+        state,
+        reduce if accelerator is None else _timed(reduce, accelerator, model),
     )
     return wrapped
 

@@ -18,7 +18,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import (
+        ParallelSettings,
+        Precision,
+    )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOMENTUM = 0.9
@@ -49,7 +52,10 @@ def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded:
     """
     optimiser = make(named)
     groups = [
-        {**{name: value for name, value in group.items() if name != "param_names"}, "params": part}
+        {
+            **{name: value for name, value in group.items() if name != "param_names"},
+            "params": part,
+        }
         for group in optimiser.param_groups
         for part in _by_mesh(group["params"])
     ]
@@ -72,13 +78,16 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(
-            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+            parameter.device_mesh if isinstance(parameter, DTensor) else None,
+            [],
         ).append(parameter)
     return list(groups.values())
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None
+    parameters: Iterable[nn.Parameter],
+    largest: float,
+    pipeline: dist.ProcessGroup | None,
 ) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most
     ``largest``.
@@ -142,7 +151,11 @@ class SharedGradScaler(torch.amp.GradScaler):
         self._max_skipped = max_skipped
 
     def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *_: object
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        *_: object,
     ) -> dict[torch.device, Tensor]:
         gradients = _local_gradients(p for group in optimizer.param_groups for p in group["params"])
         for gradient in gradients:

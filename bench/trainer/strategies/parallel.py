@@ -33,7 +33,11 @@ from torch.utils import checkpoint
 from fuelrail.bench.trainer.models.build import Fill, draft
 from fuelrail.bench.trainer.models.staged import Attention, StagedModel
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
-from fuelrail.bench.trainer.strategies.optimiser import Named, make_optimiser, usual_optimiser
+from fuelrail.bench.trainer.strategies.optimiser import (
+    Named,
+    make_optimiser,
+    usual_optimiser,
+)
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
 from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
@@ -44,7 +48,12 @@ from fuelrail.bench.trainer.strategies.settings import (
     divisors,
     stages_of,
 )
-from fuelrail.bench.trainer.strategies.step import Losses, Parallel, named_parameters, precision_of
+from fuelrail.bench.trainer.strategies.step import (
+    Losses,
+    Parallel,
+    named_parameters,
+    precision_of,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import make_options
 
@@ -154,7 +163,15 @@ def parallelise(
     module, fill = _materialise(model, settings, str(device), divided=mesh is not None)
     inputs: Any = getattr(module, "inputs", lambda batch: (batch,))
     # A model must have what a pipeline and tensor parallel ask of it.
-    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
+    of_stages = (
+        "stem",
+        "blocks",
+        "head",
+        "loss",
+        "inputs",
+        "beside",
+        "real_share",
+    )
     attributes = {"pp": of_stages, "tp": ("plan",)}
     for axis, names in attributes.items():
         missing = [name for name in names if not hasattr(module, name)]
@@ -179,7 +196,11 @@ def parallelise(
         if settings.pipeline_schedule in V_SHAPED:
             numbers = [rank, num_stages - 1 - rank]
         stages = {number: Stage(module, number, num_stages) for number in numbers}
-        del module.stem, module.blocks, module.head  # the model lives on for its inputs
+        del (
+            module.stem,
+            module.blocks,
+            module.head,
+        )  # the model lives on for its inputs
     _divide(
         stages,
         model=module,
@@ -212,7 +233,9 @@ def parallelise(
     return Parallel(
         parts,
         make_optimiser(
-            named, optimiser or partial(usual_optimiser, settings=settings), sharded=sharded
+            named,
+            optimiser or partial(usual_optimiser, settings=settings),
+            sharded=sharded,
         ),
         inputs,
         settings=settings,
@@ -252,7 +275,13 @@ def _divide(
             if settings.compile != "none":
                 unit.compile(backend=settings.compile)
         if mesh is not None:
-            shard(part, units=units, mesh=mesh, settings=settings, precision=precision)
+            shard(
+                part,
+                units=units,
+                mesh=mesh,
+                settings=settings,
+                precision=precision,
+            )
 
 
 def _check_tensor_parallel(part: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
@@ -293,7 +322,9 @@ def _check_style(name: str, module: nn.Module, style: ParallelStyle, tp: int) ->
         layouts = [
             desired if layout == Replicate() else None
             for layout, desired in zip(
-                style.input_layouts or (), style.desired_input_layouts or (), strict=True
+                style.input_layouts or (),
+                style.desired_input_layouts or (),
+                strict=True,
             )
         ]
     if not any(isinstance(layout, Shard) for layout in layouts):

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    get_schedule_class,
+)
 
 from fuelrail.bench.trainer.strategies.settings import divisors
 from fuelrail.pipeline.errors import ConfigError
@@ -117,13 +120,22 @@ class Pipeline:
             stage.accelerator = accelerator
         kind = get_schedule_class(schedule)
         stages: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
-        self._schedule = kind(stages, micro_batches, loss_fn=self._share_of_loss, scale_grads=False)
+        self._schedule = kind(
+            stages,
+            micro_batches,
+            loss_fn=self._share_of_loss,
+            scale_grads=False,
+        )
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss * self._scale / self._parts
 
     def run(
-        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: float
+        self,
+        inputs: Sequence[Tensor],
+        rows: tuple[int, int],
+        scale: Tensor,
+        accumulation: float,
     ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without
         the last stage.

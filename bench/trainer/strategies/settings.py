@@ -78,13 +78,16 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     ] = None
     pipeline_schedule: Annotated[Schedule, flag("order of work in a pipeline")] = "1F1B"
     micro_batches: Annotated[
-        Positive | None, flag("parts of a rank's batch in a pipeline (default: one sample each)")
+        Positive | None,
+        flag("parts of a rank's batch in a pipeline (default: one sample each)"),
     ] = None
     bucket_mib: Annotated[
-        Above0 | None, flag("DDP's buckets (default: torch's, 1 MiB and then 25)")
+        Above0 | None,
+        flag("DDP's buckets (default: torch's, 1 MiB and then 25)"),
     ] = None
     compression: Annotated[
-        Literal["none", "fp16", "powersgd"], flag("compression of DDP's gradients")
+        Literal["none", "fp16", "powersgd"],
+        flag("compression of DDP's gradients"),
     ] = "none"
     offload: Annotated[bool, flag("keep sharded parameters and optimiser in host memory")] = False
     recompute: Annotated[
@@ -92,17 +95,20 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
         flag("activation checkpointing: selective keeps the results of matrix products"),
     ] = "none"
     compile: Annotated[
-        Literal["none", "inductor", "aot_eager"], flag("torch.compile for each block, by backend")
+        Literal["none", "inductor", "aot_eager"],
+        flag("torch.compile for each block, by backend"),
     ] = "none"
     optimiser: Annotated[
-        Literal["adamw", "sgd"], flag("optimiser: adamw, or sgd with a momentum of 0.9")
+        Literal["adamw", "sgd"],
+        flag("optimiser: adamw, or sgd with a momentum of 0.9"),
     ] = "adamw"
     clip_norm: Annotated[
         Above0 | None, flag("largest norm of all gradients (default: no limit)")
     ] = None
     rate_warmup: Annotated[NotNegative, flag("steps in which the learning rate grows from 0")] = 0
     max_skipped: Annotated[
-        Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
+        Positive,
+        flag("stop after this number of steps in a row without finite gradients (fp16)"),
     ] = 25
     deterministic: Annotated[bool, flag("deterministic kernels, where torch has them")] = False
     precision: Annotated[
@@ -128,7 +134,9 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     def among(cls, options: Mapping[str, Any], where: str) -> Self:
         """Return those among a report's options. Raises ConfigError."""
         return convert(
-            {name: options[name] for name in cls.__struct_fields__ if name in options}, cls, where
+            {name: options[name] for name in cls.__struct_fields__ if name in options},
+            cls,
+            where,
         )
 
     @property
@@ -188,10 +196,16 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     size = math.prod(degrees)
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
-    _refuse(size != world, f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}")
+    _refuse(
+        size != world,
+        f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}",
+    )
     requirement = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
     _refuse(degrees.composed and strategy == "zero1", f"zero1 {requirement}")
-    _refuse(degrees.composed and settings.compression != "none", f"compression {requirement}")
+    _refuse(
+        degrees.composed and settings.compression != "none",
+        f"compression {requirement}",
+    )
     small = settings.compile != "none" and (settings.bucket_mib or 1) < 1
     _refuse(
         small,
@@ -239,7 +253,8 @@ def check_fits(
     if isinstance(model, VitSettings | GptSettings):
         divides = model.width % model.heads == 0 or getattr(model, "head_width", None) is not None
         _refuse(
-            not divides, f"{model.heads} heads do not divide the model's width of {model.width}"
+            not divides,
+            f"{model.heads} heads do not divide the model's width of {model.width}",
         )
     if isinstance(model, GptSettings):
         groups = model.heads % (model.kv_heads or 1)
@@ -267,12 +282,18 @@ def check_fits(
     )
     would = divisors("micro_batches", batch_size)
     of_batch = f"the batch of {batch_size} samples per rank"
-    _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
+    _refuse(
+        batch_size % parts,
+        f"micro_batches={parts} does not divide {of_batch}; {would}",
+    )
     check_pipeline(settings, degrees, blocks, parts)
 
 
 def check_pipeline(
-    settings: ParallelSettings, degrees: Degrees, blocks: int, micro_batches: int
+    settings: ParallelSettings,
+    degrees: Degrees,
+    blocks: int,
+    micro_batches: int,
 ) -> None:
     """Check that a pipeline's schedule can run the blocks of a model in these stages, and a batch
     in this number of parts.
@@ -293,7 +314,12 @@ def check_pipeline(
         f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a "
         "model of more, or a smaller pp",
     )
-    fewest = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
+    fewest = {
+        "1F1B": stages,
+        "DualPipeV": stages,
+        "GPipe": 1,
+        "LoopedBFS": 1,
+    }.get(schedule, pp)
     is_multiple = "Interleaved" in schedule
     _refuse(
         micro_batches < fewest or (is_multiple and micro_batches % pp),

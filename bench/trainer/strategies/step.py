@@ -18,8 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+from fuelrail.bench.trainer.strategies.optimiser import (
+    SharedGradScaler,
+    autocast,
+    clip_gradients,
+)
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    Precision,
+)
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +105,9 @@ class Parallel:
             for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
                 group["initial_lr"] = rate  # asked for where a schedule starts late
             self.schedule: LRScheduler = LambdaLR(
-                self.optimiser, lambda step: min(1.0, (step + 1) / warmup), last_epoch=num_steps - 1
+                self.optimiser,
+                lambda step: min(1.0, (step + 1) / warmup),
+                last_epoch=num_steps - 1,
             )
             return
         self.schedule = self.make_schedule(self.optimiser)
@@ -141,7 +150,11 @@ class Parallel:
         precise = autocast(self.device, self.precision)
         timer = self.accelerator
         if self.teacher is not None:
-            with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
+            with (
+                nullcontext() if timer is None else timer.forward(*rows),
+                torch.no_grad(),
+                precise,
+            ):
                 inputs = (*inputs, *self.teacher(*inputs))
         share = self.real_share(*inputs)
         size = 1.0
@@ -173,7 +186,10 @@ class Parallel:
             if isinstance(model, DistributedDataParallel) and not last
             else nullcontext()
         ):
-            with nullcontext() if timer is None else timer.forward(*rows), precise:
+            with (
+                nullcontext() if timer is None else timer.forward(*rows),
+                precise,
+            ):
                 with naming_keys(inputs[0]):
                     outputs = model(*inputs)
                 loss = self._total(outputs, inputs, weight / accumulation)
@@ -375,7 +391,9 @@ def precision_of(settings: ParallelSettings, device: torch.device) -> Precision:
     return settings.precision or ("bf16" if device.type == "cuda" else "fp32")
 
 
-def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    models: Iterable[nn.Module],
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of parts of a model by the names that they have in the undivided
     model.
     """

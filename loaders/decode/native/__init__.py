@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, source_crc
+from fuelrail.loaders.decode.native.build import (
+    FOLDER,
+    LIBRARY_NAME,
+    source_crc,
+)
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
@@ -81,7 +85,13 @@ class CameraJpeg:
         common = (pointer, pointer, size)
         self._context_bytes = _function(library, "camera_jpeg_context_bytes", size)()
         self._scratch_bytes = _function(
-            library, "camera_jpeg_scratch_bytes", size, size, number, number, number
+            library,
+            "camera_jpeg_scratch_bytes",
+            size,
+            size,
+            number,
+            number,
+            number,
         )
         self._resized = _function(library, "camera_jpeg_resized", None, *common, pointer, number)
         self._picture = _function(
@@ -132,12 +142,19 @@ class CameraJpeg:
             for job in jobs
         ]
         self._resized(
-            *self._memory(max(room_bytes, default=0), scratch), ctypes.addressof(jobs), len(jobs)
+            *self._memory(max(room_bytes, default=0), scratch),
+            ctypes.addressof(jobs),
+            len(jobs),
         )
         return [not job.declined for job in jobs]
 
     def picture(
-        self, encoded: Buffer, info: ImageInfo, factor: int, rows: tuple[int, int], scratch: Scratch
+        self,
+        encoded: Buffer,
+        info: ImageInfo,
+        factor: int,
+        rows: tuple[int, int],
+        scratch: Scratch,
     ) -> Picture | None:
         """Return the picture at 1/factor, RGBX (h, w, 4) in scratch; only rows [first, last) have
         meaning.
@@ -188,10 +205,24 @@ def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
         return _Job()
     _, height, width = image.out.shape
     resize = _Resize(
-        a, tx, d, ty, width, height, *covered, *image.out.strides[:2], image.out.ctypes.data
+        a,
+        tx,
+        d,
+        ty,
+        width,
+        height,
+        *covered,
+        *image.out.strides[:2],
+        image.out.ctypes.data,
     )
     return _Job(
-        data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, resize
+        data.ctypes.data,
+        data.size,
+        image.info.width,
+        image.info.height,
+        image.factor,
+        0,
+        resize,
     )
 
 

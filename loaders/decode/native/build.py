@@ -71,7 +71,8 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
         )
         if done.returncode != 0:
             first = next(
-                (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
+                (line for line in done.stderr.splitlines() if "error" in line),
+                done.stderr[:200],
             )
             raise BuildError(
                 f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: "

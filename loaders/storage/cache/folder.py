@@ -43,7 +43,11 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import explain
-from fuelrail.pipeline.storage.private import make_folder, open_file, open_folder
+from fuelrail.pipeline.storage.private import (
+    make_folder,
+    open_file,
+    open_folder,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -282,13 +286,25 @@ class CacheFolder:
             data = stream.read(_MARKER_BYTES)
         try:
             stored = msgspec.json.decode(data, type=_Marker)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
             fault = explain(error, data, _Marker)
-            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(
-                _names_in(self.files.fd)
-            ):
-                _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, fault)
+            if not is_json and {
+                "lock",
+                "users.lock",
+                "table",
+                "data",
+                "tmp",
+            } <= set(_names_in(self.files.fd)):
+                _LOG.warning(
+                    "cache_dir: '%s' is damaged (%s); it is written again",
+                    file,
+                    fault,
+                )
                 self.files.replace(file.name, encoded)
                 return
             raise ConfigError(
@@ -304,7 +320,8 @@ class CacheFolder:
 
     def _open(self, name: str) -> int:
         return _close_with(
-            self._locks, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd)
+            self._locks,
+            open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd),
         )
 
     def _map_table(self, num_samples: int) -> None:

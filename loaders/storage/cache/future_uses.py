@@ -78,7 +78,10 @@ class FutureUses:
     """
 
     def __init__(
-        self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k
+        self,
+        coming: Coming,
+        horizon: int,
+        time_of: Callable[[int], int] = lambda k: k,
     ) -> None:
         self._coming = coming
         self.time_of = time_of
@@ -161,7 +164,10 @@ def coming_rows(
         step, skip = divmod(first, per_step)
         places = walk.positions(step, -(-(skip + count) // per_step), ranks)
         rows = np.concatenate(
-            [np.empty(0, np.int64), *(rows_of(epoch, positions) for epoch, positions in places)]
+            [
+                np.empty(0, np.int64),
+                *(rows_of(epoch, positions) for epoch, positions in places),
+            ]
         )
         return rows[skip : skip + count]
 
@@ -249,7 +255,10 @@ class FarthestFirst:
     """
 
     def __init__(
-        self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0
+        self,
+        future_uses: FutureUses,
+        is_resident: Callable[[int], bool],
+        lag: int = 0,
     ) -> None:
         self._future_uses = future_uses
         self._is_resident = is_resident

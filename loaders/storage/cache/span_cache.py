@@ -22,7 +22,11 @@ import numpy as np
 
 from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.loaders.storage.cache.folder import CacheFolder
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
+from fuelrail.loaders.storage.cache.future_uses import (
+    NEVER,
+    FarthestFirst,
+    FutureUses,
+)
 from fuelrail.loaders.storage.pread import KEEP_BUFFERS_BYTES
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
@@ -128,7 +132,10 @@ class SpanCache:
 
     @classmethod
     def open_for(
-        cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
+        cls,
+        dataset: Dataset,
+        cache_dir: str | os.PathLike[str],
+        cache_size: int | str | None,
     ) -> Self:
         """Open the cache of a dataset in a folder for several datasets; see :func:`parse_size`
         for the size.
@@ -166,7 +173,10 @@ class SpanCache:
 
     @classmethod
     def open_or_warn(
-        cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
+        cls,
+        dataset: Dataset,
+        cache_dir: str | os.PathLike[str],
+        cache_size: int | str | None,
     ) -> Self | None:
         """Open as :meth:`open_for`; return None, with a warning, where the disk is full already."""
         try:

@@ -45,7 +45,13 @@ class AttributesFile:
     for them.
     """
 
-    def __init__(self, path: Path, blocks: BlockFile | None = None, *, exists: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        blocks: BlockFile | None = None,
+        *,
+        exists: bool = True,
+    ) -> None:
         """Take the file at ``path``, or ``blocks`` of it where parts may have to be fetched.
 
         ``exists``: whether the manifest names it; a dataset needs none.
@@ -163,7 +169,10 @@ class AttributesFile:
                     f"'{self._path}' has the column '{shortened(name)}' {count} times"
                 )
         for field in schema:
-            if field.type not in _TYPES and (field.name, field.type) != ("frame", pa.int32()):
+            if field.type not in _TYPES and (field.name, field.type) != (
+                "frame",
+                pa.int32(),
+            ):
                 listed = ", ".join(map(str, _TYPES))
                 raise IndexFileError(
                     f"'{self._path}': column '{shortened(field.name)}' has the type "
@@ -173,7 +182,8 @@ class AttributesFile:
             group = metadata.row_group(number)
             columns = [group.column(column) for column in range(group.num_columns)]
             num_bytes = max(
-                group.total_byte_size, sum(column.total_uncompressed_size for column in columns)
+                group.total_byte_size,
+                sum(column.total_uncompressed_size for column in columns),
             )
             if (text := ATTRIBUTES.broken(num_bytes)) is not None:
                 raise IndexFileError(f"'{self._path}': row group {number} {text}")

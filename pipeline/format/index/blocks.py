@@ -24,7 +24,11 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
-from fuelrail.pipeline.format.index.checks import ARROW_MAGIC, batch_range, footer_range
+from fuelrail.pipeline.format.index.checks import (
+    ARROW_MAGIC,
+    batch_range,
+    footer_range,
+)
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 from fuelrail.pipeline.storage.retry import RetryPolicy, read_checked
@@ -35,7 +39,12 @@ if TYPE_CHECKING:
 BLOCKS_FILE: Final = "blocks.sha256"
 BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
-TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet")
+TABLE_FILES: Final = (
+    "shards.arrow",
+    "index.arrow",
+    "keys.arrow",
+    "attributes.parquet",
+)
 """The files that have block digests, in the order in which ``blocks.sha256`` holds these; not
 all have the last one.
 """
@@ -141,7 +150,10 @@ class BlockFile:
             blocks = set[int]()
             for first, end in parts:
                 blocks.update(
-                    range(max(first, 0) // BLOCK_BYTES, num_blocks(min(end, len(self._view))))
+                    range(
+                        max(first, 0) // BLOCK_BYTES,
+                        num_blocks(min(end, len(self._view))),
+                    )
                 )
             self._check(sorted(blocks))
 
@@ -153,7 +165,8 @@ class BlockFile:
                 # Not through the map: in a tmpfs each hole that is looked at takes memory, and
                 # SIGBUS comes where it is full.
                 self._good[block] = self._matches(
-                    block, os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
+                    block,
+                    os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES),
                 )
         return [block for block in blocks if not self._good[block]]
 
@@ -256,7 +269,12 @@ class BlockFile:
             if self._read is None and self.map[: len(ARROW_MAGIC)] != ARROW_MAGIC:
                 raise IndexFileError("it does not begin as an Arrow file does")
             return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
-        except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
+        except (
+            OSError,
+            ValueError,
+            pa.ArrowException,
+            IndexFileError,
+        ) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
     def has_batch(self, number: int) -> bool:
@@ -307,13 +325,18 @@ class _Stream(RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = (
             offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._file.map)}[whence]
+            + {
+                os.SEEK_SET: 0,
+                os.SEEK_CUR: self._at,
+                os.SEEK_END: len(self._file.map),
+            }[whence]
         )
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         data = self._file.need(
-            self._at, max(min(self._at + len(buffer), len(self._file.map)), self._at)
+            self._at,
+            max(min(self._at + len(buffer), len(self._file.map)), self._at),
         )
         buffer[: len(data)] = data
         self._at += len(data)
@@ -321,7 +344,10 @@ class _Stream(RawIOBase):
 
 
 def open_sparse(
-    path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]
+    path: Path,
+    num_bytes: int,
+    digests: bytes,
+    read: Callable[[int, int], bytes],
 ) -> BlockFile:
     """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the
     cache takes.

@@ -60,7 +60,10 @@ class FixedColumns:
                 raise IndexFileError(
                     f"'{file.path}': column {name} is shorter than its {self.num_rows} rows"
                 )
-            self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
+            self._columns[name] = (
+                np.frombuffer(data, dtype, self.num_rows),
+                data.address - base,
+            )
 
     def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
         """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what

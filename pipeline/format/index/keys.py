@@ -17,7 +17,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.index.fixed_columns import HEAD_BYTES, FixedColumns
+from fuelrail.pipeline.format.index.fixed_columns import (
+    HEAD_BYTES,
+    FixedColumns,
+)
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.text import shortened
 
@@ -28,7 +31,13 @@ if TYPE_CHECKING:
 KEYS_FILE: Final = "keys.arrow"
 
 ENTRY: Final = np.dtype(
-    [("xxh3", "<u8"), ("row", "<u8"), ("offset", "<u8"), ("length", "<u4"), ("shard", "<u4")]
+    [
+        ("xxh3", "<u8"),
+        ("row", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("shard", "<u4"),
+    ]
 )
 """An entry: XXH3-64 of the key in UTF-8, the key's row in the index, and the place of its span."""
 _SCHEMA: Final = pa.schema(
@@ -128,7 +137,10 @@ def write_entries(path: Path, entries: NDArray[np.void]) -> None:
         else pa.py_buffer(b"")
     )
     array = pa.FixedSizeBinaryArray.from_buffers(_SCHEMA.field(0).type, len(entries), [None, data])
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, _SCHEMA) as writer,
+    ):
         writer.write_batch(pa.RecordBatch.from_arrays([array], schema=_SCHEMA))
 
 

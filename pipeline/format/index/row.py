@@ -53,7 +53,9 @@ class MemberParts:
     """
 
     def __init__(
-        self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]
+        self,
+        columns: tuple[memoryview, ...],
+        kinds: Callable[[bytes, bytes], MemberKinds],
     ) -> None:
         """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw
         bytes, and digests.
@@ -95,7 +97,17 @@ class Members(Sequence[MemberEntry]):
     def _entries(self) -> tuple[MemberEntry, ...]:
         (names, codecs, _), offsets, stored_bytes, raw_bytes = self.columns()
         digests = self._read.columns[-1][self._first : self._end]
-        return tuple(map(MemberEntry, names, offsets, stored_bytes, raw_bytes, codecs, digests))
+        return tuple(
+            map(
+                MemberEntry,
+                names,
+                offsets,
+                stored_bytes,
+                raw_bytes,
+                codecs,
+                digests,
+            )
+        )
 
     def __len__(self) -> int:
         return self._end - self._first
@@ -177,12 +189,21 @@ class IndexRow(NamedTuple):
         """
         entries = [entry for entry in self.members if entry.name in names]
         start = min([entry.offset for entry in entries], default=0) - BLOCK_BYTES
-        length = max([entry.offset + entry.stored_bytes for entry in entries], default=0) - start
+        length = (
+            max(
+                [entry.offset + entry.stored_bytes for entry in entries],
+                default=0,
+            )
+            - start
+        )
         if not 0 <= start < start + length <= self.length:
             return self
         members = tuple([entry._replace(offset=entry.offset - start) for entry in entries])
         return self._replace(
-            offset=self.offset + start, length=length, members=members, is_part=True
+            offset=self.offset + start,
+            length=length,
+            members=members,
+            is_part=True,
         )
 
 

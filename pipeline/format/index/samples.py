@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index.blocks import BlockFile
-from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
+from fuelrail.pipeline.format.index.checks import (
+    check_caps,
+    check_plain,
+    check_spans,
+    check_texts,
+)
 from fuelrail.pipeline.format.index.row import (
     IndexRow,
     MemberEntry,
@@ -98,11 +103,17 @@ class IndexWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str],
+        codecs: Sequence[str],
     ) -> None:
         self._name_code = {name: code for code, name in enumerate(names)}
         self._codec_code = {codec: code for code, codec in enumerate(codecs)}
-        lists = {_NAMES_KEY: json.dumps(list(names)), _CODECS_KEY: json.dumps(list(codecs))}
+        lists = {
+            _NAMES_KEY: json.dumps(list(names)),
+            _CODECS_KEY: json.dumps(list(codecs)),
+        }
         self._schema = pa.schema(_COLUMNS, metadata={_VERSION_KEY: str(INDEX_VERSION), **lists})
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
@@ -156,7 +167,8 @@ class IndexWriter:
         starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
         np.cumsum(columns["num_members"].to_numpy(), out=starts[1:])
         members = pa.StructArray.from_arrays(
-            [columns[f"members.{field.name}"] for field in _MEMBER_TYPE], fields=list(_MEMBER_TYPE)
+            [columns[f"members.{field.name}"] for field in _MEMBER_TYPE],
+            fields=list(_MEMBER_TYPE),
         )
         arrays = [columns[name] for name in (*_TEXTS, *_SCALARS)]
         arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
@@ -206,7 +218,8 @@ def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: byte
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
     member_names = [names[number] for number in memoryview(name).cast("h")]
     return member_kinds(
-        tuple(member_names), tuple([codecs[number] for number in memoryview(codec).cast("h")])
+        tuple(member_names),
+        tuple([codecs[number] for number in memoryview(codec).cast("h")]),
     )
 
 
@@ -464,7 +477,10 @@ class SampleIndex:
                     raise IndexFileError("no such name or codec")
             starts = members.offsets.to_numpy(zero_copy_only=True)
             check_caps(starts, parts, self.names, self.codecs)
-            check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, scalars, strict=True)))
+            check_spans(
+                num_shards=self._num_shards,
+                **dict(zip(_SCALARS, scalars, strict=True)),
+            )
             return batch
 
 

@@ -95,7 +95,10 @@ def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
     arrays = [
         pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)
     ]
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer,
+    ):
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARDS_SCHEMA))
 
 
@@ -144,7 +147,11 @@ class ShardTable(Sequence[ShardEntry]):
         """Return the name of a shard by its number in the dataset."""
         split = bisect.bisect_right(self._first_shards, number) - 1
         framed = bool(self._columns.read("framed", number, number + 1)[0])
-        return shard_name(self._splits[split], number - self._first_shards[split], framed=framed)
+        return shard_name(
+            self._splits[split],
+            number - self._first_shards[split],
+            framed=framed,
+        )
 
     def size(self, number: int) -> int:
         """Return the size of a shard [bytes]; raise ManifestError for one below 0."""
@@ -175,7 +182,10 @@ class ShardTable(Sequence[ShardEntry]):
         if name_and_size is None:
             if len(self._places) >= _PLACES_KEPT:
                 self._places.clear()
-            name_and_size = self._places[number] = self.name(number), self.size(number)
+            name_and_size = self._places[number] = (
+                self.name(number),
+                self.size(number),
+            )
         return name_and_size
 
     @property

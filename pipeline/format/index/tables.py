@@ -12,7 +12,10 @@ from typing import Final, NamedTuple
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.fetch import RemoteFolder, comes_whole
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import (
+    ATTRIBUTES_FILE,
+    AttributesFile,
+)
 from fuelrail.pipeline.format.index.blocks import (
     BLOCKS_FILE,
     TABLE_FILES,
@@ -23,7 +26,12 @@ from fuelrail.pipeline.format.index.blocks import (
 )
 from fuelrail.pipeline.format.index.keys import KEYS_FILE, KeyTable, write_keys
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, SampleIndex
-from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable, write_shards
+from fuelrail.pipeline.format.index.shards import (
+    SHARDS_FILE,
+    ShardEntry,
+    ShardTable,
+    write_shards,
+)
 from fuelrail.pipeline.format.manifest import FileEntry, Manifest
 from fuelrail.pipeline.storage.files import open_file, read_file
 
@@ -58,7 +66,11 @@ def open_tables(folder: Path, manifest: Manifest, origin: RemoteFolder | None = 
             f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}"
         )
     checked = partial(opened.table, KEYS_FILE, is_checked=True) if origin is None else None
-    return Tables(shards, index, KeyTable(partial(opened.table, KEYS_FILE), len(index), checked))
+    return Tables(
+        shards,
+        index,
+        KeyTable(partial(opened.table, KEYS_FILE), len(index), checked),
+    )
 
 
 class _Opener:

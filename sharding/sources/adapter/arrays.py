@@ -37,7 +37,11 @@ class ClipArrays(NamedTuple):
 
 
 def clip_arrays(
-    sensors: Sensors, frames: Sequence[Frame], trajectory: Trajectory | None, *, has_poses: bool
+    sensors: Sensors,
+    frames: Sequence[Frame],
+    trajectory: Trajectory | None,
+    *,
+    has_poses: bool,
 ) -> ClipArrays:
     """Return times and ego poses, from the trajectory where the adapter gave none; identities
     without ``has_poses``.
@@ -65,15 +69,22 @@ def clip_arrays(
     def times_and_poses(
         ones: Sequence[Any], number: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        times = np.array([-1 if item is None else item.timestamp_ns for item in ones], np.int64)
+        times = np.array(
+            [-1 if item is None else item.timestamp_ns for item in ones],
+            np.int64,
+        )
         is_there = np.array([item is not None for item in ones], np.bool_)
         poses = poses_at(
-            [None if item is None else item.ego2global for item in ones], times, is_there
+            [None if item is None else item.ego2global for item in ones],
+            times,
+            is_there,
         )
         return times.reshape(len(frames), number), poses.reshape(len(frames), number, 4, 4)
 
     frame_poses = poses_at(
-        [frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_)
+        [frame.ego2global for frame in frames],
+        time_ns,
+        np.ones(len(frames), np.bool_),
     )
     motion = _compute_motion(frames, time_ns, frame_poses, has_poses)
     cam_time_ns, cam_ego2global = times_and_poses(images, len(sensors.cameras))
@@ -139,7 +150,10 @@ def stacked_geometry(
     bad = needs & is_there.ravel() & ~(is_lens[intrinsics_at] & is_placed[camera_at])
     if bad.any():
         index = int(np.argmax(bad))
-        values = intrinsics[intrinsics_at[index]].tolist(), cam2ego[camera_at[index]].tolist()
+        values = (
+            intrinsics[intrinsics_at[index]].tolist(),
+            cam2ego[camera_at[index]].tolist(),
+        )
         raise SourceError(
             f"{where}: frame {rows[index // len(cameras)]}, {cameras[index % len(cameras)]}: the "
             f"camera is not calibrated: intrinsics {values[0]}, cam2ego {values[1]}; wanted are "

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes, encode_parts
-from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_unit, quaternions
+from fuelrail.sharding.sources.adapter.poses import (
+    FARTHEST_M,
+    are_unit,
+    quaternions,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.classes import ClassMap
@@ -62,7 +66,8 @@ def clip_boxes(
         no_counts = np.zeros((len(rows), len(classes.names)), np.int64)
         return ClipBoxes([None] * len(rows), [0] * len(rows), no_counts)
     frame = np.repeat(
-        np.array([number_of_frame for number_of_frame, _ in labelled], np.int64), counts
+        np.array([number_of_frame for number_of_frame, _ in labelled], np.int64),
+        counts,
     )
     for _, frame_boxes in labelled:
         for text, number in frame_boxes.unknown_visibility.items():
@@ -80,7 +85,8 @@ def clip_boxes(
         encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1
     of_class = np.bincount(
-        frame * num_classes + columns["label"] + 1, minlength=len(rows) * num_classes
+        frame * num_classes + columns["label"] + 1,
+        minlength=len(rows) * num_classes,
     )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
     return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
@@ -113,7 +119,8 @@ def in_ego(
         return values.astype(kind)
 
     in_global = np.repeat(
-        np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_), counts
+        np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_),
+        counts,
     )
     to_ego = invert_rigid(ego2global)[frame]
     centre = column("centre", np.float64, 3)

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.sensors import RESERVED
 from fuelrail.pipeline.channels.series import one_of_series, series_channel
-from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, MAX_TEXT, ArraySpec, Channel, Law
+from fuelrail.pipeline.channels.table import (
+    DTYPES,
+    MAX_RANK,
+    MAX_TEXT,
+    ArraySpec,
+    Channel,
+    Law,
+)
 from fuelrail.pipeline.errors import MemberError, SchemaError, SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.boxes import stable_id
@@ -24,7 +31,11 @@ from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.classes import ClassMap
-    from fuelrail.sharding.sources.adapter.frame import Clip, Frame, ImageBoxRows
+    from fuelrail.sharding.sources.adapter.frame import (
+        Clip,
+        Frame,
+        ImageBoxRows,
+    )
 
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
@@ -43,7 +54,10 @@ _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
 def value_channel(
-    name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = ""
+    name: str,
+    dtype: str = "",
+    shape: tuple[int | None, ...] = (),
+    description: str = "",
 ) -> Channel:
     """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not
     move it.
@@ -69,7 +83,14 @@ def value_channel(
         arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
         return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **facts)
     axes = tuple(f"axis{number}" for number in range(len(shape)))
-    return Channel(kind="array", field=f"{name}.npy", dtype=dtype, axes=axes, shape=shape, **facts)
+    return Channel(
+        kind="array",
+        field=f"{name}.npy",
+        dtype=dtype,
+        axes=axes,
+        shape=shape,
+        **facts,
+    )
 
 
 class ValueForms:
@@ -97,7 +118,10 @@ class ValueForms:
         """Return the channels, by name; bytes come last, where who does not select them does not
         fetch them.
         """
-        ordered = sorted(self._forms.items(), key=lambda item: (item[1][0] == _BYTES, item[0]))
+        ordered = sorted(
+            self._forms.items(),
+            key=lambda item: (item[1][0] == _BYTES, item[0]),
+        )
         forms = {name: form for name, form in ordered if name not in self.refused}
         return tuple(
             value_channel(name, *(_NONE if form == _EMPTY else form))
@@ -129,10 +153,14 @@ def _find_form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
 
 
 def _join_forms(
-    first_form: tuple[str, tuple[int | None, ...]], second_form: tuple[str, tuple[int | None, ...]]
+    first_form: tuple[str, tuple[int | None, ...]],
+    second_form: tuple[str, tuple[int | None, ...]],
 ) -> tuple[str, tuple[int | None, ...]]:
     """Return the form that both fit; raise ValueError where there is none."""
-    if _EMPTY in (first_form, second_form):  # an empty list, of any type and rank
+    if _EMPTY in (
+        first_form,
+        second_form,
+    ):  # an empty list, of any type and rank
         dtype, shape = first_form if second_form == _EMPTY else second_form
         if not shape:
             raise ValueError("samples differ: some are lists, others are none")
@@ -145,7 +173,10 @@ def _join_forms(
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
     first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
     is_number = dtype not in ("", _BYTES, _TEXTS)
-    return np.promote_types(dtype, other_dtype).name if is_number else dtype, (*first, *shape[1:])
+    return np.promote_types(dtype, other_dtype).name if is_number else dtype, (
+        *first,
+        *shape[1:],
+    )
 
 
 def clip_series(
@@ -233,7 +264,9 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
         kind="ragged",
         field=f"boxes2d_{camera}.safetensors",
         law=Law(
-            "image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}
+            "image_points",
+            camera=camera,
+            roles={"boxes": (("box",),), "visible": (("visible",),)},
         ),
         arrays=(
             ArraySpec("box", "float32", (4,), "px"),
@@ -268,10 +301,16 @@ def signals_channel(
             f"{column} [{unit}]" if unit else column for column, unit in units.items()
         )
         channel_made = series_channel(
-            name, "float64", (len(units),), description=f"columns: {columns}"[:MAX_TEXT]
+            name,
+            "float64",
+            (len(units),),
+            description=f"columns: {columns}"[:MAX_TEXT],
         )
         return msgspec.structs.replace(
-            channel_made, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown
+            channel_made,
+            source_name=source_name,
+            allows_nan=has_unknown,
+            allows_inf=has_unknown,
         )
     return Channel(
         name=name,
@@ -315,7 +354,9 @@ def signals(
 
 
 def signal_series(
-    stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int] = ()
+    stamp_ns: NDArray[np.int64],
+    values: NDArray[np.float64],
+    times_ns: Sequence[int] = (),
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return times and values of a clip's series: of messages (N, C) with stamps (N,), one of each
     stamp, the first.

@@ -42,7 +42,13 @@ use.
 
 _OTHER_NAMES: Final = {
     "car": ("regular_vehicle", "vehicle", "type_vehicle", "van", "suv"),
-    "truck": ("box_truck", "truck_cab", "pickup_truck", "medium_sized_truck", "semi_truck"),
+    "truck": (
+        "box_truck",
+        "truck_cab",
+        "pickup_truck",
+        "medium_sized_truck",
+        "semi_truck",
+    ),
     "construction_vehicle": ("other_vehicle_construction_vehicle",),
     "bus": ("school_bus", "articulated_bus"),
     "trailer": ("vehicular_trailer", "towed_object"),
@@ -74,7 +80,11 @@ def loaded(option: ClassOption) -> ClassOption:
     if isinstance(option, dict) or option in (SOURCE, NUSCENES10):
         return option
     try:
-        return read_yaml(read_text(Path(option)).encode(), f"'{option}'", dict[str, str | None])
+        return read_yaml(
+            read_text(Path(option)).encode(),
+            f"'{option}'",
+            dict[str, str | None],
+        )
     except OSError as error:
         raise ConfigError(
             f"classes={option}: allowed are {SOURCE}, {NUSCENES10}, or a YAML file that "

@@ -49,7 +49,9 @@ class Sensors(NamedTuple):
 
     @classmethod
     def from_names(
-        cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None
+        cls,
+        cameras: Iterable[str],
+        lidars: Mapping[str, Sequence[str]] | None = None,
     ) -> Sensors:
         """Return the rig of these cameras, and lidars with the names of their columns; channels
         are in lower case.
@@ -57,7 +59,11 @@ class Sensors(NamedTuple):
         return cls(
             [Camera(name.lower(), name) for name in cameras],
             [
-                LidarEntry(channel=name.lower(), source_name=name, columns=tuple(columns))
+                LidarEntry(
+                    channel=name.lower(),
+                    source_name=name,
+                    columns=tuple(columns),
+                )
                 for name, columns in (lidars or {}).items()
             ],
         )
@@ -181,7 +187,10 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 NO_BOXES: Final = BoxRows(
-    centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0)
+    centre=np.empty((0, 3)),
+    size_lwh=np.empty((0, 3)),
+    category=(),
+    yaw=np.empty(0),
 )
 """The boxes of a frame that is labelled, and has none."""
 

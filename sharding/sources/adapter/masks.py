@@ -53,7 +53,11 @@ def mask_member(channel: Channel, ref: str, hint: str = "") -> FileMember:
     """
     part = Part.parse(ref)
     return FileMember(
-        channel.field, f"{MASK}{ref}", (part.name,), hint=hint, num_bytes=part.length or 0
+        channel.field,
+        f"{MASK}{ref}",
+        (part.name,),
+        hint=hint,
+        num_bytes=part.length or 0,
     )
 
 

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors, Sweep
     from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.shared.pictures import Depth, ImagePolicy
-    from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
+    from fuelrail.sharding.sources.shared.scan_report import (
+        Findings,
+        ScanReport,
+    )
 
 MADE_PREFIX: Final = "made:"
 """Begins the reference of an image that the source makes."""
@@ -111,7 +114,10 @@ def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFac
 
 
 def image_heads(
-    files: SourceFiles, parts: Sequence[Part], facts: Mapping[str, FileFacts | None], depth: Depth
+    files: SourceFiles,
+    parts: Sequence[Part],
+    facts: Mapping[str, FileFacts | None],
+    depth: Depth,
 ) -> list[ImageInfo | str]:
     """Return the heads of images, after a look at as much as ``depth`` says; of a damaged one, what
     is wrong.
@@ -140,7 +146,9 @@ def image_heads(
 
 
 def made_heads(
-    make: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]], refs: Sequence[str], depth: Depth
+    make: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]],
+    refs: Sequence[str],
+    depth: Depth,
 ) -> Iterator[tuple[str, ImageInfo | str]]:
     """Yield references and heads of images that the source makes, after a look as of
     :func:`image_heads`.
@@ -237,7 +245,9 @@ class MemberFinder:
             looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
             by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
             heads |= self._judge_heads(
-                where, {MADE_PREFIX + ref: name for ref, name in made_images.items()}, by_ref
+                where,
+                {MADE_PREFIX + ref: name for ref, name in made_images.items()},
+                by_ref,
             )
         known_files = _KnownFiles(parts, facts, heads)
         rows_found: list[dict[str, StampedReference | str]] = []
@@ -285,16 +295,22 @@ class MemberFinder:
             existing = [file_facts for file_facts in member_facts if file_facts is not None]
             if empty:
                 self._note(
-                    place, member.name, f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)"
+                    place,
+                    member.name,
+                    f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)",
                 )
             elif len(existing) == len(member_facts):
                 num_bytes = member.num_bytes or sum(file_facts.num_bytes for file_facts in existing)
                 reference = Reference(
-                    member.name, member.ref, num_bytes, is_estimate=member.is_estimate
+                    member.name,
+                    member.ref,
+                    num_bytes,
+                    is_estimate=member.is_estimate,
                 )
                 found_members.append(
                     StampedReference(
-                        reference, " ".join(file_facts.stamp for file_facts in existing)
+                        reference,
+                        " ".join(file_facts.stamp for file_facts in existing),
                     )
                 )
             elif member.hint:
@@ -356,7 +372,11 @@ class MemberFinder:
                 f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
                 "for unknown"
             )
-            return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
+            return self._note(
+                place,
+                channel,
+                f"image '{image.ref}' is stated to have {stated}",
+            )
         if image.fault:
             self.findings.tolerate(1, [])
             name = image.ref if image.made else f"{self.files.shown}/{image.ref}"
@@ -370,7 +390,9 @@ class MemberFinder:
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
             return self._note(
-                place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it"
+                place,
+                channel,
+                f"image '{image.ref}' has none of the extensions {listed}; state it",
             )
         if head is not None:  # not the name, which may be wrong
             extension = EXTENSION_OF[head.format]
@@ -392,7 +414,13 @@ class MemberFinder:
                 )
                 return self._note(place, channel, text)
             return StampedReference(
-                Reference(name, MADE_PREFIX + image.ref, image.num_bytes, *size, is_estimate=True),
+                Reference(
+                    name,
+                    MADE_PREFIX + image.ref,
+                    image.num_bytes,
+                    *size,
+                    is_estimate=True,
+                ),
                 "",
             )
         part = known_files.parts[image.ref]
@@ -444,7 +472,8 @@ class MemberFinder:
             num_bytes = file_facts.num_bytes if part.length is None else part.length
             stamp = file_facts.stamp
         return StampedReference(
-            Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp
+            Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes),
+            stamp,
         )
 
     def _note(self, place: str, channel: str, text: str) -> str:

@@ -127,7 +127,12 @@ class Trajectory:
     """
 
     def __init__(
-        self, timestamp_ns: Any, ego2global: F64, where: str, *, max_gap_s: float = 0.5
+        self,
+        timestamp_ns: Any,
+        ego2global: F64,
+        where: str,
+        *,
+        max_gap_s: float = 0.5,
     ) -> None:
         """Take poses (P, 4, 4) at times (P,) [ns], ascending; raises SourceError, naming
         ``where``.

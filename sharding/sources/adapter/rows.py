@@ -17,12 +17,29 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.series import parts_of_series
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
-from fuelrail.sharding.sources.adapter.arrays import clip_arrays, stacked_geometry
+from fuelrail.pipeline.sample.schema import (
+    SCHEMA,
+    CameraMeta,
+    Meta,
+    encode_stacked,
+)
+from fuelrail.sharding.sources.adapter.arrays import (
+    clip_arrays,
+    stacked_geometry,
+)
 from fuelrail.sharding.sources.adapter.boxes import clip_boxes
-from fuelrail.sharding.sources.adapter.channels import clip_series, image_boxes, value_members
+from fuelrail.sharding.sources.adapter.channels import (
+    clip_series,
+    image_boxes,
+    value_members,
+)
 from fuelrail.sharding.sources.adapter.classes import count_column
-from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Image, thinned
+from fuelrail.sharding.sources.adapter.frame import (
+    FRAME,
+    Absent,
+    Image,
+    thinned,
+)
 from fuelrail.sharding.sources.adapter.members import (
     DAMAGED,
     NO_POSE,
@@ -45,7 +62,10 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.pictures import ImagePolicy
-    from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
+    from fuelrail.sharding.sources.shared.scan_report import (
+        Findings,
+        ScanReport,
+    )
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
 
 NO_IMAGE: Final = "no camera image"
@@ -60,7 +80,14 @@ _HOLES: Final = (
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-RESERVED_COLUMNS: Final = ("key", "clip", "frame", "clip_name", "num_cameras", "num_boxes")
+RESERVED_COLUMNS: Final = (
+    "key",
+    "clip",
+    "frame",
+    "clip_name",
+    "num_cameras",
+    "num_boxes",
+)
 """Columns that every dataset has of its own samples; no source has others of these names."""
 COMMON_COLUMNS: Final[dict[str, type]] = {
     "clip_name": str,
@@ -77,7 +104,11 @@ def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict
     """Return the columns of attributes: those of all sources, a count for each class, and the
     source's own.
     """
-    return {**COMMON_COLUMNS, **dict.fromkeys(map(count_column, classes), int), **columns}
+    return {
+        **COMMON_COLUMNS,
+        **dict.fromkeys(map(count_column, classes), int),
+        **columns,
+    }
 
 
 def may_be_attribute(name: str) -> bool:
@@ -135,7 +166,11 @@ class ClipRows:
     channels: Sequence[Channel] = ()
 
     def add(
-        self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None, rate: float = 0.0
+        self,
+        clip: Clip,
+        frames: Sequence[Frame],
+        trajectory: Trajectory | None,
+        rate: float = 0.0,
     ) -> None:
         """Write a clip's rows, at most ``rate`` a second (0: all).
 
@@ -170,7 +205,12 @@ class ClipRows:
             return
         self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(
-            rows=self, clip=clip, frames=frames, mask=mask, arrays=arrays, boxes=boxes
+            rows=self,
+            clip=clip,
+            frames=frames,
+            mask=mask,
+            arrays=arrays,
+            boxes=boxes,
         )
         cameras = [camera.channel for camera in self.sensors.cameras]
         sizes, is_there = self._collect_image_sizes(frames, images_found)
@@ -178,7 +218,11 @@ class ClipRows:
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         parts = {
             name: dict(
-                zip(order.tolist(), parts_of_series(*of_one, arrays.time_ns[order]), strict=True)
+                zip(
+                    order.tolist(),
+                    parts_of_series(*of_one, arrays.time_ns[order]),
+                    strict=True,
+                )
             )
             for name, of_one in series.items()
         }
@@ -218,7 +262,10 @@ class ClipRows:
                         where=place,
                     )
                 if extra_members:
-                    members += sorted(extra_members, key=lambda member: rank.get(member.name, -1))
+                    members += sorted(
+                        extra_members,
+                        key=lambda member: rank.get(member.name, -1),
+                    )
                 files = [
                     entry.stamp for entry in (*present_members, *members_found[row]) if entry.stamp
                 ]
@@ -309,7 +356,8 @@ class ClipRows:
                 for channel, why in refused.items()
             }
             dropping = next(
-                (channel for channel, reason in left_out.items() if reason == "drop"), None
+                (channel for channel, reason in left_out.items() if reason == "drop"),
+                None,
             )
             if dropping is not None and mask[number]:
                 mask[number] = False
@@ -348,7 +396,10 @@ class ClipRows:
         is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & mask[:, None]
         for number, lidar in enumerate(self.sensors.lidars):
             for frame_number in np.flatnonzero(is_unplaced[:, number]).tolist():
-                if isinstance(images_found[frame_number].get(lidar.channel), StampedReference):
+                if isinstance(
+                    images_found[frame_number].get(lidar.channel),
+                    StampedReference,
+                ):
                     self.findings.add_cause(
                         lidar.channel,
                         cause=NO_POSE,
@@ -359,7 +410,11 @@ class ClipRows:
                     )
 
     def _convert_boxes(
-        self, where: str, frames: Sequence[Frame], mask: NDArray[np.bool_], arrays: ClipArrays
+        self,
+        where: str,
+        frames: Sequence[Frame],
+        mask: NDArray[np.bool_],
+        arrays: ClipArrays,
     ) -> ClipBoxes:
         rows = [
             frame.boxes if is_kept else None
@@ -377,7 +432,9 @@ class ClipRows:
             raise SourceError(f"{where}: {error}") from error
 
     def _collect_image_sizes(
-        self, frames: Sequence[Frame], images_found: Sequence[Mapping[str, StampedReference | str]]
+        self,
+        frames: Sequence[Frame],
+        images_found: Sequence[Mapping[str, StampedReference | str]],
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
@@ -407,7 +464,11 @@ class ClipRows:
         """Count distorted images, and note the largest time offsets."""
         is_there = is_there[order]
         offset_ns = (
-            np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0)
+            np.where(
+                is_there,
+                np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order],
+                0,
+            )
             .max(0)
             .tolist()
         )
@@ -472,7 +533,11 @@ class _ClipFacts:
             "vehicle": clip.vehicle,
         }
 
-    def meta(self, frame_number: int, images_found: Mapping[str, StampedReference | str]) -> Meta:
+    def meta(
+        self,
+        frame_number: int,
+        images_found: Mapping[str, StampedReference | str],
+    ) -> Meta:
         """Return the metadata of a frame; dataset, split and license are filled in when shards
         are written.
         """

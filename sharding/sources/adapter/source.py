@@ -11,7 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    TypeVar,
+)
 
 import msgspec
 from msgspec import Meta
@@ -22,8 +31,17 @@ from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shortened
-from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
-from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
+from fuelrail.sharding.sources.adapter.channels import (
+    COMPUTED,
+    boxes2d_channel,
+    computed_bytes,
+)
+from fuelrail.sharding.sources.adapter.classes import (
+    SOURCE,
+    ClassMap,
+    ClassOption,
+    loaded,
+)
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.masks import mask_png
 from fuelrail.sharding.sources.adapter.members import (
@@ -384,7 +402,10 @@ class FrameSource(Generic[S]):
 
 
 def _select_sensors(
-    sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
+    sensors: Sensors,
+    channels: Sequence[Channel],
+    names: Sequence[str],
+    where: str,
 ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
     """Return cameras of these names (none: all) and channels to keep, and names of cameras and
     fields to leave out.

@@ -30,7 +30,10 @@ EGO: Final = Channel(
     name="ego_trajectory",
     kind="array",
     field="ego_trajectory.npy",
-    law=Law("ego_poses", roles={"positions": (("x", "y", "z"),), "yaws": (("yaw",),)}),
+    law=Law(
+        "ego_poses",
+        roles={"positions": (("x", "y", "z"),), "yaws": (("yaw",),)},
+    ),
     dtype="float32",
     axes=("step", "column"),
     shape=(STEPS, 6),

@@ -44,7 +44,11 @@ class VectorMap(NamedTuple):
         points = np.concatenate(lines)
         starts = np.cumsum([0, *map(len, lines[:-1])])
         bounds = np.concatenate(
-            [np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1
+            [
+                np.minimum.reduceat(points, starts),
+                np.maximum.reduceat(points, starts),
+            ],
+            1,
         )
         if not (finite := np.isfinite(bounds).all(1)).all():
             row = int(np.argmin(finite))

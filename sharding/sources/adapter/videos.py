@@ -18,7 +18,12 @@ from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Image
 from fuelrail.sharding.sources.adapter.members import check_inside
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.shared.pictures import JpegForm
-from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile, VideoSettings, libraries
+from fuelrail.sharding.sources.shared.video import (
+    VideoFacts,
+    VideoFile,
+    VideoSettings,
+    libraries,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 INLINE: Final = (META, GEOMETRY, BOXES)
 
-_PYTHON_TYPES: Final = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float, pa.string(): str}
+_PYTHON_TYPES: Final = {
+    pa.bool_(): bool,
+    pa.int64(): int,
+    pa.float64(): float,
+    pa.string(): str,
+}
 _OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
 
 _ROWS_AT_ONCE: Final = 1 << 9
@@ -127,7 +132,10 @@ class DatasetPart:
                 raise SourceError(
                     f"dataset '{self.dataset.location}' is damaged: {error}"
                 ) from error
-            self._read = (number, {name: members[name] for name in members if name not in INLINE})
+            self._read = (
+                number,
+                {name: members[name] for name in members if name not in INLINE},
+            )
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
 
     def _read_row(self, number: int) -> IndexRow:
@@ -146,7 +154,10 @@ class DatasetPart:
         index = self.dataset.index
         clips = index.texts("clip_id").dictionary_encode().combine_chunks()
         rank = np.argsort(
-            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
+            np.argsort(
+                np.array(clips.dictionary.to_pylist(), dtype=object),
+                kind="stable",
+            )
         )
         rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
         names = list(self.attribute_types)
@@ -182,7 +193,9 @@ class DatasetPart:
             if self._remote is not None:
                 fs, root = self._remote
                 data: bytes = fs.cat_file(
-                    f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes
+                    f"{root}/{path.name}",
+                    start=row.offset,
+                    end=row.offset + num_bytes,
                 )
                 return data
             with open_file(path) as file:

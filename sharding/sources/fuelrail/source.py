@@ -59,7 +59,8 @@ class FuelrailOptions(Settings, frozen=True):
     """
 
     points: Annotated[
-        bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")
+        bool,
+        Meta(description="lidar sweeps; false, or --no-points, leaves them out"),
     ] = True
     cameras: Annotated[
         tuple[str, ...],
@@ -101,7 +102,10 @@ class FuelrailSource:
         channels = [
             item for item in first.manifest.extra_channels if not lies_on(item, self._cameras)
         ]
-        self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
+        self._left_out = {
+            *map(".".join, images),
+            *(channel.field for channel in channels),
+        }
 
     @property
     def _fingerprint(self) -> str:
@@ -111,7 +115,11 @@ class FuelrailSource:
     def options(self) -> dict[str, Any]:
         """All options; the fingerprint is that of the datasets."""
         values = msgspec.structs.asdict(self._options)
-        return {**values, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
+        return {
+            **values,
+            "cameras": list(self._options.cameras),
+            "fingerprint": self._fingerprint,
+        }
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -210,7 +218,11 @@ class FuelrailSource:
                 f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and "
                 f"frame {entry.frame}"
             )
-        if (meta.key, meta.clip_id, meta.frame_idx) != (entry.key, entry.clip_id, entry.frame):
+        if (meta.key, meta.clip_id, meta.frame_idx) != (
+            entry.key,
+            entry.clip_id,
+            entry.frame,
+        ):
             raise SourceError(
                 f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip "
                 f"'{meta.clip_id}', frame {meta.frame_idx}; the index has clip "
@@ -232,7 +244,10 @@ class FuelrailSource:
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(
                 Reference(
-                    member.name, f"{number}/{row_number}/{member.name}", member.raw_bytes, *size
+                    member.name,
+                    f"{number}/{row_number}/{member.name}",
+                    member.raw_bytes,
+                    *size,
                 )
             )
         boxes = small.get(BOXES)

@@ -92,7 +92,10 @@ def camera(projection: F64, ego2rect: F64) -> Image:
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
     return Image(
-        ref="", timestamp_ns=0, intrinsics=projection[:, :3], cam2ego=invert_rigid(shift @ ego2rect)
+        ref="",
+        timestamp_ns=0,
+        intrinsics=projection[:, :3],
+        cam2ego=invert_rigid(shift @ ego2rect),
     )
 
 

@@ -46,9 +46,10 @@ _TYPE_TO_IGNORE: Final = "DontCare"
 class KittiObjectSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
-    right: Annotated[bool, Meta(description="true takes the right colour camera (image_3) too")] = (
-        False
-    )
+    right: Annotated[
+        bool,
+        Meta(description="true takes the right colour camera (image_3) too"),
+    ] = False
     boxes2d: Annotated[
         bool,
         Meta(description="true stores the labels' boxes in image_2 as the channel boxes2d_image_2"),
@@ -128,7 +129,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         for name in self._cameras:
             calibrated = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
             images[name] = replace(
-                calibrated, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1
+                calibrated,
+                ref=image.replace("image_2/", f"{name}/"),
+                timestamp_ns=number + 1,
             )
         scans = [name for name in clip.files if name.endswith(".bin")]
         lidar2ego = invert_rigid(imu2velo)
@@ -142,7 +145,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             self._read_boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
         )
         yield Frame(
-            timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds
+            timestamp_ns=number + 1,
+            images=images,
+            sweeps=sweeps,
+            boxes=boxes,
+            boxes2d=bounds,
         )
 
     def points(self, ref: str) -> NDArray[np.float32]:

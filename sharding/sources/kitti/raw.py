@@ -47,7 +47,11 @@ from fuelrail.sharding.sources.kitti.calibration import (
 )
 from fuelrail.sharding.sources.shared.arrow import names_in, read_file
 from fuelrail.sharding.sources.shared.files import looks
-from fuelrail.sharding.sources.shared.foreign import parsing, read_text, read_xml
+from fuelrail.sharding.sources.shared.foreign import (
+    parsing,
+    read_text,
+    read_xml,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -63,7 +67,11 @@ _NO_TIME: Final = -(1 << 63)
 """The period of oxts: as far beyond its first and last row as a sensor's own time can be."""
 _DATE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}")
 _DRIVE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}_drive_[0-9]{4}_sync\Z")
-_CALIBRATION: Final = ("calib_cam_to_cam.txt", "calib_velo_to_cam.txt", "calib_imu_to_velo.txt")
+_CALIBRATION: Final = (
+    "calib_cam_to_cam.txt",
+    "calib_velo_to_cam.txt",
+    "calib_imu_to_velo.txt",
+)
 _DEPTH: Final = 4
 _OXTS: Final = {
     "lat": "deg",
@@ -93,7 +101,8 @@ class KittiSettings(FrameSettings, frozen=True, kw_only=True):
 
     gray: Annotated[bool, Meta(description="true takes the two gray cameras too")] = False
     oxts: Annotated[
-        bool, Meta(description="true stores the rows of oxts as the channel can_oxts")
+        bool,
+        Meta(description="true stores the rows of oxts as the channel can_oxts"),
     ] = False
 
 
@@ -135,7 +144,11 @@ class Kitti(FrameSource[KittiSettings]):
         for name, folder in sorted(self._layout.drives.items()):
             calibration = self._layout.calibrations.get(name[:10])
             files = [] if calibration is None else [f"{calibration}{file}" for file in _CALIBRATION]
-            yield Clip(name=name, log_id=name[:10], files=(*files, f"{folder}/oxts/timestamps.txt"))
+            yield Clip(
+                name=name,
+                log_id=name[:10],
+                files=(*files, f"{folder}/oxts/timestamps.txt"),
+            )
 
     @cached_property
     def _layout(self) -> _Layout:
@@ -175,7 +188,8 @@ class Kitti(FrameSource[KittiSettings]):
         folder = self._layout.drives[clip.name]
         times, rows = self._oxts_of(folder)
         return Trajectory(
-            *with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{folder}/oxts/data'"
+            *with_edges(times, rows, oxts_poses(rows)),
+            f"'{self.files.shown}/{folder}/oxts/data'",
         )
 
     @cached_property
@@ -252,7 +266,8 @@ class Kitti(FrameSource[KittiSettings]):
         reference = next(iter(times.values()))
         if "velodyne_points" in self.files.listed(folder):
             reference = self._read_times(
-                f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans)
+                f"{folder}/velodyne_points/timestamps.txt",
+                max(*numbers, *scans),
             )
         elif numbers[-1] >= len(reference):
             raise SourceError(
@@ -345,7 +360,13 @@ class Kitti(FrameSource[KittiSettings]):
                 size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
                 first = int(item.findtext("first_frame", ""))
                 kind = category(item.findtext("objectType", "unknown"))
-                tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
+                tracks.append(
+                    (
+                        kind,
+                        np.arange(first, first + len(poses)),
+                        np.array(place + size),
+                    )
+                )
         lidar2ego = invert_rigid(ego2lidar)
         if not tracks:
             return {}
@@ -370,7 +391,10 @@ class Kitti(FrameSource[KittiSettings]):
             category=categories,
             track=track,
         )
-        return boxes_by_key(rows, np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]))
+        return boxes_by_key(
+            rows,
+            np.concatenate([frame_numbers for _, frame_numbers, _ in tracks]),
+        )
 
 
 def oxts_poses(rows: F64) -> F64:

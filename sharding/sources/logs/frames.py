@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.channels import signals
-from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, ImageBoxRows, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    Frame,
+    Image,
+    ImageBoxRows,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.logs import sync
-from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
+from fuelrail.sharding.sources.logs.geometry.calibration import (
+    CameraModel,
+    camera_models,
+)
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
@@ -114,7 +123,10 @@ class FrameMaker:
                     num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
                     ref = Job("points", self._lidars[channel], items[row].place).ref
                     sweeps[channel] = Sweep(
-                        ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
+                        ref=ref,
+                        timestamp_ns=int(swept[row]),
+                        lidar2ego=matrix,
+                        num_bytes=num_bytes,
                     )
             boxes2d = {}
             for channel, marks_by_row in marks.items():
@@ -283,7 +295,8 @@ class FrameMaker:
         model = models[-1]
         if model.stamp_ns > stamp_ns:
             model = next(
-                (model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0]
+                (model for model in reversed(models) if model.stamp_ns <= stamp_ns),
+                models[0],
             )
         log = self._index.name if shot.kind == "video" else ""
         ref = Job(kind=shot.kind, topic=topic, place=shot.place, key=shot.key, log=log).ref
@@ -292,7 +305,11 @@ class FrameMaker:
         pixels = shot.width * shot.height
         if shot.kind == "palette":
             self._noted[CONVERTED] = self._noted.get(CONVERTED, 0) + 1
-        estimates = {"video": pixels // 5, "raw": pixels // 2, "palette": pixels}
+        estimates = {
+            "video": pixels // 5,
+            "raw": pixels // 2,
+            "palette": pixels,
+        }
         num_bytes = estimates.get(shot.kind, shot.length)
         return replace(
             model.image,

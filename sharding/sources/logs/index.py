@@ -39,7 +39,11 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.files.log_file import (
+        LogFile,
+        Message,
+        Topic,
+    )
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
@@ -114,7 +118,10 @@ class LogIndex:
         self._marked = dict[tuple[str, str], dict[int, Marks]]()
         self._signals = {
             topic: list[_Signals]()
-            for topic in (*options.signals.values(), *filter(None, [topics.gps]))
+            for topic in (
+                *options.signals.values(),
+                *filter(None, [topics.gps]),
+            )
         }
         self.columns = dict[str, list[str]]()
         self.tree = FrameTree(f"log '{name}'")
@@ -215,7 +222,11 @@ class LogIndex:
                 stamps, mask = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
-                self._add_marks(name, messages, [reader.marks(message) for message in messages])
+                self._add_marks(
+                    name,
+                    messages,
+                    [reader.marks(message) for message in messages],
+                )
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
@@ -236,7 +247,9 @@ class LogIndex:
             messages = [messages[number] for number in stamped]
             marks = [marks[number] for number in stamped]
         stamps, mask = self._timed(
-            topic, messages, np.array([mark.stamp_ns for mark in marks], np.int64)
+            topic,
+            messages,
+            np.array([mark.stamp_ns for mark in marks], np.int64),
         )
         self.marks[topic] += [
             marks[number]._replace(stamp_ns=int(stamps[number]))
@@ -297,7 +310,12 @@ class LogIndex:
             fault = f"a picture of {length} bytes in a message of {message.length}"
             self._keys.pop(topic.name, None)  # of a video, which cannot be decoded on from here
             return stamp_ns, Shot(
-                place=message.place, offset=-1, length=length, width=0, height=0, fault=fault
+                place=message.place,
+                offset=-1,
+                length=length,
+                width=0,
+                height=0,
+                fault=fault,
             )
         if topic.type in VIDEOS:
             return stamp_ns, self._make_frame(
@@ -346,7 +364,12 @@ class LogIndex:
         )
 
     def _make_frame(
-        self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str
+        self,
+        file: LogFile,
+        topic: Topic,
+        message: Message,
+        picture: Picture,
+        where: str,
     ) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
@@ -393,7 +416,10 @@ class LogIndex:
             if number:
                 self.noted[f"{topic_name}: clock set forward"] += number
         if len(newest):
-            self._latest[topic_name] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
+            self._latest[topic_name] = (
+                int(stamps[newest[-1]]),
+                int(log_ns[newest[-1]]),
+            )
         mask = np.asarray(passed_ns >= -self._max_gap_ns)
         if mask.all():
             return mask
@@ -450,7 +476,11 @@ class LogIndex:
         return edges
 
     def _timed(
-        self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64], part: str = ""
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        stamp_ns: NDArray[np.int64],
+        part: str = "",
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_kept`.
 
@@ -462,7 +492,10 @@ class LogIndex:
         elif not stamp_ns.all():
             self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
         return stamp_ns, self._ascending_mask(
-            topic + part, stamp_ns, log_ns, [message.place for message in messages]
+            topic + part,
+            stamp_ns,
+            log_ns,
+            [message.place for message in messages],
         )
 
     def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:

@@ -16,7 +16,11 @@ import msgspec
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.sharding.sources.logs.files.log_file import Locator
-from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
+from fuelrail.sharding.sources.logs.messages.clouds import (
+    RadarSweep,
+    points_of,
+    radar_points,
+)
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.shared.pictures import plain_or_damaged
@@ -127,7 +131,8 @@ class LogMembers:
             )
         }
         for place in sorted(
-            todo, key=lambda place: (rank[place.file], place.chunk, place.position)
+            todo,
+            key=lambda place: (rank[place.file], place.chunk, place.position),
         ):
             for task in todo[place]:
                 if isinstance(task, Job):
@@ -142,7 +147,12 @@ class LogMembers:
         picture = self._reader(job.topic).picture(message)
         if job.kind == "raw":
             where = f"topic '{job.topic}', message {job.place}"
-            return raw_jpeg(message.data, picture, where, self._topics.levels.get(job.topic, FULL))
+            return raw_jpeg(
+                message.data,
+                picture,
+                where,
+                self._topics.levels.get(job.topic, FULL),
+            )
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         return plain_or_damaged(data) if job.kind == "palette" else data
 
@@ -194,7 +204,13 @@ class LogMembers:
             for key, number, job in rows:
                 if key > last + 1:
                     groups.append(
-                        _Group(topic=topic, places=places, first=key, last=number, jobs={})
+                        _Group(
+                            topic=topic,
+                            places=places,
+                            first=key,
+                            last=number,
+                            jobs={},
+                        )
                     )
                 last = number
                 groups[-1].jobs[number] = job

@@ -29,7 +29,8 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = ()  # type: ignore[assignment]  # a list, as of other sources, or more
     lidars: Annotated[
-        dict[str, str], Meta(description="channel to topic; empty: all topics of point clouds")
+        dict[str, str],
+        Meta(description="channel to topic; empty: all topics of point clouds"),
     ] = msgspec.field(default_factory=dict)
     radars: Annotated[
         dict[str, str],
@@ -54,10 +55,15 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=dict)
     reference: Annotated[
-        str, Meta(description="channel that makes the frames; empty: the first lidar, else camera")
+        str,
+        Meta(description="channel that makes the frames; empty: the first lidar, else camera"),
     ] = ""
     rate: Annotated[
-        float, Meta(ge=0, description="frames a second at most; 0: each message of the reference")
+        float,
+        Meta(
+            ge=0,
+            description="frames a second at most; 0: each message of the reference",
+        ),
     ] = 0.0
     offsets_ms: Annotated[
         dict[str, float],
@@ -68,11 +74,13 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=dict)
     tolerance_ms: Annotated[
-        float, Meta(gt=0, description="how far from its delay a message may be [ms]")
+        float,
+        Meta(gt=0, description="how far from its delay a message may be [ms]"),
     ] = 25.0
     ego_frame: Annotated[str, Meta(description="frame of the vehicle")] = "base_link"
     global_frame: Annotated[
-        str, Meta(description="frame of the world; empty: map, else odom, else the uppermost")
+        str,
+        Meta(description="frame of the world; empty: map, else odom, else the uppermost"),
     ] = ""
     poses: Annotated[str, Meta(description="tf; a topic of Odometry or PoseStamped; or none")] = (
         "tf"
@@ -116,12 +124,17 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
         20.0
     )
     max_gap_s: Annotated[
-        float, Meta(gt=0, description="gap that ends a clip, and that poses do not reach across")
+        float,
+        Meta(
+            gt=0,
+            description="gap that ends a clip, and that poses do not reach across",
+        ),
     ] = 0.5
     damaged: Annotated[
         Literal["error", "skip"],
         Meta(description="a chunk of MCAP with a wrong checksum: error; skip (left out, counted)"),
     ] = "error"
     checksums: Annotated[
-        bool, Meta(description="check uncompressed chunks of MCAP also, which reads whole files")
+        bool,
+        Meta(description="check uncompressed chunks of MCAP also, which reads whole files"),
     ] = False

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signal_series
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
+from fuelrail.sharding.sources.adapter.frame import (
+    Clip,
+    Frame,
+    Sensors,
+    thinned,
+)
 from fuelrail.sharding.sources.adapter.members import MADE_PREFIX, POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
@@ -72,7 +77,10 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": libraries() if self.topics.videos else ""}
+        return {
+            **super().options,
+            "libraries": libraries() if self.topics.videos else "",
+        }
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
@@ -117,7 +125,11 @@ class LogSource(FrameSource[LogSettings]):
             stamps = thinned(index.series[topic].stamps, settings.rate)
             parts = sync.cuts(
                 stamps,
-                max(settings.max_gap_s, 1.5 / settings.rate if settings.rate else 0) * 1e9,
+                max(
+                    settings.max_gap_s,
+                    1.5 / settings.rate if settings.rate else 0,
+                )
+                * 1e9,
                 settings.clip_seconds * 1e9,
             )
             for number, part in enumerate(parts):
@@ -144,14 +156,19 @@ class LogSource(FrameSource[LogSettings]):
             )
         child = next((part.child for part in index.poses), "").lstrip("/")
         moved = edges_trajectory(
-            index.poses, f"log '{clip.log_id}': {settings.poses}", settings.max_gap_s
+            index.poses,
+            f"log '{clip.log_id}': {settings.poses}",
+            settings.max_gap_s,
         )
         if child in ("", settings.ego_frame):
             return moved
         times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
         ego2child = index.tree.sensor2ego(settings.ego_frame, child)
         return Trajectory(
-            times, moved.at(times) @ ego2child, clip.name, max_gap_s=settings.max_gap_s
+            times,
+            moved.at(times) @ ego2child,
+            clip.name,
+            max_gap_s=settings.max_gap_s,
         )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -184,7 +201,10 @@ class LogSource(FrameSource[LogSettings]):
         )  # one, for it keeps where messages are
         return [
             VideoStart(
-                *self._videos[name], counts[name], members.following(job, number), lambda: members
+                *self._videos[name],
+                counts[name],
+                members.following(job, number),
+                lambda: members,
             )
             for name, job in first.items()
         ]
@@ -224,7 +244,9 @@ class LogSource(FrameSource[LogSettings]):
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)
             self._index = LogIndex(
-                log, [self.recordings.log_file(name) for name in files], self.topics
+                log,
+                [self.recordings.log_file(name) for name in files],
+                self.topics,
             )
             num_read = self._index.num_read
             for topic, number in self.recordings.num_stated.get(log, {}).items():
@@ -236,7 +258,9 @@ class LogSource(FrameSource[LogSettings]):
     @cached_property
     def _members(self) -> LogMembers:
         return LogMembers(
-            self.recordings, self.topics, self.stored or JpegForm(self.given.video_quality)
+            self.recordings,
+            self.topics,
+            self.stored or JpegForm(self.given.video_quality),
         )
 
 

@@ -85,7 +85,10 @@ class LogTopics:
         topics = self._recordings.topics
         channels_found = []
         for name, topic in self.given.signals.items():
-            if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
+            if topic not in topics or topic in (
+                *self.cameras.values(),
+                *self.lidars.values(),
+            ):
                 listed = ", ".join(sorted(topics))
                 raise ConfigError(
                     f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}"
@@ -93,7 +96,11 @@ class LogTopics:
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
             channels_found.append(
                 signals_channel(
-                    f"can_{name}", units, topic, has_unknown=True, series=self.given.series
+                    f"can_{name}",
+                    units,
+                    topic,
+                    has_unknown=True,
+                    series=self.given.series,
                 )
             )
         return (*channels_found, *self._find_radars())
@@ -120,13 +127,18 @@ class LogTopics:
                 for _, files in self._recordings.logs
                 for file in files
             )
-            first = next(((file, place) for file in files for place in file.places(name)[:1]), None)
+            first = next(
+                ((file, place) for file in files for place in file.places(name)[:1]),
+                None,
+            )
             if first is None:
                 raise SourceError(f"radars: topic '{name}' of {channel} has no messages")
             file, place = first
             channels_found.append(
                 radar_channel(
-                    channel, Reader(self._recordings.topics[name]).cloud(file.read(place)), name
+                    channel,
+                    Reader(self._recordings.topics[name]).cloud(file.read(place)),
+                    name,
                 )
             )
         return channels_found

@@ -90,7 +90,8 @@ class Annotations:
         self._levels: list[str] = [record.level for record in joined["visibility"].records]
         # The last entry is for annotations without a visibility, which are row -1.
         self._visibility_code = np.array(
-            [*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8
+            [*(VISIBILITY.get(level, -1) for level in self._levels), -1],
+            np.int8,
         )
         # Sort annotations by sample: rows of the table plus a sample's number times ``_radix``.
         num_samples = len(joined["sample"])
@@ -142,7 +143,10 @@ class Annotations:
         )
         sample = self.links["sample_token"][rows_used]
         return velocities(
-            self.columns["translation"][rows_used], timestamp_us[sample], prev, following
+            self.columns["translation"][rows_used],
+            timestamp_us[sample],
+            prev,
+            following,
         )[own_places]
 
     def scene_boxes(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:

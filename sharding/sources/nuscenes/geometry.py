@@ -122,7 +122,10 @@ class SensorPoses:
         """Return matrices (..., 4, 4) of rows of ``calibrated_sensor`` (...)."""
         columns = self._calibrated.columns
         return np.asarray(
-            rigid(columns["rotation"][calibrated], columns["translation"][calibrated])
+            rigid(
+                columns["rotation"][calibrated],
+                columns["translation"][calibrated],
+            )
         )
 
     def ego2global(self, poses: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -202,7 +205,11 @@ class Keyframes:
         self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
         sensors = self.sensor_poses.sensors
         used = np.flatnonzero(np.bincount(self.sensor_poses.calibrated_of))
-        by_kind: dict[str, dict[str, int]] = {"camera": {}, "lidar": {}, "radar": {}}
+        by_kind: dict[str, dict[str, int]] = {
+            "camera": {},
+            "lidar": {},
+            "radar": {},
+        }
         for number in np.unique(joined["calibrated_sensor"].links["sensor_token"][used]).tolist():
             by_kind[sensors[number].modality][sensors[number].channel] = number
         self.cameras = in_rig_order(by_kind["camera"])
@@ -224,14 +231,16 @@ class Keyframes:
         self.sensor_poses.check_cameras(by_kind["camera"].values())
         self._is_leading = np.isin(self.channels, self.lidars if leading is None else leading)
         self._may_place = np.isin(
-            self.channels, self.channels if leading is None else [*self.cameras, *self.lidars]
+            self.channels,
+            self.channels if leading is None else [*self.cameras, *self.lidars],
         )
         # The rows of sample_data by sample and channel, of which each has one place.
         samples = self.joined["sample"].tokens
         sample_of = self.joined["sample_data"].links["sample_token"]
         number_of = {channel: number for number, channel in enumerate(self.channels)}
         column_of = np.array(
-            [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64
+            [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors],
+            np.int64,
         )
         self.sensor_rows = self.disk.filled(-1, len(samples), np.int64, (len(self.channels),))
         flat = self.sensor_rows.reshape(-1)
@@ -265,7 +274,11 @@ class Keyframes:
                 np.abs(times_us[rows] - self.timestamp_us[samples][:, None]),
             )
             leading_us = np.where(self._is_leading, away_us, _FAR_US)
-            column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
+            column = np.where(
+                leading_us.min(1) < _FAR_US,
+                leading_us.argmin(1),
+                away_us.argmin(1),
+            )
             row_index = np.arange(len(rows))
             is_known = away_us[row_index, column] < _FAR_US
             poses = np.where(is_known, self.sensor_poses.pose_of[rows[row_index, column]], -1)
@@ -356,4 +369,7 @@ class Keyframes:
 
 def in_rig_order(cameras: Iterable[str]) -> list[str]:
     """Return the names of cameras in the order of `RIG`."""
-    return sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
+    return sorted(
+        cameras,
+        key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name),
+    )

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.tables import Tables
 
-_LARGE: Final = ("sample", "sample_data", "ego_pose", "instance", "sample_annotation")
+_LARGE: Final = (
+    "sample",
+    "sample_data",
+    "ego_pose",
+    "instance",
+    "sample_annotation",
+)
 """Tables whose rows are too many to look up in memory."""
 
 
@@ -169,10 +175,21 @@ def _record_type(table: str, stored: Stored) -> Any:
     ]
     for name in stored.links:
         kind, nothing = (tuple[str, ...], ()) if name == _ATTRIBUTES else (str, "")
-        fields.append((name, kind, nothing if name in stored.optional else msgspec.NODEFAULT))
+        fields.append(
+            (
+                name,
+                kind,
+                nothing if name in stored.optional else msgspec.NODEFAULT,
+            )
+        )
     fields += [("is_key_frame", bool)] if stored.keyframes else []
     return msgspec.defstruct(
-        table, fields, bases=(stored.record,), frozen=True, gc=False, kw_only=True
+        table,
+        fields,
+        bases=(stored.record,),
+        frozen=True,
+        gc=False,
+        kw_only=True,
     )
 
 
@@ -186,9 +203,18 @@ def _tokens(records: list[Any], field: str) -> list[str]:
 
 _POSE: Final = ("translation", "rotation")
 _FILE: Final = ("filename", "timestamp", "is_valid")
-_FILE_LINKS: Final = ("calibrated_sensor_token", "sample_token", "ego_pose_token")
+_FILE_LINKS: Final = (
+    "calibrated_sensor_token",
+    "sample_token",
+    "ego_pose_token",
+)
 _BOX: Final = (*_POSE, "size", "num_lidar_pts", "num_radar_pts")
-_BOX_LINKS: Final = ("sample_token", "instance_token", "visibility_token", _ATTRIBUTES)
+_BOX_LINKS: Final = (
+    "sample_token",
+    "instance_token",
+    "visibility_token",
+    _ATTRIBUTES,
+)
 _OPTIONAL: Final = ("visibility_token", _ATTRIBUTES)
 _CALIBRATION: Final = {
     "sensor": Stored(record=Sensor),
@@ -196,7 +222,10 @@ _CALIBRATION: Final = {
         (*_POSE, "camera_intrinsic", "camera_distortion"), ("sensor_token",)
     ),
 }
-SCENES: Final = {"log": Stored(record=Log), "scene": Stored(links=("log_token",), record=Scene)}
+SCENES: Final = {
+    "log": Stored(record=Log),
+    "scene": Stored(links=("log_token",), record=Scene),
+}
 """Scenes alone."""
 KEYFRAMES: Final = {
     **SCENES,
@@ -216,7 +245,10 @@ T4_KEYFRAMES: Final = {
     **{name: stored for name, stored in KEYFRAMES.items() if name != "map"},
     "sample": Stored(("timestamp",), ("scene_token",)),
     "sample_annotation": Stored(
-        (*_BOX, "velocity"), _BOX_LINKS, optional=_OPTIONAL, may_dangle=_OPTIONAL
+        (*_BOX, "velocity"),
+        _BOX_LINKS,
+        optional=_OPTIONAL,
+        may_dangle=_OPTIONAL,
     ),
 }
 """T4's: its samples are ordered by time and its tracks by their instances, whatever prev and
@@ -299,7 +331,8 @@ class JoinedTable:
 def all_sensors(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
     """Return which sensors are cameras, lidars or radars."""
     return np.array(
-        [sensor.modality in ("camera", "lidar", "radar") for sensor in sensors], np.bool_
+        [sensor.modality in ("camera", "lidar", "radar") for sensor in sensors],
+        np.bool_,
     )
 
 

@@ -30,7 +30,11 @@ from fuelrail.sharding.sources.adapter.classes import (
 )
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
-from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource, S
+from fuelrail.sharding.sources.adapter.source import (
+    FrameSettings,
+    FrameSource,
+    S,
+)
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
 from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES, Annotations
 from fuelrail.sharding.sources.nuscenes.extras.boxes2d import (
@@ -48,13 +52,21 @@ from fuelrail.sharding.sources.nuscenes.extras.groups import (
     Stated,
     load_channels,
 )
-from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_map
+from fuelrail.sharding.sources.nuscenes.extras.maps import (
+    LAYERS,
+    Maps,
+    parse_map,
+)
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, Radars
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.joined import KEYFRAMES, Joined
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import Tables, check_time, select_sensors
+from fuelrail.sharding.sources.nuscenes.tables import (
+    Tables,
+    check_time,
+    select_sensors,
+)
 from fuelrail.sharding.sources.shared.joins import Cut
 from fuelrail.sharding.sources.shared.points import parse_points
 
@@ -109,7 +121,9 @@ _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]] | None:
     """Split name to scene names of the tables, None where they say nothing and are not official."""
     stated = tables.beside(
-        SPLITS_FILE, dict[str, list[str]], "does not map split names to lists of scene names"
+        SPLITS_FILE,
+        dict[str, list[str]],
+        "does not map split names to lists of scene names",
     )
     if stated is not None:
         return stated
@@ -136,14 +150,31 @@ _POINT_FILES: Final = (".bin", ".npy", ".pcd")
 _NO_ROW: Final = Absent("no row")
 _CUT: Final = "; the option dangling_links=cut is for sets that are cut out of larger ones"
 _NOT_STATED: Final = (np.nan, np.nan, np.nan)
-_COLUMNS: Final = {"location": str, "description": str, "night": bool, "rain": bool}
-_ATTRIBUTES: Final = ("clip_name", "log_id", "vehicle", *_COLUMNS, "num_cameras", "num_boxes")
+_COLUMNS: Final = {
+    "location": str,
+    "description": str,
+    "night": bool,
+    "rain": bool,
+}
+_ATTRIBUTES: Final = (
+    "clip_name",
+    "log_id",
+    "vehicle",
+    *_COLUMNS,
+    "num_cameras",
+    "num_boxes",
+)
 _CONDITIONS: Final = {
     "night": re.compile(r"\bnight(?:[ -]?time)?\b"),
     "rain": re.compile(r"(?<!\bno )(?<!\bwithout )\brain(?:s|y|ing|fall)?\b"),
 }
 _NUSCENES_LOCATIONS: Final = frozenset(
-    ("boston-seaport", "singapore-hollandvillage", "singapore-onenorth", "singapore-queenstown")
+    (
+        "boston-seaport",
+        "singapore-hollandvillage",
+        "singapore-onenorth",
+        "singapore-queenstown",
+    )
 )
 """Locations of nuScenes: the devkit has maps of these only."""
 _SYNTHETIC: Final = "synth-"
@@ -226,7 +257,9 @@ class TableSource(FrameSource[S]):
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
         return parse_points(
-            self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'"
+            self.files.read(ref),
+            POINT_COLUMNS,
+            f"lidar file '{self.files.shown}/{ref}'",
         )
 
 
@@ -281,7 +314,11 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 radars="radar" in settings.channels,
             )
             joined = Joined(
-                tables=tables, disk=out.disk, plan=KEYFRAMES, select_sensors=sensor_filter, cut=cut
+                tables=tables,
+                disk=out.disk,
+                plan=KEYFRAMES,
+                select_sensors=sensor_filter,
+                cut=cut,
             )
             self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
@@ -334,8 +371,16 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         )
         for name, group in groups.items():
             if not any(channel in channels for channel in group.channels):
-                report.note(f"samples without files of channels=[{name}]", report.samples)
-        return replace(info, name=f"nuscenes-{tables.folder}", channels=channels, splits=splits)
+                report.note(
+                    f"samples without files of channels=[{name}]",
+                    report.samples,
+                )
+        return replace(
+            info,
+            name=f"nuscenes-{tables.folder}",
+            channels=channels,
+            splits=splits,
+        )
 
     def _chosen(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
         """Return the groups that the option ``channels`` names, in the order of the table of
@@ -363,7 +408,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     def sensors(self) -> Sensors:
         """Return the cameras and lidars that have keyframes."""
         return Sensors.from_names(
-            self._keyframes.cameras, dict.fromkeys(self._keyframes.lidars, POINT_COLUMNS)
+            self._keyframes.cameras,
+            dict.fromkeys(self._keyframes.lidars, POINT_COLUMNS),
         )
 
     def clips(self) -> Iterator[Clip]:
@@ -380,7 +426,10 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             if not len(samples):
                 continue
             for sample in samples[[0, -1]].tolist():
-                check_time(int(keyframes.timestamp_us[sample]), joined["sample"].tokens[sample])
+                check_time(
+                    int(keyframes.timestamp_us[sample]),
+                    joined["sample"].tokens[sample],
+                )
             tags = {
                 "location": log.location,
                 "description": scene.description,

@@ -113,7 +113,11 @@ class SensorSweeps:
         sensor2global = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(
             poses.calibrated_of[rows]
         )
-        return columns["filename"].take(rows), columns["timestamp"][rows] * NS_PER_US, sensor2global
+        return (
+            columns["filename"].take(rows),
+            columns["timestamp"][rows] * NS_PER_US,
+            sensor2global,
+        )
 
 
 class LidarSweeps(SensorSweeps):
@@ -128,7 +132,9 @@ class LidarSweeps(SensorSweeps):
             if before:
                 files, timestamp_ns, lidar2global = self.files(before)
                 sweep_list = SweepList(
-                    files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist()
+                    files,
+                    timestamp_ns.tolist(),
+                    lidar2global[:, :3].reshape(-1, 12).tolist(),
                 )
                 hint = "the option sweeps=0 leaves earlier sweeps out"
                 name = f"{lidar.lower()}{SWEEPS_FIELD}"

@@ -21,7 +21,11 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.storage.columns import Disk
-from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES, signal_series, signals
+from fuelrail.sharding.sources.adapter.channels import (
+    SIGNALS_AS_SERIES,
+    signal_series,
+    signals,
+)
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
     Clip,
@@ -36,14 +40,21 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
-from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
+from fuelrail.sharding.sources.nuscenes.extras.radar import (
+    RadarFiles,
+    radar_channel,
+)
 from fuelrail.sharding.sources.nuscenes.geometry import (
     NOT_VALID,
     NS_PER_US,
     Keyframes,
     in_rig_order,
 )
-from fuelrail.sharding.sources.nuscenes.joined import SCENES, T4_KEYFRAMES, Joined
+from fuelrail.sharding.sources.nuscenes.joined import (
+    SCENES,
+    T4_KEYFRAMES,
+    Joined,
+)
 from fuelrail.sharding.sources.nuscenes.source import POINT_COLUMNS, TableSource
 from fuelrail.sharding.sources.nuscenes.tables import (
     Named,
@@ -62,7 +73,10 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.scan_table import Reference, ScanWriter
+    from fuelrail.sharding.sources.shared.scan_table import (
+        Reference,
+        ScanWriter,
+    )
     from fuelrail.sharding.sources.source import ScanInfo
 
 _FOLDER: Final = "annotation"
@@ -104,7 +118,8 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     ] = False
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     map: Annotated[
-        bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")
+        bool,
+        Meta(description="true stores the Lanelet2 map about ego as the channel map"),
     ] = False
     radars: Annotated[
         bool,
@@ -227,7 +242,10 @@ class T4(TableSource[T4Settings]):
                 token=dataset or scene.token,
                 log_id=log.logfile,
                 vehicle=log.vehicle,
-                tags={"description": scene.description, "location": log.location},
+                tags={
+                    "description": scene.description,
+                    "location": log.location,
+                },
                 files=tuple(maps),
                 series=series,
             )
@@ -313,7 +331,10 @@ class T4(TableSource[T4Settings]):
                 )
                 age_s = (rows.timestamp_us[number] - sweep.timestamp_ns // NS_PER_US) * 1e-6
                 radar_files = RadarFiles(
-                    channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()]
+                    channel,
+                    [sweep.ref],
+                    [age_s],
+                    [sensor2key[:3].ravel().tolist()],
                 )
                 ref = POINTS + msgspec.json.encode(radar_files).decode()
                 hint = "the option radars=false leaves radars out"

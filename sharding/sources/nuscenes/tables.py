@@ -26,7 +26,11 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import explain
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import parsing, read_json, without_nan
+from fuelrail.sharding.sources.shared.foreign import (
+    parsing,
+    read_json,
+    without_nan,
+)
 from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
@@ -87,7 +91,11 @@ class Sensor(Record, frozen=True, gc=False):
 
 
 def select_sensors(
-    sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool
+    sensors: Sequence[Sensor],
+    cameras: Sequence[str],
+    where: str,
+    *,
+    radars: bool,
 ) -> NDArray[np.bool_]:
     """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError
     for an unknown one.
@@ -272,7 +280,11 @@ def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.floa
 
 
 def check_finite(
-    values: NDArray[np.float64], owners: Sequence[str] | Texts, *, table: str, column: str
+    values: NDArray[np.float64],
+    owners: Sequence[str] | Texts,
+    *,
+    table: str,
+    column: str,
 ) -> None:
     """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without
     unit length.

@@ -65,7 +65,10 @@ class _Array:
 
 
 def _filled(
-    data: bytes, form: _Form, shape: tuple[int, ...], order: Literal["C", "F"] = "C"
+    data: bytes,
+    form: _Form,
+    shape: tuple[int, ...],
+    order: Literal["C", "F"] = "C",
 ) -> NDArray[Any]:
     if len(data) != math.prod(shape) * form.dtype.itemsize:
         raise ValueError(f"an array {list(shape)} of {form.dtype} has {len(data)} bytes")

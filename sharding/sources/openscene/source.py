@@ -20,10 +20,23 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
-from fuelrail.sharding.sources.adapter.frame import F64, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    F64,
+    BoxRows,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.poses import pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.adapter.trajectories import EGO, PAST, STEPS, ego_trajectory
+from fuelrail.sharding.sources.adapter.trajectories import (
+    EGO,
+    PAST,
+    STEPS,
+    ego_trajectory,
+)
 from fuelrail.sharding.sources.openscene.pickles import read_pickle
 from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.points import parse_points
@@ -47,7 +60,10 @@ _NEAR_NS: Final = 100_000_000
 class OpenSceneSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
-    part: Annotated[str, Meta(description="mini, trainval or test; empty: all that are there")] = ""
+    part: Annotated[
+        str,
+        Meta(description="mini, trainval or test; empty: all that are there"),
+    ] = ""
 
 
 class OpenScene(FrameSource[OpenSceneSettings]):
@@ -59,14 +75,25 @@ class OpenScene(FrameSource[OpenSceneSettings]):
     settings = OpenSceneSettings
     ego_origin = "rear_axle"
     license = "CC BY-NC-SA 4.0"
-    columns: Mapping[str, type] = {"token": str, "location": str, "command": str, "has_route": bool}
+    columns: Mapping[str, type] = {
+        "token": str,
+        "location": str,
+        "command": str,
+        "has_route": bool,
+    }
     channels = (
         EGO,
         value_channel(
-            "driving_command", "uint8", (4,), "1 for one of left, forward, right, unknown"
+            "driving_command",
+            "uint8",
+            (4,),
+            "1 for one of left, forward, right, unknown",
         ),
         value_channel(
-            "roadblock_ids", "int64", (None,), "nuPlan's ids of the route's roadblocks, in order"
+            "roadblock_ids",
+            "int64",
+            (None,),
+            "nuPlan's ids of the route's roadblocks, in order",
         ),
         value_channel(
             "traffic_lights",
@@ -142,7 +169,10 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 exists = steps[number] >= 0
                 later_s = (times_ns[steps[number][exists]] - times_ns[number]) * 1e-9
                 trajectory = ego_trajectory(
-                    invert_rigid(poses[number]), poses[steps[number][exists]], later_s, exists
+                    invert_rigid(poses[number]),
+                    poses[steps[number][exists]],
+                    later_s,
+                    exists,
                 )
                 yield self._make_frame(
                     row,
@@ -163,7 +193,9 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         where: str,
     ) -> Frame:
         lidar2ego = pose(
-            _numbers(row["lidar2ego_rotation"], 4), _numbers(row["lidar2ego_translation"], 3), where
+            _numbers(row["lidar2ego_rotation"], 4),
+            _numbers(row["lidar2ego_translation"], 3),
+            where,
         )
         images = {}
         for name, camera in row["cams"].items():

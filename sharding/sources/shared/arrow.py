@@ -33,7 +33,14 @@ _MOST_COLUMN: Final = TABLE.maximum
 """Bytes of one column in one row group of Parquet, before compression and when it is decoded."""
 _MOST_ROWS: Final = 65_536
 """Rows of a batch where nothing else bounds them."""
-_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_WIDTHS: Final = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "INT64": 8,
+    "INT96": 12,
+    "FLOAT": 4,
+    "DOUBLE": 8,
+}
 _OFFSET_BYTES: Final = 4
 _WIDEST: Final = 8
 """Bytes of the widest number."""
@@ -205,7 +212,11 @@ def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
 
 
 def read_parquet(
-    files: SourceFiles, name: str, types: Mapping[str, pa.DataType], *, read_whole: bool = False
+    files: SourceFiles,
+    name: str,
+    types: Mapping[str, pa.DataType],
+    *,
+    read_whole: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in
     :func:`open_parquet`.
@@ -256,7 +267,10 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             self._check_group(group)
         self._packed = (
             pq.ParquetFile(
-                source, metadata=self.metadata, read_dictionary=self._bytes_columns, **options
+                source,
+                metadata=self.metadata,
+                read_dictionary=self._bytes_columns,
+                **options,
             )
             if self._bytes_columns
             else None
@@ -276,7 +290,11 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
                 check_most(num_bytes, f"{label}, decoded,", _MOST_COLUMN)
                 num_bytes_of_group += num_bytes
                 continue
-            check_most(chunk.num_values * _OFFSET_BYTES, f"{label}, decoded,", _MOST_COLUMN)
+            check_most(
+                chunk.num_values * _OFFSET_BYTES,
+                f"{label}, decoded,",
+                _MOST_COLUMN,
+            )
             if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
                 continue
             if self.schema.column(number).max_repetition_level or (
@@ -326,7 +344,11 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         kinds = self.schema_arrow
         for batch in self._packed.iter_batches(size, **options):
             num_bytes = sum(map(_count_decoded_bytes, batch.columns))
-            check_most(num_bytes, f"{self._where}: {len(batch)} rows, decoded,", _MOST_COLUMN)
+            check_most(
+                num_bytes,
+                f"{self._where}: {len(batch)} rows, decoded,",
+                _MOST_COLUMN,
+            )
             arrays = [
                 array if array.type == kinds.field(name).type else _decode_dictionaries(array)
                 for name, array in zip(batch.schema.names, batch.columns, strict=True)
@@ -346,7 +368,10 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         return self.read_row_groups([i], columns, **options)
 
     def read_row_groups(
-        self, row_groups: Sequence[int], columns: Sequence[str] | None = None, **options: Any
+        self,
+        row_groups: Sequence[int],
+        columns: Sequence[str] | None = None,
+        **options: Any,
     ) -> pa.Table:
         """Read row groups; raise SourceError where they take more than the limit."""
         if self._packed is None and self._is_small(row_groups, columns):

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.files import open_descriptor
-from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url, stated_version
+from fuelrail.pipeline.storage.filesystem import (
+    filesystem,
+    is_url,
+    shown_url,
+    stated_version,
+)
 from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
 from fuelrail.pipeline.text import shortened
 
@@ -197,7 +202,11 @@ class FolderFiles(_VisibleNames):
         return looks(self.facts, names)
 
     def read(
-        self, name: str, offset: int = 0, length: int | None = None, limit: int = MOST_BYTES
+        self,
+        name: str,
+        offset: int = 0,
+        length: int | None = None,
+        limit: int = MOST_BYTES,
     ) -> bytes:
         """Read a file, or a range of it; fewer bytes where it ends before.
 
@@ -313,7 +322,8 @@ class UrlFiles(_VisibleNames):
         if top not in self._listings.folders:
             listed = functools.partial(self._listed, self._root)
             self._listings.add(
-                top, self._walk_pages(top) if in_folder else [self._files_in(self._try("", listed))]
+                top,
+                self._walk_pages(top) if in_folder else [self._files_in(self._try("", listed))],
             )
         return self._listings.facts(name)
 
@@ -345,7 +355,11 @@ class UrlFiles(_VisibleNames):
         return [self.facts(name) for name in names]
 
     def read(
-        self, name: str, offset: int = 0, length: int | None = None, limit: int = MOST_BYTES
+        self,
+        name: str,
+        offset: int = 0,
+        length: int | None = None,
+        limit: int = MOST_BYTES,
     ) -> bytes:
         """Read an object, or a range of it."""
         check_most(length or 0, f"'{self.shown}/{name}'", limit)
@@ -354,7 +368,8 @@ class UrlFiles(_VisibleNames):
             is_whole = not offset and length is None
             end = None if length is None else offset + length
             data: bytes = self._fs.cat_file(
-                self._path(name), **({} if is_whole else {"start": offset, "end": end})
+                self._path(name),
+                **({} if is_whole else {"start": offset, "end": end}),
             )
             return data
 
@@ -378,7 +393,8 @@ class UrlFiles(_VisibleNames):
             query = {"Bucket": bucket, "Prefix": f"{prefix}/"}
             while True:
                 page = self._try(
-                    top, functools.partial(self._fs.call_s3, "list_objects_v2", **query)
+                    top,
+                    functools.partial(self._fs.call_s3, "list_objects_v2", **query),
                 )
                 yield {
                     f"{bucket}/{item['Key']}"[start:]: FileFacts(item["Size"], stated_version(item))

@@ -67,11 +67,19 @@ def read_text(data: bytes, where: str) -> str:
 
 @overload
 def read_json(
-    data: bytes, where: str, kind: type[T], problem: str = ..., noted: Counter[str] | None = ...
+    data: bytes,
+    where: str,
+    kind: type[T],
+    problem: str = ...,
+    noted: Counter[str] | None = ...,
 ) -> T: ...
 @overload
 def read_json(
-    data: bytes, where: str, kind: Any = ..., problem: str = ..., noted: Counter[str] | None = ...
+    data: bytes,
+    where: str,
+    kind: Any = ...,
+    problem: str = ...,
+    noted: Counter[str] | None = ...,
 ) -> Any: ...
 def read_json(
     data: bytes,
@@ -137,7 +145,10 @@ def without_nan(text: bytes) -> tuple[bytes, int]:
 
 
 def read_yaml(
-    data: bytes, where: str, kind: type[T], problem: str = "is not YAML as it should be"
+    data: bytes,
+    where: str,
+    kind: type[T],
+    problem: str = "is not YAML as it should be",
 ) -> T:
     """Decode the value of a YAML text of this type.
 
@@ -151,7 +162,10 @@ def read_yaml(
 
 
 def read_xml(
-    data: bytes, where: str, target: Any, problem: str = "is not XML, or it is cut off"
+    data: bytes,
+    where: str,
+    target: Any,
+    problem: str = "is not XML, or it is cut off",
 ) -> None:
     """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for
     an XML text.

@@ -56,7 +56,9 @@ class Tokens(Texts):
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
         """Return the row number of each token; -1 where there is none. For a table of few rows."""
         return np.fromiter(
-            map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens)
+            map(self._row_of.get, tokens, itertools.repeat(-1)),
+            np.int64,
+            len(tokens),
         )
 
     def rows_of(self, *links: Texts) -> list[NDArray[np.int64]]:
@@ -118,10 +120,14 @@ class Tokens(Texts):
                     cut.count(table, column)
                 elif token:
                     problem = f"has {column} '{token}', not found in table '{self.table}'"
-                    findings.add(table, f"table '{table}': row '{owners[row]}' {problem}{remedy}")
+                    findings.add(
+                        table,
+                        f"table '{table}': row '{owners[row]}' {problem}{remedy}",
+                    )
                 elif not may_be_empty:
                     findings.add(
-                        table, f"table '{table}': row '{owners[row]}' has an empty {column}"
+                        table,
+                        f"table '{table}': row '{owners[row]}' has an empty {column}",
                     )
         findings.check()
 

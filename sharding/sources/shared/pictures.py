@@ -107,7 +107,8 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     start = _STARTS[extension]
     if bytes(view[: len(start)]) != start:
         actual = next(
-            (name for name, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None
+            (name for name, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin),
+            None,
         )
         if actual is not None:
             raise ImageError(

@@ -16,7 +16,19 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 
 _NPY: Final = b"\x93NUMPY"
 _PCD: Final = (b"# .PCD", b"VERSION")
-_PCD_TYPES: Final = ("F2", "F4", "F8", "I1", "I2", "I4", "I8", "U1", "U2", "U4", "U8")
+_PCD_TYPES: Final = (
+    "F2",
+    "F4",
+    "F8",
+    "I1",
+    "I2",
+    "I4",
+    "I8",
+    "U1",
+    "U2",
+    "U4",
+    "U8",
+)
 """TYPE and SIZE of fields; in lower case they are numpy's names."""
 _HEADER_BYTES: Final = 1 << 12
 

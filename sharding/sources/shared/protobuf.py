@@ -99,7 +99,11 @@ def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def spans(
-    data: bytes | memoryview, position: int = 0, end: int | None = None, *, is_complete: bool = True
+    data: bytes | memoryview,
+    position: int = 0,
+    end: int | None = None,
+    *,
+    is_complete: bool = True,
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield number, wire type, start and end of each field of a message, and the value of a number.
 
@@ -205,7 +209,10 @@ def descriptor(schema: bytes) -> Names:
 
 
 def _read_named_fields(
-    data: Buffer, names: dict[int, tuple[str, str]], start: int = 0, end: int | None = None
+    data: Buffer,
+    names: dict[int, tuple[str, str]],
+    start: int = 0,
+    end: int | None = None,
 ) -> dict[str, list[Any]]:
     """Return the fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
 
@@ -230,7 +237,12 @@ class Proto:
     """A message of protobuf, by names of fields."""
 
     def __init__(
-        self, data: Buffer, names: Names, kind: str, start: int = 0, end: int | None = None
+        self,
+        data: Buffer,
+        names: Names,
+        kind: str,
+        start: int = 0,
+        end: int | None = None,
     ) -> None:
         self._data = data
         self._names = names
@@ -273,10 +285,19 @@ class Proto:
 
     def messages(self, name: str) -> list[Proto]:
         """Return nested messages."""
-        kind = next((kind for field_name, kind in self._types.values() if field_name == name), "")
+        kind = next(
+            (kind for field_name, kind in self._types.values() if field_name == name),
+            "",
+        )
         spans = self._fields.get(name, [])
         return [
-            Proto(data=self._data, names=self._names, kind=kind, start=start, end=start + length)
+            Proto(
+                data=self._data,
+                names=self._names,
+                kind=kind,
+                start=start,
+                end=start + length,
+            )
             for start, length in spans
         ]
 

@@ -118,7 +118,10 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def builtins(self) -> dict[str, Any]:
         """Return the report for JSON: fields in order, the names in each sorted."""
         values: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
-        for name in ("cut_links", "damaged"):  # of some sources, and some options
+        for name in (
+            "cut_links",
+            "damaged",
+        ):  # of some sources, and some options
             if not values[name]:
                 del values[name]
         return values
@@ -280,5 +283,6 @@ class Findings:
             if count > MOST_FINDINGS
         ]
         raise SourceError(
-            f"the source has {self.num_found:,} faults:", [*map(str, self._texts), *more]
+            f"the source has {self.num_found:,} faults:",
+            [*map(str, self._texts), *more],
         )

@@ -68,7 +68,12 @@ _COLUMNS: Final = [
     pa.field(_SAMPLE, pa.binary(), nullable=False),
 ]
 _CAPS: Final = {name: member_cap(name) for name in (META, GEOMETRY, BOXES)}
-_ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+_ATTRIBUTE_TYPES: Final = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+}
 _PREFIX: Final = "attribute."
 
 
@@ -249,7 +254,10 @@ class ScanWriter:
             num_bytes = member.bytes
             kind = self._kinds.get(name)
             if kind is None:
-                kind = self._kinds[name] = member_cap(name), _is_compressible(name)
+                kind = self._kinds[name] = (
+                    member_cap(name),
+                    _is_compressible(name),
+                )
             if num_bytes > kind[0]:
                 _check_cap(name, member.ref, num_bytes, key)
             size += tar_bytes(num_bytes // 2 if kind[1] else num_bytes)
@@ -272,7 +280,12 @@ class ScanWriter:
         )
         encoded = msgspec.msgpack.encode(row)
         self._pending.append(
-            (*row[:4], size, encoded, *[attributes[name] for name in self._attributes])
+            (
+                *row[:4],
+                size,
+                encoded,
+                *[attributes[name] for name in self._attributes],
+            )
         )
         self._has_boxes |= boxes is not None
         clip.num_samples += 1
@@ -465,6 +478,9 @@ class ScanTable:
                 self._places.clear()
             column = self._file.get_batch(number).column(_SAMPLE)
             _, ends, data = column.buffers()
-            place = data.address - self._start, memoryview(bytes(ends)).cast("i")
+            place = (
+                data.address - self._start,
+                memoryview(bytes(ends)).cast("i"),
+            )
             self._places[number] = place
         return place

@@ -173,7 +173,10 @@ def compressed_members(
     compressed data is cut off or goes on.
     """
     where = f"tar '{files.shown}/{tar}'"
-    with open_file(files, tar, _AHEAD_BYTES) as file, contextlib.ExitStack() as stack:
+    with (
+        open_file(files, tar, _AHEAD_BYTES) as file,
+        contextlib.ExitStack() as stack,
+    ):
         with parsing(where, _BAD):
             stream: Any = (
                 pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
@@ -198,7 +201,11 @@ def compressed_members(
 
 
 def _iter_regular_files(
-    file: BinaryIO, where: str, *, ignore_zeros: bool, noted: Counter[str] | None
+    file: BinaryIO,
+    where: str,
+    *,
+    ignore_zeros: bool,
+    noted: Counter[str] | None,
 ) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the regular files of all tars of a file, which is one where nothing else is said."""
     start: int | None = 0
@@ -229,7 +236,11 @@ def _iter_regular_files(
         with parsing(where, _BAD):
             num_bytes = opened.offset - start
             start, fault = _look_at_end(
-                file, opened.offset, num_bytes, where=where, ignore_zeros=ignore_zeros
+                file,
+                opened.offset,
+                num_bytes,
+                where=where,
+                ignore_zeros=ignore_zeros,
             )
         if fault and not ignore_zeros:
             raise SourceError(f"{where} {fault}")

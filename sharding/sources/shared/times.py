@@ -13,4 +13,8 @@ def nearest(times_ns: NDArray[np.int64], wanted_ns: NDArray[np.int64]) -> NDArra
     """
     after = np.minimum(np.searchsorted(times_ns, wanted_ns), len(times_ns) - 1)
     before = np.maximum(after - 1, 0)
-    return np.where(wanted_ns - times_ns[before] <= times_ns[after] - wanted_ns, before, after)
+    return np.where(
+        wanted_ns - times_ns[before] <= times_ns[after] - wanted_ns,
+        before,
+        after,
+    )

@@ -24,14 +24,24 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError, needs
 from fuelrail.sharding.sources.adapter.source import FrameSettings
-from fuelrail.sharding.sources.shared.pictures import JPEG_QUALITY, JpegForm, StoredJpeg
+from fuelrail.sharding.sources.shared.pictures import (
+    JPEG_QUALITY,
+    JpegForm,
+    StoredJpeg,
+)
 from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
 CODECS: Final = ("h264", "hevc", "av1")
-_NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
+_NAMES: Final = {
+    "h265": "hevc",
+    "avc": "h264",
+    "avc1": "h264",
+    "hvc1": "hevc",
+    "hev1": "hevc",
+}
 _BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
 _HD_LINES: Final = 720
 _LARGE_BYTES = 4 << 30
@@ -87,7 +97,8 @@ class VideoSettings(FrameSettings, frozen=True, kw_only=True):
         int, Meta(ge=1, le=100, description="JPEG quality of frames of video")
     ] = JPEG_QUALITY
     frames: Annotated[
-        Literal["all", "keyframes"], Meta(description="keyframes: take those of video alone")
+        Literal["all", "keyframes"],
+        Meta(description="keyframes: take those of video alone"),
     ] = "all"
     libraries: str = ""
     """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
@@ -117,7 +128,13 @@ def libraries() -> str:
         f"{name} {'.'.join(map(str, av.library_versions[name]))}"
         for name in ("libavcodec", "libswscale")
     ]
-    return ", ".join([f"PyAV {av.__version__}", *parts, f"simplejpeg {version('simplejpeg')}"])
+    return ", ".join(
+        [
+            f"PyAV {av.__version__}",
+            *parts,
+            f"simplejpeg {version('simplejpeg')}",
+        ]
+    )
 
 
 def check_decoder(where: str) -> None:
@@ -158,7 +175,11 @@ class VideoFile:
         with self._opened() as container:
             stream = _select_stream(container)
             context = stream.codec_context
-            head = context.width, context.height, _name_codec(context.name, self._where)
+            head = (
+                context.width,
+                context.height,
+                _name_codec(context.name, self._where),
+            )
             entries = list(getattr(stream, "index_entries", ()))  # PyAV has it from 17 on
             if entries and len(entries) == stream.frames and entries[0].is_keyframe:
                 end = max(entry.pos + entry.size for entry in entries)
@@ -538,13 +559,17 @@ def _convert_planes(
 
     def mixed(of_blue: float, of_red: float) -> NDArray[np.uint8]:
         return np.asarray(
-            cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)), np.uint8
+            cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)),
+            np.uint8,
         )
 
     chromas = [mixed(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
     if np.allclose(change, np.eye(3)):
         return [
-            np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8),
+            np.asarray(
+                cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale),
+                np.uint8,
+            ),
             *chromas,
         ]
     added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)

@@ -52,13 +52,17 @@ def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
         raise SourceError(f"{where} is not there")
     if not isinstance(files, FolderFiles):
         yield FileWindow(
-            lambda offset, length: files.read(name, offset, length), facts.num_bytes, where
+            lambda offset, length: files.read(name, offset, length),
+            facts.num_bytes,
+            where,
         )
         return
     descriptor = files.descriptor(name)
     try:
         yield FileWindow(
-            lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where
+            lambda offset, length: os.pread(descriptor, length, offset),
+            facts.num_bytes,
+            where,
         )
     except OSError as error:
         raise SourceError(f"{where} cannot be read: {error.strerror}") from error
@@ -94,7 +98,12 @@ class _Ranges(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+            offset
+            + {
+                io.SEEK_SET: 0,
+                io.SEEK_CUR: self._at,
+                io.SEEK_END: self._num_bytes,
+            }[whence]
         )
         return self._at
 

@@ -23,7 +23,10 @@ _TYPES: Final = {
     **dict.fromkeys(("x", "y", "z", "length", "width", "height", "yaw"), pa.float64()),
     **dict.fromkeys(("qw", "qx", "qy", "qz", "vx", "vy", "vz"), pa.float64()),
     **dict.fromkeys(_COUNTS, pa.int64()),
-    **dict.fromkeys(("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity"), pa.list_(pa.float64())),
+    **dict.fromkeys(
+        ("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity"),
+        pa.list_(pa.float64()),
+    ),
 }
 BOX_COLUMNS: Final = tuple(_TYPES)
 
@@ -63,7 +66,11 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     flat = column.flatten()
     names = [field.name for field in flat.type]
     check_box_columns(rows.table, names)
-    inner = Rows(f"{rows.table}, boxes", 0, pa.RecordBatch.from_arrays(flat.flatten(), names=names))
+    inner = Rows(
+        f"{rows.table}, boxes",
+        0,
+        pa.RecordBatch.from_arrays(flat.flatten(), names=names),
+    )
     values = _collect_columns(inner)
     boxes: list[BoxRows | None] = []
     for start, end, is_labelled in zip([0, *ends[:-1]], ends, labelled, strict=True):
@@ -105,7 +112,11 @@ def boxes_of_frames(
     astray = frame_times[index] != own_times
     if astray.any():
         row = int(np.argmax(astray))
-        box_table.fail(row, "timestamp", f"{own_times[row]} ns is the time of no frame of the clip")
+        box_table.fail(
+            row,
+            "timestamp",
+            f"{own_times[row]} ns is the time of no frame of the clip",
+        )
     values = _collect_columns(box_table)
     is_box = np.array([bool(name) for name in values["category"]])
     for frame, part in rows_by_key(index).items():

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 _OPTICAL2FLU: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
 """Columns: a camera's right, down and forward, in the axes forward, left, up."""
-CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx", "fy", "cx", "cy")
+CALIBRATION: Final = (
+    "width",
+    "height",
+    "dist_model",
+    "dist",
+    "intrinsics",
+    "fx",
+    "fy",
+    "cx",
+    "cy",
+)
 """What else a camera has, besides its pose."""
 
 

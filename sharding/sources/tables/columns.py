@@ -10,7 +10,11 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.sharding.sources.adapter.rows import RESERVED_COLUMNS, fitting_type, may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import (
+    RESERVED_COLUMNS,
+    fitting_type,
+    may_be_attribute,
+)
 from fuelrail.sharding.sources.tables.calibration import CALIBRATION
 from fuelrail.sharding.sources.tables.tables import CLIP
 from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
@@ -21,7 +25,13 @@ MASK_COLUMN: Final = re.compile(r"mask\.([A-Za-z0-9_]+)\.(?:([a-z0-9_]+)\.)?path
 none.
 """
 _ODD_SENSOR: Final = re.compile(r"(?:cam|lidar)\.(.+?)\.[a-z]")
-_FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
+_FILE: Final = (
+    "path",
+    "byte_offset",
+    "byte_length",
+    *TIME_COLUMNS,
+    "ego2global",
+)
 OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
 _OF_LIDAR: Final = (*_FILE, "lidar2ego")
 OF_CLIP: Final = ("split", "log_id", "vehicle")
@@ -31,7 +41,10 @@ _TYPES: Final = {
     **dict.fromkeys(("timestamp_ns", "timestamp_us", "width", "height"), pa.int64()),
     **dict.fromkeys(("num_bytes", "byte_offset", "byte_length"), pa.int64()),
     **dict.fromkeys(("intrinsics", "dist", "t", "q_wxyz", "q_xyzw"), pa.list_(pa.float64())),
-    **dict.fromkeys(("ego2global", "cam2ego", "lidar2ego", "sensor2ego"), pa.list_(pa.float64())),
+    **dict.fromkeys(
+        ("ego2global", "cam2ego", "lidar2ego", "sensor2ego"),
+        pa.list_(pa.float64()),
+    ),
     **dict.fromkeys(("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:]), pa.float64()),
 }
 """The last part of a column's name to its type."""
@@ -95,7 +108,10 @@ def attribute_type(where: str, field: pa.Field) -> type:
     else:
         python_type = float if pa.types.is_floating(kind) else None
     if field.name in RESERVED_COLUMNS:
-        advice = {"clip": f"name it {CLIP}", "frame": "name it frame_number, say"}
+        advice = {
+            "clip": f"name it {CLIP}",
+            "frame": "name it frame_number, say",
+        }
         raise SourceError(
             f"{where}: every dataset has a column {field.name} of its own samples; "
             f"{advice.get(field.name, f'rename it, as source_{field.name}')}"

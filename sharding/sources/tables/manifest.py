@@ -30,7 +30,11 @@ from fuelrail.sharding.sources.adapter.frame import (
     Sensors,
     Sweep,
 )
-from fuelrail.sharding.sources.adapter.masks import mask_channel, mask_dtype, mask_member
+from fuelrail.sharding.sources.adapter.masks import (
+    mask_channel,
+    mask_dtype,
+    mask_member,
+)
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
@@ -39,9 +43,21 @@ from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.tars import OF_IGNORE_ZEROS
-from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
-from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
-from fuelrail.sharding.sources.tables.calibration import CalibrationTable, read_calibration, shared
+from fuelrail.sharding.sources.shared.video import (
+    VideoSettings,
+    check_decoder,
+    libraries,
+)
+from fuelrail.sharding.sources.tables.boxes import (
+    box_type,
+    boxes_of_frames,
+    check_box_columns,
+)
+from fuelrail.sharding.sources.tables.calibration import (
+    CalibrationTable,
+    read_calibration,
+    shared,
+)
 from fuelrail.sharding.sources.tables.columns import (
     MASK_COLUMN,
     OF_CLIP,
@@ -54,7 +70,11 @@ from fuelrail.sharding.sources.tables.columns import (
     type_of,
 )
 from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
-from fuelrail.sharding.sources.tables.members import Paths, RowFiles, add_columns
+from fuelrail.sharding.sources.tables.members import (
+    Paths,
+    RowFiles,
+    add_columns,
+)
 from fuelrail.sharding.sources.tables.tables import (
     EXTENSIONS,
     Table,
@@ -110,7 +130,8 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         Meta(description="frame of reference of boxes: ego at the frame's time, or global"),
     ] = "ego"
     lidar_columns: Annotated[
-        tuple[str, ...], Meta(description="columns of lidar files, as [x, y, z, intensity]")
+        tuple[str, ...],
+        Meta(description="columns of lidar files, as [x, y, z, intensity]"),
     ] = (
         "x",
         "y",
@@ -127,7 +148,8 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = "unix"
     ego_origin: Annotated[
-        str, Meta(description="where in the vehicle ego is, such as rear_axle_ground")
+        str,
+        Meta(description="where in the vehicle ego is, such as rear_axle_ground"),
     ] = "unknown"
     reference: Annotated[
         str,
@@ -140,14 +162,20 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     ] = ""
     tolerance_ms: Annotated[
         float,
-        Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
+        Meta(
+            ge=0,
+            description="largest time between a frame and a sensor's file in sensor_data",
+        ),
     ] = 50.0
     ignore_zeros: Annotated[bool, Meta(description=f"{OF_IGNORE_ZEROS}; for paths into tars")] = (
         False
     )
     max_gap_s: Annotated[
         float,
-        Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),
+        Meta(
+            gt=0,
+            description="largest gap between two ego poses in which poses are interpolated",
+        ),
     ] = 0.5
 
 
@@ -236,7 +264,10 @@ class Manifest(FrameSource[ManifestSettings]):
         """All options but ``root``, on which no byte depends; the versions of libraries where
         there is video.
         """
-        values = {**super().options, "libraries": libraries() if self._has_video else ""}
+        values = {
+            **super().options,
+            "libraries": libraries() if self._has_video else "",
+        }
         del values["root"]
         return values
 
@@ -273,7 +304,10 @@ class Manifest(FrameSource[ManifestSettings]):
                 dict.fromkeys(f"{match[1]}.{match[2]}." for match in matches if match is not None)
             )
             if "boxes" in self._tables:
-                check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
+                check_box_columns(
+                    self._tables["boxes"].name,
+                    self._tables["boxes"].schema.names,
+                )
             if "calibration" in self._tables:
                 axes_option = self.given.camera_axes
                 axes = (
@@ -445,7 +479,12 @@ class Manifest(FrameSource[ManifestSettings]):
         times = _read_times(rows, is_unix=self._is_unix)
         is_known = ~np.isnan(matrices[:, 0, 0])
         order = ascending(rows, times, np.flatnonzero(is_known))
-        return Trajectory(times[order], matrices[order], rows.table, max_gap_s=self.given.max_gap_s)
+        return Trajectory(
+            times[order],
+            matrices[order],
+            rows.table,
+            max_gap_s=self.given.max_gap_s,
+        )
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
@@ -457,7 +496,12 @@ class Manifest(FrameSource[ManifestSettings]):
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
                 clip.name,
-                RowFiles(self._paths, data, "", _read_times(data, is_unix=self._is_unix)),
+                RowFiles(
+                    self._paths,
+                    data,
+                    "",
+                    _read_times(data, is_unix=self._is_unix),
+                ),
                 self._calibrations,
             )
         if rows is None:
@@ -479,9 +523,19 @@ class Manifest(FrameSource[ManifestSettings]):
                     else np.where(sensor_times < 0, times, sensor_times)
                 )
                 is_calibrated = self._calibrations is not None
-                files = RowFiles(self._paths, rows, prefix, times_ns, is_calibrated=is_calibrated)
+                files = RowFiles(
+                    self._paths,
+                    rows,
+                    prefix,
+                    times_ns,
+                    is_calibrated=is_calibrated,
+                )
                 add_columns(
-                    files, prefix=prefix, calibrations=calibrations, images=images, sweeps=sweeps
+                    files,
+                    prefix=prefix,
+                    calibrations=calibrations,
+                    images=images,
+                    sweeps=sweeps,
                 )
         if sensors is not None:
             into = [(images[row], sweeps[row]) for row in order.tolist()]

@@ -33,7 +33,12 @@ class Paths:
     """What the paths of a manifest refer to."""
 
     def __init__(
-        self, files: SourceFiles, root: str, *, only_keyframes: bool, ignore_zeros: bool
+        self,
+        files: SourceFiles,
+        root: str,
+        *,
+        only_keyframes: bool,
+        ignore_zeros: bool,
     ) -> None:
         """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
@@ -51,7 +56,8 @@ class Paths:
         """
         path = path.removeprefix("file://")
         below = next(
-            (folder_root for folder_root in self._roots if path.startswith(folder_root)), ""
+            (folder_root for folder_root in self._roots if path.startswith(folder_root)),
+            "",
         )
         name = path.removeprefix(below)
         if name.startswith("/") or "://" in name or ".." in name.split("/"):
@@ -141,7 +147,9 @@ class RowFiles:
             offsets = rows.integers(f"{prefix}byte_offset", unknown=-1).tolist()
             self._ranges = list(
                 zip(
-                    offsets, rows.integers(f"{prefix}byte_length", unknown=-1).tolist(), strict=True
+                    offsets,
+                    rows.integers(f"{prefix}byte_length", unknown=-1).tolist(),
+                    strict=True,
                 )
             )
         self._prefix = prefix
@@ -150,7 +158,11 @@ class RowFiles:
         if self._ranges is not None and self._ranges[row][0] >= 0:
             offset, length = self._ranges[row]
             if length < 1:
-                self.rows.fail(row, f"{self._prefix}byte_length", f"{length} must be over 0")
+                self.rows.fail(
+                    row,
+                    f"{self._prefix}byte_length",
+                    f"{length} must be over 0",
+                )
             return f"{self._where.reference(self.rows, row, path)}#{offset}+{length}"
         if "#" in path or ":" in path or ".." in path or path[0] == "/":
             return self._where.reference(self.rows, row, path)

@@ -22,8 +22,16 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.shared.arrow import BoundedParquet
-from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import NAN_AS_NULL, parsing, without_nan
+from fuelrail.sharding.sources.shared.files import (
+    LFS_MAGIC,
+    check_most,
+    check_no_pointer,
+)
+from fuelrail.sharding.sources.shared.foreign import (
+    NAN_AS_NULL,
+    parsing,
+    without_nan,
+)
 from fuelrail.sharding.sources.tables.values import Rows
 
 if TYPE_CHECKING:
@@ -45,7 +53,12 @@ _MOST_CLIP: Final = 512 << 20
 _MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20
 _KEPT_BATCHES: Final = 4
-_PYTHON: Final = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
+_PYTHON: Final = {
+    pa.int64(): int,
+    pa.float64(): float,
+    pa.string(): str,
+    pa.bool_(): bool,
+}
 
 
 def find_table(files: SourceFiles, stem: str) -> str | None:
@@ -61,7 +74,10 @@ def find_table(files: SourceFiles, stem: str) -> str | None:
 
 def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
     """Return names and types of the columns, from the first rows."""
-    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
+    with (
+        parsing(f"table '{files.shown}/{name}'"),
+        _open_table(files, name) as file,
+    ):
         if name.endswith(".parquet"):
             return _simplify_schema(parquet.read_schema(file))
         return next(_iter_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
@@ -71,7 +87,10 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
     other forms.
     """
-    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
+    with (
+        parsing(f"table '{files.shown}/{name}'"),
+        _open_table(files, name) as file,
+    ):
         if name.endswith(".parquet"):
             opened = _open_parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if of_column(column)]
@@ -109,7 +128,12 @@ class Table:
     """A table that was copied into ``folder``; rows are counted from 0."""
 
     def __init__(
-        self, name: str, batches: Iterable[pa.RecordBatch], folder: Path, *, has_clips: bool = True
+        self,
+        name: str,
+        batches: Iterable[pa.RecordBatch],
+        folder: Path,
+        *,
+        has_clips: bool = True,
     ) -> None:
         """Copy the table from its batches (:func:`read_batches`); raises SourceError where clips
         are not together.
@@ -225,7 +249,10 @@ def read_batches(
 
     ``noted`` counts values of JSON that are read as null.
     """
-    with parsing(f"table '{files.shown}/{name}'"), _open_table(files, name) as file:
+    with (
+        parsing(f"table '{files.shown}/{name}'"),
+        _open_table(files, name) as file,
+    ):
         yield from _iter_batches(file, f"{files.shown}/{name}", type_of, noted)
 
 
@@ -259,7 +286,7 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         is_empty = is_empty and not len(table)
         num_rows = len(pending) // _ROWS * _ROWS
         if num_rows:
-            yield from pending.slice(0, num_rows).combine_chunks().to_batches(max_chunksize=_ROWS)
+            yield from (pending.slice(0, num_rows).combine_chunks().to_batches(max_chunksize=_ROWS))
             pending = pending.slice(num_rows)
     if pending is None or is_empty:
         raise SourceError(f"table '{name}' has no rows")
@@ -305,7 +332,9 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
         column_types=texts | types, null_values=[""], strings_can_be_null=True
     )
     reader = csv.open_csv(
-        file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options
+        file,
+        csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        convert_options=options,
     )
     kinds: dict[str, pa.DataType] | None = None
     row = 0
@@ -374,7 +403,11 @@ def _read_json_tables(
             noted[NAN_AS_NULL] += count
         if newline:
             table = _read_json_table(
-                block + newline, name=name, row=row, schema=schema, type_of=type_of
+                block + newline,
+                name=name,
+                row=row,
+                schema=schema,
+                type_of=type_of,
             )
             schema = table.schema
             row = row + len(table)

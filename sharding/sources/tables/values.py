@@ -12,16 +12,36 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_poses, nearest_rigid, pose
+from fuelrail.sharding.sources.adapter.poses import (
+    FARTHEST_M,
+    are_poses,
+    nearest_rigid,
+    pose,
+)
 
 if TYPE_CHECKING:
     F64 = NDArray[np.float64]
 
-_TIMES: Final = {"timestamp_ns": 1, "timestamp_us": 1_000, "timestamp_s": 1_000_000_000}
+_TIMES: Final = {
+    "timestamp_ns": 1,
+    "timestamp_us": 1_000,
+    "timestamp_s": 1_000_000_000,
+}
 _PER_UNIT: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _XYZW: Final = [3, 0, 1, 2]
 TIME_COLUMNS: Final = (*_TIMES, "timestamp")
-POSE_PARTS: Final = ("t", "q_wxyz", "q_xyzw", "tx", "ty", "tz", "qw", "qx", "qy", "qz")
+POSE_PARTS: Final = (
+    "t",
+    "q_wxyz",
+    "q_xyzw",
+    "tx",
+    "ty",
+    "tz",
+    "qw",
+    "qx",
+    "qy",
+    "qz",
+)
 """What a pose ``P`` may be given by, as ``P.t`` and so on, instead of ``P`` itself, a 4x4
 matrix.
 """
@@ -94,23 +114,39 @@ class Rows:
                     "it is empty",
                 )
             column = pc.fill_null(
-                column.cast(pa.int64()) if pa.types.is_null(column.type) else column, unknown
+                column.cast(pa.int64()) if pa.types.is_null(column.type) else column,
+                unknown,
             )
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind == "f":
             bad = ~(np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2**53))
             if bad.any():
-                self.fail(int(np.argmax(bad)), name, f"{values[bad][0]} is not a whole number")
+                self.fail(
+                    int(np.argmax(bad)),
+                    name,
+                    f"{values[bad][0]} is not a whole number",
+                )
         elif values.dtype.kind == "u" and (values > np.iinfo(np.int64).max).any():
-            self.fail(int(np.argmax(values)), name, f"{values.max()} is over the range of int64")
+            self.fail(
+                int(np.argmax(values)),
+                name,
+                f"{values.max()} is over the range of int64",
+            )
         return np.asarray(values, np.int64)
 
     def numbers(self, name: str) -> F64:
         """Return numbers (R,) as float64, NaN for null."""
         column = self.column(name)
         try:
-            return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
+            return np.asarray(
+                column.cast(pa.float64()).to_numpy(zero_copy_only=False),
+                np.float64,
+            )
+        except (
+            pa.ArrowInvalid,
+            pa.ArrowNotImplementedError,
+            TypeError,
+        ) as error:
             raise SourceError(
                 f"table '{self.table}', column {name} is {column.type}, wanted are numbers"
             ) from error
@@ -140,7 +176,11 @@ class Rows:
         bad = (counts != width) & ~empty
         if bad.any():
             bad_row = int(np.argmax(bad))
-            self.fail(bad_row, name, f"it has {counts[bad_row]} numbers, wanted are {width}")
+            self.fail(
+                bad_row,
+                name,
+                f"it has {counts[bad_row]} numbers, wanted are {width}",
+            )
         if not empty.all():
             try:
                 flat = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -264,7 +304,8 @@ class Rows:
         if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
             return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
         return self.vector(
-            f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")]
+            f"{prefix}q_wxyz",
+            [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")],
         )
 
     def intrinsics(self, prefix: str) -> F64 | None:

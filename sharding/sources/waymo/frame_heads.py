@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
-from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Image, ImageBoxRows
+from fuelrail.sharding.sources.adapter.frame import (
+    NO_BOXES,
+    BoxRows,
+    Image,
+    ImageBoxRows,
+)
 from fuelrail.sharding.sources.shared.protobuf import (
     BYTES,
     FIXED64,
@@ -29,14 +34,24 @@ from fuelrail.sharding.sources.shared.protobuf import (
     numbers,
     varint,
 )
-from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
+from fuelrail.sharding.sources.waymo.maps import (
+    FRAME_MAP,
+    FRAME_MAP_OFFSET,
+    place,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
     from fuelrail.sharding.sources.shared.windows import FileWindow
     from fuelrail.sharding.sources.waymo.records import FileRecord
 
-CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
+CAMERAS: Final = {
+    1: "FRONT",
+    2: "FRONT_LEFT",
+    3: "FRONT_RIGHT",
+    4: "SIDE_LEFT",
+    5: "SIDE_RIGHT",
+}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
 SHUTTERS: Final = (
     "none",
@@ -49,7 +64,14 @@ SHUTTERS: Final = (
 OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
 """The rotation from a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
-_FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
+(
+    _FRAME_CONTEXT,
+    _FRAME_TIME,
+    _FRAME_POSE,
+    _FRAME_IMAGES,
+    _FRAME_LASERS,
+    _FRAME_LABELS,
+) = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8
 _FRAME_NAMES: Final = {
     _FRAME_CONTEXT: "context",
@@ -154,7 +176,12 @@ def read_frame(
 
 
 def _read_frame_head(
-    window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool
+    window: FileWindow,
+    record: FileRecord,
+    context: bytes | None,
+    *,
+    boxes2d: bool,
+    has_map: bool,
 ) -> FrameHead:
     time = -1
     pose = None
@@ -264,7 +291,9 @@ def _read_usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None
     length, used = varint(head, 3)
     offset = place.start + used
     tail = window.read(
-        offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD
+        offset + length,
+        max(0, min(place.end - offset - length, _AFTER_JPEG)),
+        MAX_HEAD,
     )
     if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
         return None
@@ -364,7 +393,10 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
 
 
 def calibrated(
-    lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
+    lens: Sequence[float],
+    extrinsic: NDArray[np.float64],
+    size: tuple[int, int],
+    shutter: int,
 ) -> Image:
     """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose
     centres are integers.
@@ -421,7 +453,10 @@ def label_type(kind: int) -> str:
 
 
 def box_rows(
-    boxes: NDArray[np.float64], category: list[str], track: list[str], num_points: NDArray[np.int64]
+    boxes: NDArray[np.float64],
+    category: list[str],
+    track: list[str],
+    num_points: NDArray[np.int64],
 ) -> BoxRows:
     """Make boxes (M, 7) in ego: centre x, y, z [m], width, length, height [m], heading [rad]."""
     return BoxRows(
@@ -441,7 +476,9 @@ def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]
     centre = boxes[:, :2] - 0.5
     half = boxes[:, 2:] / 2
     return ImageBoxRows(
-        box=np.concatenate([centre - half, centre + half], 1), category=category, track=track
+        box=np.concatenate([centre - half, centre + half], 1),
+        category=category,
+        track=track,
     )
 
 
@@ -483,7 +520,8 @@ def read_labels(
     category = list(map(label_type, kinds[label_rows].tolist()))
     names = [track[row] for row in label_rows.tolist()]
     boxes_of_frame = boxes_by_key(
-        box_rows(boxes[label_rows], category, names, num_points[label_rows]), frame[label_rows]
+        box_rows(boxes[label_rows], category, names, num_points[label_rows]),
+        frame[label_rows],
     )
     for number in range(len(frames)):
         yield boxes_of_frame.get(number, NO_BOXES)

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
-from fuelrail.sharding.sources.shared.protobuf import BYTES, FIXED64, doubles, fields, spans
+from fuelrail.sharding.sources.shared.protobuf import (
+    BYTES,
+    FIXED64,
+    doubles,
+    fields,
+    spans,
+)
 
 FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11
@@ -22,7 +28,10 @@ _POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8")
 """A point with its key and length, as the dataset's own files have it."""
 _KEYS: Final = np.array([0, 1, 2, 11, 20])
 """The places of a point's keys: of the point, of x, y and z, and its length."""
-_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(number << 3 | FIXED64 for number in (1, 2, 3)))
+_LENGTH_AND_KEYS: Final = (
+    _POINT.itemsize - 2,
+    *(number << 3 | FIXED64 for number in (1, 2, 3)),
+)
 
 
 class _Kind(NamedTuple):
@@ -96,9 +105,13 @@ def _read_points(data: bytes, field_number: int) -> NDArray[np.float64]:
             parts.append(
                 np.array(
                     [
-                        place(_read_message(number, wire, data[position + start : position + end]))[
-                            :2
-                        ]
+                        place(
+                            _read_message(
+                                number,
+                                wire,
+                                data[position + start : position + end],
+                            )
+                        )[:2]
                     ]
                 )
             )

@@ -75,14 +75,27 @@ _INTRINSIC: Final = tuple(
     f"{_LENS}intrinsic.{name}"
     for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
 )
-_BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
+_BOX: Final = (
+    "center.x",
+    "center.y",
+    "center.z",
+    "size.y",
+    "size.x",
+    "size.z",
+    "heading",
+)
 """The columns of a box in the order of version 1: width before length."""
 _CAMERA_BOX: Final = "[CameraBoxComponent]."
 _SIDES: Final = tuple(
     f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y")
 )
 _REQUIRED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
-_OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
+_OPTIONAL: Final = (
+    "lidar_box",
+    "lidar_camera_synced_box",
+    "camera_box",
+    "stats",
+)
 _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
 
@@ -123,17 +136,24 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
                         more += _LIDAR
                     files = tuple(f"{prefix}{part}/{name}" for part in (*_REQUIRED, *more))
-                    yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
+                    yield Clip(
+                        name=name.removesuffix(".parquet"),
+                        split=split,
+                        files=files,
+                    )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each row of poses."""
         files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
         poses = read_parquet(
-            self.files, files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM}
+            self.files,
+            files["vehicle_pose"],
+            {_TIME: pa.int64(), _POSE: _TRANSFORM},
         )
         order = np.argsort(poses[_TIME], kind="stable")
         images = self._read_images(
-            files["camera_image"], self._read_cameras(files["camera_calibration"])
+            files["camera_image"],
+            self._read_cameras(files["camera_calibration"]),
         )
         boxes = self._read_boxes(files)
         boxes2d = (
@@ -146,7 +166,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         if name is not None:
             parts = ("time_of_day", "location", "weather")
             rows = read_parquet(
-                self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts}
+                self.files,
+                name,
+                {f"[StatsComponent].{part}": pa.string() for part in parts},
             )
             values = (rows[f"[StatsComponent].{part}"] for part in parts)
             stats = weather_columns(
@@ -195,7 +217,10 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     column = batch.column(0)
                     for number in range(first_row, first_row + len(column)):
                         if number in rows:
-                            yield f"{name}@{number}", column[number - first_row].as_buffer()
+                            yield (
+                                f"{name}@{number}",
+                                column[number - first_row].as_buffer(),
+                            )
                     first_row += len(column)
 
     def points(self, ref: str) -> NDArray[np.float32]:
@@ -218,7 +243,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     def _read_cameras(self, name: str) -> dict[int, Image]:
         """Return the calibrations by number of the camera."""
         integer_types = dict.fromkeys(
-            (f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64()
+            (
+                f"{_LENS}width",
+                f"{_LENS}height",
+                f"{_LENS}rolling_shutter_direction",
+            ),
+            pa.int64(),
         )
         types = {
             _NAME: pa.int64(),
@@ -226,13 +256,20 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             f"{_LENS}extrinsic.transform": _TRANSFORM,
         }
         rows = read_parquet(self.files, name, {**types, **integer_types})
-        check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
+        check_unique(
+            rows[_NAME].tolist(),
+            f"table '{self.files.shown}/{name}'",
+            "the camera",
+        )
         lenses = stacked(rows, _INTRINSIC)
         mounts = rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
         width, height, shutter = (rows[column].tolist() for column in integer_types)
         return {
             number: calibrated(
-                lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row]
+                lenses[row].tolist(),
+                mounts[row],
+                (width[row], height[row]),
+                shutter[row],
             )
             for row, number in enumerate(rows[_NAME].tolist())
         }
@@ -243,7 +280,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         rows = read_parquet(
             self.files,
             name,
-            {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times},
+            {
+                _TIME: pa.int64(),
+                _NAME: pa.int64(),
+                f"{_IMAGE}pose.transform": _TRANSFORM,
+                **times,
+            },
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
@@ -297,10 +339,19 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         rows = read_parquet(
             self.files,
             files["lidar_box"],
-            {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(box_columns, _F64)},
+            {
+                **keys,
+                kind: pa.int64(),
+                points: pa.int64(),
+                **dict.fromkeys(box_columns, _F64),
+            },
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
-        check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
+        check_unique(
+            pairs,
+            f"table '{self.files.shown}/{files['lidar_box']}'",
+            "time and object",
+        )
         kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
         facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)
@@ -329,14 +380,20 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         category = list(map(label_type, kinds))
         track = [name for _, name in pairs]
         return boxes_by_key(
-            box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME]
+            box_rows(boxes, category, track, np.array(num_points, np.int64)),
+            rows[_TIME],
         )
 
     def _read_boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
         """Return boxes in images by time of the frame [us] and channel."""
         kind = f"{_CAMERA_BOX}type"
         track = "key.camera_object_id"
-        keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
+        keys = {
+            _TIME: pa.int64(),
+            _NAME: pa.int64(),
+            kind: pa.int64(),
+            track: pa.string(),
+        }
         rows = read_parquet(self.files, name, {**keys, **dict.fromkeys(_SIDES, _F64)})
         by_image: dict[tuple[int, str], list[int]] = {}
         for row, (time, camera) in enumerate(

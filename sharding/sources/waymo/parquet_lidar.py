@@ -14,8 +14,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.shared.arrow import check_unique, open_parquet, read_parquet
-from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS, Inclination, first_returns
+from fuelrail.sharding.sources.shared.arrow import (
+    check_unique,
+    open_parquet,
+    read_parquet,
+)
+from fuelrail.sharding.sources.waymo.range_images import (
+    POINT_COLUMNS,
+    Inclination,
+    first_returns,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
@@ -89,7 +97,10 @@ def sweeps(
         frame_parts = parts.setdefault(time, {})
         frame_parts[laser] = sweep_points
         if len(frame_parts) == len(lasers[time]):
-            yield time, np.concatenate([points for _, points in sorted(parts.pop(time).items())])
+            yield (
+                time,
+                np.concatenate([points for _, points in sorted(parts.pop(time).items())]),
+            )
             remaining.discard(time)
             if not remaining:
                 return
@@ -117,7 +128,11 @@ class _PixelPoses:
 
 
 def _read_range_images(
-    files: SourceFiles, name: str, column: str, depth: int, selected: Collection[int]
+    files: SourceFiles,
+    name: str,
+    column: str,
+    depth: int,
+    selected: Collection[int],
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
     names = [_TIME, _LASER, f"{column}.values", f"{column}.shape"]

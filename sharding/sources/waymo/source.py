@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -38,7 +44,10 @@ from fuelrail.sharding.sources.waymo.frame_heads import (
     read_labels,
 )
 from fuelrail.sharding.sources.waymo.maps import MAP_LAYERS, parse_map
-from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS, frame_points
+from fuelrail.sharding.sources.waymo.range_images import (
+    POINT_COLUMNS,
+    frame_points,
+)
 from fuelrail.sharding.sources.waymo.records import records
 
 if TYPE_CHECKING:
@@ -78,7 +87,8 @@ class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
     """Options of the source of TFRecord files."""
 
     map: Annotated[
-        bool, Meta(description="true stores the vector map about ego as the channel map")
+        bool,
+        Meta(description="true stores the vector map about ego as the channel map"),
     ] = False
     payload_crc: Annotated[
         bool,
@@ -95,7 +105,13 @@ class WaymoSource(FrameSource[W]):
     """What both versions have."""
 
     ego_origin = "rear_axle_ground"
-    columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
+    columns = {  # noqa: RUF012
+        "location": str,
+        "time_of_day": str,
+        "weather": str,
+        "night": bool,
+        "rain": bool,
+    }
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
@@ -105,7 +121,8 @@ class WaymoSource(FrameSource[W]):
         """
         cameras = [Camera(channel(name), name) for name in CAMERAS.values()]
         return Sensors(
-            cameras, [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)]
+            cameras,
+            [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)],
         )
 
     @property
@@ -170,7 +187,11 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             stats: dict[str, str] = {}
             for record in records(window, read_whole=at_url, payloads=self.given.payload_crc):
                 head = read_frame(
-                    window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map
+                    window,
+                    record,
+                    context,
+                    boxes2d=self.given.boxes2d,
+                    has_map=self.given.map,
                 )
                 try:
                     if head.context is not context:
@@ -183,7 +204,13 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                         first = segment
                         context = head.context
                     frames.append(
-                        self._frame(name, record=record, head=head, cameras=cameras, stats=stats)
+                        self._frame(
+                            name,
+                            record=record,
+                            head=head,
+                            cameras=cameras,
+                            stats=stats,
+                        )
                     )
                     labels.append(head.labels)
                     offsets.append(head.map_offset)
@@ -209,7 +236,10 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             )
 
     def _map(self, place: str) -> VectorMap:
-        return parse_map(Part.parse(place).read(self.files), f"file '{self.files.shown}/{place}'")
+        return parse_map(
+            Part.parse(place).read(self.files),
+            f"file '{self.files.shown}/{place}'",
+        )
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read the first returns (P, 5) of all lidars, and the whole record."""

@@ -45,9 +45,17 @@ from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import save_npy
 from fuelrail.sharding.output.folder import Output, manifest_in
-from fuelrail.sharding.write.layers.segments import SEGMENTS, SegmentRow, Segments
+from fuelrail.sharding.write.layers.segments import (
+    SEGMENTS,
+    SegmentRow,
+    Segments,
+)
 from fuelrail.sharding.write.packer import dali_index
-from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_index
+from fuelrail.sharding.write.publish import (
+    ROWS_PER_GROUP,
+    publish_tables,
+    write_index,
+)
 from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
@@ -72,7 +80,12 @@ class LayerRun(Settings, frozen=True):
     """What else the values depend on; in the manifest in ``provenance.recipe``."""
 
 
-_ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.float64()}
+_ARROW: Final = {
+    "b": pa.bool_(),
+    "i": pa.int64(),
+    "u": pa.int64(),
+    "f": pa.float64(),
+}
 
 
 def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
@@ -119,7 +132,11 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
 
 
 def _write_layer(
-    out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments
+    out: Output,
+    temporary: Path,
+    base: Dataset,
+    run: LayerRun,
+    segments: Segments,
 ) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
     codecs = {channel.field: channel.codec for channel in run.channels}
@@ -132,7 +149,13 @@ def _write_layer(
 
         def written() -> Iterator[IndexRow]:
             for count, (position, segment_row, row) in enumerate(shards):
-                _check_row(out, base=base, codecs=codecs, position=position, row=segment_row)
+                _check_row(
+                    out,
+                    base=base,
+                    codecs=codecs,
+                    position=position,
+                    row=segment_row,
+                )
                 attributes.add(row, segment_row.attributes)
                 rows[position] = count
                 yield row
@@ -151,7 +174,11 @@ def _write_layer(
         time_base=base.manifest.time_base,
         ego_origin=base.manifest.ego_origin,
         license=base.manifest.license,
-        compression={"layout": "member", "level": DEFAULT_ZSTD_LEVEL, "codecs": codecs},
+        compression={
+            "layout": "member",
+            "level": DEFAULT_ZSTD_LEVEL,
+            "codecs": codecs,
+        },
         lineage=Lineage(),
         provenance={
             "recipe": {
@@ -177,14 +204,23 @@ def _write_layer(
 
 
 def _check_row(
-    out: Output, base: Dataset, codecs: Mapping[str, str], position: int, row: SegmentRow
+    out: Output,
+    base: Dataset,
+    codecs: Mapping[str, str],
+    position: int,
+    row: SegmentRow,
 ) -> None:
     """Raise DatasetError for a row of a segment that is not of the base's sample, or not of this
     table.
     """
     sample = base.index.row(position)
     names = (row.row.key, row.row.clip_id, row.row.frame, row.row.timestamp_ns)
-    is_of_sample = names == (sample.key, sample.clip_id, sample.frame, sample.timestamp_ns)
+    is_of_sample = names == (
+        sample.key,
+        sample.clip_id,
+        sample.frame,
+        sample.timestamp_ns,
+    )
     members = row.row.members
     is_of_table = all(
         entry.codec == codecs.get(entry.name)
@@ -269,14 +305,26 @@ class _AttributesWriter:
             pa.field("timestamp_ns", pa.int64(), nullable=False),
         ]
         self._schema = pa.schema(
-            [*fields, *(pa.field(*item) for item in scalar_channels(channels).items())]
+            [
+                *fields,
+                *(pa.field(*item) for item in scalar_channels(channels).items()),
+            ]
         )
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._rows: list[tuple[Any, ...]] = []
 
     def add(self, row: IndexRow, values: Sequence[Any]) -> None:
         """Take the next row."""
-        self._rows.append((row.key, row.clip_id, LAYER_SPLIT, row.frame, row.timestamp_ns, *values))
+        self._rows.append(
+            (
+                row.key,
+                row.clip_id,
+                LAYER_SPLIT,
+                row.frame,
+                row.timestamp_ns,
+                *values,
+            )
+        )
         if len(self._rows) == ROWS_PER_GROUP:
             self._flush()
 
@@ -296,7 +344,11 @@ class _AttributesWriter:
                 pa.array(column, kind)
                 for column, kind in zip(columns, self._schema.types, strict=True)
             ]
-        except (ValueError, TypeError, OverflowError) as error:  # of a segment that was edited
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+        ) as error:  # of a segment that was edited
             raise DatasetError(
                 f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): "
                 "remove its segment, and write its rows again"

@@ -22,11 +22,20 @@ from fuelrail.pipeline.format.layers import (
     check_layer_table,
     open_layer_data,
 )
-from fuelrail.pipeline.format.manifest import BRING_BACK, MANIFEST_FILE, WORK_FOLDER, Lineage
+from fuelrail.pipeline.format.manifest import (
+    BRING_BACK,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    Lineage,
+)
 from fuelrail.pipeline.storage.files import empty_folder
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
-from fuelrail.sharding.output.folder import FolderOutput, check_out, link_or_copy
+from fuelrail.sharding.output.folder import (
+    FolderOutput,
+    check_out,
+    link_or_copy,
+)
 from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.publish import publish_manifest
 
@@ -58,12 +67,21 @@ class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             f"{counted(self.num_unused, 'row')} of the layer without a sample"
         )
         return (
-            "\n".join([first, second, *(f"  no value: {key}" for key in self.without_value)]) + "\n"
+            "\n".join(
+                [
+                    first,
+                    second,
+                    *(f"  no value: {key}" for key in self.without_value),
+                ]
+            )
+            + "\n"
         )
 
 
 def rebase_layer(
-    layer: str | os.PathLike[str], base: str | os.PathLike[str], out: str | os.PathLike[str]
+    layer: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
 ) -> RebaseReport:
     """Make a layer of ``base`` from a layer of another version of it, such as the one before
     ``--append``.
@@ -91,7 +109,10 @@ def rebase_layer(
     shards = [
         shard
         for shard_entry in old.shards
-        for shard in (shard_entry.name, shard_entry.idx_name if shard_entry.idx_bytes else "")
+        for shard in (
+            shard_entry.name,
+            shard_entry.idx_name if shard_entry.idx_bytes else "",
+        )
     ]
     names = [*filter(None, shards), *(file.name for file in own_files)]
     for name in names:
@@ -100,9 +121,12 @@ def rebase_layer(
     target = FolderOutput(os.fspath(out))
     check_out(target)
     names_present = {*target.names()}
-    is_partial = names_present <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(
-        WORK_FOLDER
-    ) in ([], ["tmp"])
+    is_partial = names_present <= {
+        WORK_FOLDER,
+        MANIFEST_FILE,
+        ROWS_FILE,
+        *names,
+    } and target.names(WORK_FOLDER) in ([], ["tmp"])
     if names_present and not (WORK_FOLDER in names_present and is_partial):
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
     entry = BaseEntry.from_dataset(new_base)

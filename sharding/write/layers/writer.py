@@ -45,7 +45,11 @@ from fuelrail.pipeline.storage.files import open_lock
 from fuelrail.pipeline.text import differences
 from fuelrail.sharding.output.folder import check_out, open_output, read_json
 from fuelrail.sharding.planning.recipe import ZSTD_VERSION, channel_codec
-from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
+from fuelrail.sharding.write.layers.finish import (
+    LayerRun,
+    finish_layer,
+    scalar_channels,
+)
 from fuelrail.sharding.write.layers.segments import (
     BYTES_PER_SEGMENT,
     ROWS_PER_SEGMENT,
@@ -192,7 +196,11 @@ class LayerWriter:
             encoded.append(RawMember(channel.field, channel.codec, data))
         file = io.BytesIO()
         packer = ShardPacker(
-            file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
+            file=file,
+            number=0,
+            level=DEFAULT_ZSTD_LEVEL,
+            dictionary=None,
+            buffer=self._buffer,
         )
         length = packer.add(
             row.key,

@@ -10,7 +10,12 @@ import torch
 
 from fuelrail import DataLoader
 from fuelrail.bench.annotation.run import annotate
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SchemaError, StageError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    SchemaError,
+    StageError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
 from support.datasets import build_dataset
@@ -82,7 +87,10 @@ def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> Non
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name)
     out = tmp_path / "stopped" / "teacher"
-    for num_batches in (2, 4):  # the first batch is also what the table is made from
+    for num_batches in (
+        2,
+        4,
+    ):  # the first batch is also what the table is made from
         with pytest.raises(KeyboardInterrupt):
             run(base, out, Stopping(num_batches))
     assert run(base, out, Stopping(100)).fingerprint == report.fingerprint
@@ -100,7 +108,11 @@ def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
     ):
         run(base, tmp_path / store, store=store)
         with DataLoader(
-            base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}
+            base,
+            7,
+            shuffle=False,
+            transforms=SMALL,
+            layers={"t": tmp_path / store},
         ) as loader:
             batch = next(iter(loader))
         outputs = teacher(batch)
@@ -155,7 +167,10 @@ def test_a_window_that_drops_leaves_out_and_counts_samples_at_the_end_of_clips(
     base, tmp_path, monkeypatch
 ) -> None:
     report = run(base, tmp_path / "one" / "span", span, window=WINDOW)
-    assert (report.num_written, report.num_left_out) == (len(WHOLE), NUM_SAMPLES - len(WHOLE))
+    assert (report.num_written, report.num_left_out) == (
+        len(WHOLE),
+        NUM_SAMPLES - len(WHOLE),
+    )
     assert "7 samples without all frames of the window left out" in report.as_text()
     layer = open_layer_data(tmp_path / "one" / "span")
     assert layer.manifest.recipe["window"]["frames"] == [0, 1, 2]
@@ -196,7 +211,12 @@ def test_a_window_that_repeats_gives_every_sample_a_row(base, tmp_path) -> None:
 def test_another_window_is_another_layer(base, tmp_path) -> None:
     run(base, tmp_path / "span", span, window=WINDOW)
     with pytest.raises(DatasetExistsError, match="window"):
-        run(base, tmp_path / "span", span, window={**WINDOW, "stride": 2, "frames": [0, 1]})
+        run(
+            base,
+            tmp_path / "span",
+            span,
+            window={**WINDOW, "stride": 2, "frames": [0, 1]},
+        )
 
 
 def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
@@ -244,7 +264,10 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
         ),
         ("math:pi", "not a function"),
         (lambda _: None, "must return a dict"),
-        (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
+        (
+            lambda _: {"x": torch.zeros(3, 2)},
+            "with a row for each of the batch's 2 samples",
+        ),
         (lambda _: {"x": torch.full((2, 1), np.nan)}, "NaN"),
     ],
 )
@@ -275,7 +298,10 @@ def ends(batch):
             "shapes",
             r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
         ),
-        ("ends", r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends"),
+        (
+            "ends",
+            r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends",
+        ),
         (
             "Model",
             r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__",
@@ -318,7 +344,10 @@ def test_a_model_that_raises_is_named_with_its_batch_and_line(
             {"window": {"frames": [0, 9], "pad": "drop"}},
             r"no clip of '.*' has all of these frames",
         ),
-        ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
+        (
+            {"store": "int8"},
+            "output 'nan' has NaN or infinities, which int8 cannot hold",
+        ),
         (
             {"store": "int8", "channels": "table.yaml"},
             r"store='int8' is for values without a table: 'table\.yaml'",
@@ -334,7 +363,12 @@ def test_options_that_do_not_fit_are_refused(base, tmp_path, options, message) -
 
 
 def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base, tmp_path) -> None:
-    image = {"height": 32, "width": 64, "train": True, "rotate_deg": (-20.0, 20.0)}
+    image = {
+        "height": 32,
+        "width": 64,
+        "train": True,
+        "rotate_deg": (-20.0, 20.0),
+    }
     groups = {name: {"cameras": [f"cam_{name}"], "image": image} for name in ("back", "front")}
 
     def model(batch):
@@ -343,7 +377,11 @@ def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base,
             "ida": batch["ida_mat"][:, 0, :2, :2],
         }
 
-    options = {"batch_size": 4, "workers": 1, "transforms": {"camera_groups": groups}}
+    options = {
+        "batch_size": 4,
+        "workers": 1,
+        "transforms": {"camera_groups": groups},
+    }
     annotate(base, tmp_path / "seen", model, **options)
     data = open_layer_data(tmp_path / "seen")
     for row in range(NUM_SAMPLES):

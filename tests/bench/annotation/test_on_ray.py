@@ -24,7 +24,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
 ]
-OPTIONS = {"batch_size": 2, "transforms": {"image": {"height": 16, "width": 32}}, "workers": 1}
+OPTIONS = {
+    "batch_size": 2,
+    "transforms": {"image": {"height": 16, "width": 32}},
+    "workers": 1,
+}
 MODEL = """
 import os
 import signal
@@ -77,7 +81,12 @@ def expected(base, kills, tmp_path):
 
 def on_ray(base, out, cluster, model="teacher:mean", **changes):
     return annotate(
-        base, out, model, engine="ray", ray_address=cluster.address, **OPTIONS | changes
+        base,
+        out,
+        model,
+        engine="ray",
+        ray_address=cluster.address,
+        **OPTIONS | changes,
     )
 
 
@@ -121,9 +130,20 @@ def test_a_command_that_is_killed_continues_where_it_was(base, expected, cluster
         "2",
     ]
     (tmp_path / "small.yaml").write_text("image: {height: 16, width: 32}")
-    command += ["--transforms", "small.yaml", "--engine", "ray", "--ray-address", cluster.address]
+    command += [
+        "--transforms",
+        "small.yaml",
+        "--engine",
+        "ray",
+        "--ray-address",
+        cluster.address,
+    ]
     run = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline_s = time.monotonic() + 200
     while len(list(out.glob(".fuelrail/segments/*"))) < 3:
@@ -143,14 +163,23 @@ def test_a_function_without_a_module_is_taken_along(base, expected, cluster, tmp
         base,
         out,
         cluster,
-        lambda b: {"mean": b["img"].float().flatten(1).mean(1), "name": b["sample_key"]},
+        lambda b: {
+            "mean": b["img"].float().flatten(1).mean(1),
+            "name": b["sample_key"],
+        },
     )
     assert digests(out) == expected
 
 
 def test_a_window_leaves_out_the_same_samples(base, kills, cluster, tmp_path):
     window = {"frames": [0, 1, 2], "pad": "drop"}
-    alone = annotate(base, tmp_path / "alone" / "span", "teacher:mean", window=window, **OPTIONS)
+    alone = annotate(
+        base,
+        tmp_path / "alone" / "span",
+        "teacher:mean",
+        window=window,
+        **OPTIONS,
+    )
     report = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
     assert 0 < report.num_left_out == alone.num_left_out == 40 - report.num_written
     assert digests(tmp_path / "ray" / "span") == digests(tmp_path / "alone" / "span")
@@ -160,12 +189,14 @@ def test_a_window_leaves_out_the_same_samples(base, kills, cluster, tmp_path):
 
 def test_what_is_wrong_is_said_as_without_ray(base, kills, cluster, tmp_path, monkeypatch):
     with pytest.raises(
-        StageError, match=r"'broken' failed on samples .*KeyError.*teacher\.py:\d+ in broken"
+        StageError,
+        match=r"'broken' failed on samples .*KeyError.*teacher\.py:\d+ in broken",
     ) as caught:
         on_ray(base, tmp_path / "layer", cluster, "teacher:broken")
     assert "no such entry" in str(caught.value.__cause__)
     with pytest.raises(
-        ConfigError, match=r"node [\d.]+ cannot begin: .*cannot be imported.*all nodes share"
+        ConfigError,
+        match=r"node [\d.]+ cannot begin: .*cannot be imported.*all nodes share",
     ):
         on_ray(base, tmp_path / "layer", cluster, "no_such_module:f")
     lock = threading.Lock()
@@ -173,7 +204,10 @@ def test_what_is_wrong_is_said_as_without_ray(base, kills, cluster, tmp_path, mo
         on_ray(base, tmp_path / "layer", cluster, lambda batch: lock)
     monkeypatch.setattr(engine, "NO_NODE_S", 0.5)
     monkeypatch.setattr(engine, "_LOOK_S", 0.1)
-    with pytest.raises(FuelrailError, match=r"no node with 1 CPU and 1 GPU and .* memory for 0 s"):
+    with pytest.raises(
+        FuelrailError,
+        match=r"no node with 1 CPU and 1 GPU and .* memory for 0 s",
+    ):
         on_ray(base, tmp_path / "layer", cluster, device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

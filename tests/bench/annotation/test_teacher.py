@@ -47,7 +47,10 @@ class Speaker(torch.nn.Module):
         self.table = torch.nn.Parameter(4 * table)
 
     def forward(self, batch):
-        return {"logits": self.table[batch["global_index"]], "name": list(batch["sample_key"])}
+        return {
+            "logits": self.table[batch["global_index"]],
+            "name": list(batch["sample_key"]),
+        }
 
 
 def run(base, out, model=None, **options):
@@ -99,10 +102,12 @@ def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(
     error = np.sqrt(part * (1 - part) / 3000) / 20
     assert (np.abs(share - likely) <= 5 * error + 3 / 60_000).all()
     assert not np.array_equal(
-        reduce(logits, channel, "a").indices, reduce(logits, channel, "b").indices
+        reduce(logits, channel, "a").indices,
+        reduce(logits, channel, "b").indices,
     )
     assert not np.array_equal(
-        reduce(logits, channel, "a").indices, Reduction(epoch=1)(logits, channel, "a").indices
+        reduce(logits, channel, "a").indices,
+        Reduction(epoch=1)(logits, channel, "a").indices,
     )
 
 
@@ -116,7 +121,11 @@ def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
         )
         assert not logits.weights[~logits.known].any()
     with DataLoader(
-        base, 4, shuffle=False, transforms=SMALL, layers={"t": tmp_path / "layer"}
+        base,
+        4,
+        shuffle=False,
+        transforms=SMALL,
+        layers={"t": tmp_path / "layer"},
     ) as loader:
         assert next(iter(loader))["t.logits"].known.sum() == 12
 
@@ -133,14 +142,21 @@ def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) 
     assert [len(logits.known) for logits in rows(tmp_path / "layer")] == [
         row % 3 for row in range(NUM)
     ]
-    assert open_layer_data(tmp_path / "layer").manifest.channels[0].shape == (None, 5)
+    assert open_layer_data(tmp_path / "layer").manifest.channels[0].shape == (
+        None,
+        5,
+    )
 
 
 def test_arrays_to_read_only_are_taken_and_beside_others_stored_as_they_are(base, tmp_path) -> None:
     def model(batch):
         logits = Speaker()(batch)["logits"].detach().numpy()
         logits.flags.writeable = False
-        return {"logits": logits, "loss": logits.mean((1, 2)), "best": logits.argmax(2)}
+        return {
+            "logits": logits,
+            "loss": logits.mean((1, 2)),
+            "best": logits.argmax(2),
+        }
 
     run(base, tmp_path / "array", model)
     run(base, tmp_path / "tensor")
@@ -162,7 +178,8 @@ def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_
     assert repeated_report.num_kept == NUM
     second = weights_digest(Speaker(2))
     with pytest.raises(
-        DatasetExistsError, match=rf'recipe\.teacher: "{first}" there, "{second}" here'
+        DatasetExistsError,
+        match=rf'recipe\.teacher: "{first}" there, "{second}" here',
     ):
         run(base, tmp_path / "layer", Speaker(2))
     with pytest.raises(DatasetExistsError, match=r"recipe\.temperature: none there, 2.0 here"):
@@ -176,12 +193,16 @@ def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_
     with pytest.raises(KeyboardInterrupt):
         run(base, tmp_path / "part", stops, teacher="big-7b@rev1")
     with pytest.raises(
-        DatasetExistsError, match=r'recipe\.teacher: "big-7b@rev1" there, "big-7b@rev2" here'
+        DatasetExistsError,
+        match=r'recipe\.teacher: "big-7b@rev1" there, "big-7b@rev2" here',
     ):
         run(base, tmp_path / "part", stops, teacher="big-7b@rev2")
     for layer, digest in (("layer", first), ("layer", None)):
         with DataLoader(
-            base, 2, transforms=SMALL, layers={"t": LayerOptions(tmp_path / layer, teacher=digest)}
+            base,
+            2,
+            transforms=SMALL,
+            layers={"t": LayerOptions(tmp_path / layer, teacher=digest)},
         ):
             pass
     with pytest.raises(ConfigError, match=f"made by the teacher {first}, not by {second}"):
@@ -248,15 +269,27 @@ def test_the_digest_is_that_of_the_weights_wherever_they_are() -> None:
 @pytest.mark.parametrize(
     ("spoil", "options", "says"),
     [
-        (lambda x: x, {"store": "topk:301"}, "more tokens a position than the vocabulary, 300"),
+        (
+            lambda x: x,
+            {"store": "topk:301"},
+            "more tokens a position than the vocabulary, 300",
+        ),
         (
             lambda x: x,
             {"store": "topk:0"},
             "store='topk:0' must be as_is, float16, int8, topk:K or sampled:K",
         ),
         (lambda x: x, {"store": "topk"}, "store='topk' must be"),
-        (lambda x: x, {"temperature": 0.0}, r"'temperature': must be a number > 0"),
-        (lambda x: x, {"positions": 1.5}, r"'positions': must be a number > 0 and <= 1"),
+        (
+            lambda x: x,
+            {"temperature": 0.0},
+            r"'temperature': must be a number > 0",
+        ),
+        (
+            lambda x: x,
+            {"positions": 1.5},
+            r"'positions': must be a number > 0 and <= 1",
+        ),
         (
             lambda x: x[:, 0],
             {},
@@ -346,11 +379,17 @@ def test_kills_do_not_show(base, tmp_path, store) -> None:
         "0.5",
     ]
     start = [sys.executable, "-m", "fuelrail", "annotate", str(base)]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
 
     def began(out):
         return subprocess.Popen(
-            [*start, out, *words], cwd=tmp_path, env={**environment, "SLOW": "0.5"}
+            [*start, out, *words],
+            cwd=tmp_path,
+            env={**environment, "SLOW": "0.5"},
         )
 
     uninterrupted_run = subprocess.run(

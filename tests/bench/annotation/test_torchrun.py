@@ -54,7 +54,10 @@ def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
         "fuelrail",
     ]
     done = subprocess.run(
-        [*command, *words("torchrun/teacher")], capture_output=True, text=True, check=False
+        [*command, *words("torchrun/teacher")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     decoder = json.JSONDecoder()

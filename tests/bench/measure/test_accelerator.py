@@ -29,7 +29,8 @@ def run_step(accelerator, clock, real_ms, *, samples=1):
 
 
 @pytest.mark.parametrize(
-    ("real_ms", "samples", "overrun_ms"), [((3, 4, 0.1), 3, 0), ((14, 20, 1.5), 1, 4.5)]
+    ("real_ms", "samples", "overrun_ms"),
+    [((3, 4, 0.1), 3, 0), ((14, 20, 1.5), 1, 4.5)],
 )
 def test_phases_last_as_the_profile_says_and_work_that_takes_longer_is_overrun(
     real_ms, samples, overrun_ms
@@ -116,7 +117,11 @@ def test_late_gradients_are_overrun():
         accelerator.gradients_ready(1.0)
         clock.pass_ms(2)
     times = accelerator.finish_step()
-    assert (times.backward_ns, times.all_reduce_ns, times.overrun_ns) == (20 * MS, 2 * MS, 6 * MS)
+    assert (times.backward_ns, times.all_reduce_ns, times.overrun_ns) == (
+        20 * MS,
+        2 * MS,
+        6 * MS,
+    )
     assert times.device_busy_ns == 30 * MS
 
 
@@ -190,7 +195,11 @@ def test_the_phases_of_a_cpu_are_what_the_thread_takes_and_say_what_it_waited():
         clock.compute_ms(3)
     times = accelerator.finish_step()
     assert (times.host_to_device_ns, times.forward_ns) == (1 * MS, 510 * MS)
-    assert (times.backward_ns, times.all_reduce_ns, times.optimiser_ns) == (25 * MS, 7 * MS, 3 * MS)
+    assert (times.backward_ns, times.all_reduce_ns, times.optimiser_ns) == (
+        25 * MS,
+        7 * MS,
+        3 * MS,
+    )
     assert times.device_busy_ns == (510 + 25 + 3) * MS
     assert (times.cpu_ns, times.queued_ns) == (33 * MS, 5 * MS)
     assert times.all_reduce_total_ns == 7 * MS
@@ -206,5 +215,9 @@ def test_micro_batches_on_a_cpu_add_up():
         with accelerator.backward():
             clock.compute_ms(20)
     times = accelerator.finish_step()
-    assert (times.forward_ns, times.backward_ns, times.all_reduce_ns) == (20 * MS, 40 * MS, 0)
+    assert (times.forward_ns, times.backward_ns, times.all_reduce_ns) == (
+        20 * MS,
+        40 * MS,
+        0,
+    )
     assert times.cpu_ns == times.device_busy_ns == 60 * MS

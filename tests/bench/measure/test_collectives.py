@@ -15,9 +15,24 @@ GROUP = object()
 @pytest.mark.parametrize(
     ("operator", "arguments", "kind", "num_bytes"),
     [
-        (torch.ops.c10d.allreduce_.default, ([TENSOR], GROUP), "all_reduce", 400),
-        (torch.ops._c10d_functional.all_reduce.default, (TENSOR, "sum", "0"), "all_reduce", 400),
-        (torch.ops.c10d._allgather_base_.default, (LARGE, TENSOR, GROUP), "all_gather", 1600),
+        (
+            torch.ops.c10d.allreduce_.default,
+            ([TENSOR], GROUP),
+            "all_reduce",
+            400,
+        ),
+        (
+            torch.ops._c10d_functional.all_reduce.default,
+            (TENSOR, "sum", "0"),
+            "all_reduce",
+            400,
+        ),
+        (
+            torch.ops.c10d._allgather_base_.default,
+            (LARGE, TENSOR, GROUP),
+            "all_gather",
+            1600,
+        ),
         (
             torch.ops.c10d._reduce_scatter_base_.default,
             (TENSOR, LARGE, GROUP),

@@ -28,7 +28,12 @@ def test_our_own_work_is_ours():
 def test_children_that_ended_are_ours_too():
     watch = CpuWatch()
     subprocess.run(
-        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True
+        [
+            sys.executable,
+            "-c",
+            "import time\nwhile time.process_time() < 0.1: pass",
+        ],
+        check=True,
     )
     use = watch.use()
     assert use.own * use.seconds >= 0.1

@@ -31,7 +31,8 @@ def test_a_linear_layers_arithmetic_is_counted():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("layers", "width", "tokens", "vocabulary"), [(2, 64, 32, 128), (3, 32, 128, 64)]
+    ("layers", "width", "tokens", "vocabulary"),
+    [(2, 64, 32, 128), (3, 32, 128, 64)],
 )
 def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens, vocabulary):
     """72 B s l h^2 (1 + s / 6h + V / 12 h l): Korthikanti et al. 2022, arXiv:2205.05198, equation 7."""
@@ -94,7 +95,10 @@ def test_an_emulated_runs_utilisation_is_the_profiles_times_occupancy():
     # 31 ms for one sample in the records' steps of two: 100 GFLOP a sample on a device of 10 TFLOPS.
     profile = msgspec.structs.replace(PROFILE, train_gflop=100.0, peak_tflops=10.0)
     settings = msgspec.structs.replace(SETTINGS, profile=profile)
-    report = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))], settings=settings)
+    report = report_of(
+        [log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))],
+        settings=settings,
+    )
     assert report.figures.mfu == pytest.approx(2 * 100e9 / 0.040 / 10e12)
     # Of packs a row is counted, whatever it holds.
     packed = msgspec.structs.replace(settings, order=OrderSpec(pack=Pack(budget=8, cost="x")))

@@ -18,9 +18,16 @@ _PEAK = "from fuelrail.bench.measure.machine import peak_memory_bytes as peak; "
 
 def run(program):
     """Whole numbers that a Python program of its own prints."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(fuelrail.__file__).parents[1])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(fuelrail.__file__).parents[1]),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     return [int(word) for word in done.stdout.split()]
 

@@ -66,14 +66,18 @@ def test_every_gpu_is_sampled_from_start_to_end(jpeg):
         pytest.approx(0.90),
         pytest.approx(0.91),
     )
-    assert (first.memory_traffic, first.decoder) == (pytest.approx(0.40), pytest.approx(0.25))
+    assert (first.memory_traffic, first.decoder) == (
+        pytest.approx(0.40),
+        pytest.approx(0.25),
+    )
     assert first.jpeg == (pytest.approx(0.5) if jpeg else None)
     assert (first.peak_memory_bytes, first.mean_sm_clock_mhz) == (2**34, 1980)
     assert card.calls == ["init", "shutdown"]
 
 
 @pytest.mark.parametrize(
-    ("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])]
+    ("visible", "handles"),
+    [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])],
 )
 def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -83,16 +87,24 @@ def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
 
 
 def test_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
-    uuids = ["1234-fast", "5678-slow"]  # CUDA numbers the fastest first, NVML by the bus
+    uuids = [
+        "1234-fast",
+        "5678-slow",
+    ]  # CUDA numbers the fastest first, NVML by the bus
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index])
+        torch.cuda,
+        "get_device_properties",
+        lambda index: types.SimpleNamespace(uuid=uuids[index]),
     )
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", "GPU-1"
     )  # an abbreviation, which CUDA accepts and NVML does not
-    assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.92), pytest.approx(0.91)]
+    assert [gpu.kernels for gpu in watched(2, Card())] == [
+        pytest.approx(0.92),
+        pytest.approx(0.91),
+    ]
 
 
 def test_why_nvml_says_nothing_is_logged(caplog):
@@ -110,7 +122,9 @@ def test_why_nvml_says_nothing_is_logged(caplog):
     )
 
 
-def test_without_gpus_and_of_a_card_that_does_not_answer_there_is_nothing_to_say(monkeypatch):
+def test_without_gpus_and_of_a_card_that_does_not_answer_there_is_nothing_to_say(
+    monkeypatch,
+):
     def unsupported(self, handle):
         raise RuntimeError("Not Supported")
 

@@ -14,7 +14,11 @@ from fuelrail.bench.measure.occupancy import (
 from support.bench_runs import MS, step, steps
 
 
-@given(wait_ms=st.floats(0, 200), reduce_ms=st.floats(0, 50), warmup=st.integers(0, 5))
+@given(
+    wait_ms=st.floats(0, 200),
+    reduce_ms=st.floats(0, 50),
+    warmup=st.integers(0, 5),
+)
 def test_occupancy_is_busy_over_wall_of_the_measured_steps(wait_ms, reduce_ms, warmup):
     # Warm-up steps wait for ever; they must not count.
     first = steps(warmup, wait_ms=10_000)
@@ -43,7 +47,8 @@ def test_the_window_ends_where_the_shortest_rank_ends():
 
 
 @pytest.mark.parametrize(
-    ("count", "warmup"), [(0, 0), (4, 4), (4 + MIN_MEASURED_STEPS - 1, 4), (3, 10)]
+    ("count", "warmup"),
+    [(0, 0), (4, 4), (4 + MIN_MEASURED_STEPS - 1, 4), (3, 10)],
 )
 def test_too_few_steps_give_no_window_and_say_so(count, warmup):
     window = window_of([steps(count)], warmup)

@@ -27,7 +27,10 @@ def test_grandchildren_are_counted():
     cpu_s = tree_cpu_s(os.getpid())
     memory = tree_memory_bytes(os.getpid())
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout.readline() == "up\n"

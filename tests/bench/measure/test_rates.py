@@ -45,7 +45,12 @@ def test_what_the_work_raises_is_raised(fails_at):
 
 def test_medians_are_taken_rate_by_rate():
     def rate(name, samples_per_s, cpu_ms):
-        return Rate(name=name, num_threads=2, samples_per_s=samples_per_s, cpu_ms_per_sample=cpu_ms)
+        return Rate(
+            name=name,
+            num_threads=2,
+            samples_per_s=samples_per_s,
+            cpu_ms_per_sample=cpu_ms,
+        )
 
     repeats = [
         [rate("a", 1, 9), rate("b", 10, 1)],

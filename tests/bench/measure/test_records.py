@@ -38,15 +38,30 @@ def test_what_is_written_comes_back(tmp_path):
     )
     failure = RankFailure(kind="refused", message="no", at_ns=9)
     with RankWriter(rank_path(tmp_path, 0)) as writer:
-        for record in (HEADER, INPUT, records[0], stages, records[1], END, failure):
+        for record in (
+            HEADER,
+            INPUT,
+            records[0],
+            stages,
+            records[1],
+            END,
+            failure,
+        ):
             writer.write(record)
     log = read_rank(rank_path(tmp_path, 0))
-    assert (log.header, log.input, log.end, log.failure) == (HEADER, INPUT, END, failure)
+    assert (log.header, log.input, log.end, log.failure) == (
+        HEADER,
+        INPUT,
+        END,
+        failure,
+    )
     assert log.steps == records
     assert log.snapshots == [stages]
 
 
-def test_a_file_is_readable_while_it_is_written_and_when_its_last_line_is_cut_off(tmp_path):
+def test_a_file_is_readable_while_it_is_written_and_when_its_last_line_is_cut_off(
+    tmp_path,
+):
     path = rank_path(tmp_path, 3)
     with RankWriter(path) as writer:
         writer.write(HEADER)

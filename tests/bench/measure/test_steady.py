@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from fuelrail.bench.measure.rates import interval_of, warm_up_length
 
 
-@given(transient=st.integers(1, 15), slowness=st.floats(3, 100), seed=st.integers(0, 1000))
+@given(
+    transient=st.integers(1, 15),
+    slowness=st.floats(3, 100),
+    seed=st.integers(0, 1000),
+)
 def test_a_slow_start_is_cut_off(transient, slowness, seed):
     noise = np.random.default_rng(seed).normal(1, 0.02, 40)
     noise[:transient] *= slowness

@@ -15,7 +15,11 @@ def test_the_rank_that_comes_last_is_named_with_the_phase_that_costs_it():
     assert not first.is_slow
     assert not third.is_slow
     assert second.is_slow
-    assert (second.rank, second.most_in, second.last_in) == (1, "data_wait", 1.0)
+    assert (second.rank, second.most_in, second.last_in) == (
+        1,
+        "data_wait",
+        1.0,
+    )
     assert second.slower == (31 + 10) / (31 + 1) - 1
     assert first.own_ms == 32.0
 

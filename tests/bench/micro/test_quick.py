@@ -41,7 +41,11 @@ def test_they_run_as_the_pages_print_them(tmp_path):
     command = [sys.executable, "-m", "fuelrail.bench.micro.metadata", "--help"]
     assert (
         subprocess.run(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            check=False,
         ).returncode
         == 0
     )
@@ -49,7 +53,11 @@ def test_they_run_as_the_pages_print_them(tmp_path):
 
 def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, monkeypatch):
     _, with_lidar, _, lean = rate.CASES  # the others are these with other lengths and candidates
-    monkeypatch.setattr(rate, "CASES", {title: rate.CASES[title] for title in (with_lidar, lean)})
+    monkeypatch.setattr(
+        rate,
+        "CASES",
+        {title: rate.CASES[title] for title in (with_lidar, lean)},
+    )
     out = tmp_path / "report"
     out.mkdir()
     words = ["--quick", "--cpus", 1, "--dir", out]
@@ -92,7 +100,8 @@ def test_metadata(quick, monkeypatch):
     monkeypatch.setattr(metadata, "ROWS_PER_BATCH", 40)
     monkeypatch.setattr(metadata, "_NUM_ROWS", 5000)
     report, printed = quick(
-        lambda words: timing.main(words, "metadata", metadata.measure), "--quick"
+        lambda words: timing.main(words, "metadata", metadata.measure),
+        "--quick",
     )
     assert [len(comparison["entries"]) for comparison in report["comparisons"]] == [
         3,
@@ -131,7 +140,10 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
         for number in (0, 49):
             row = index.row(number)
             assert row == rows[number]
-            stored = {**row._asdict(), "members": [member._asdict() for member in row.members]}
+            stored = {
+                **row._asdict(),
+                "members": [member._asdict() for member in row.members],
+            }
             assert (
                 metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False}
                 == stored

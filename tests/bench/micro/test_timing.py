@@ -38,17 +38,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 def test_speedup_is_relative_to_the_first(clock: FakeTime) -> None:
     comparison = compare(
-        "t", {"slow": clock.candidate("slow", 0.5), "fast": clock.candidate("fast", 0.125)}
+        "t",
+        {
+            "slow": clock.candidate("slow", 0.5),
+            "fast": clock.candidate("fast", 0.125),
+        },
     )
     slow, fast = comparison.entries
-    assert (slow.name, slow.speedup, slow.seconds_per_call) == ("slow", 1.0, 0.5)
-    assert (fast.name, fast.speedup, fast.seconds_per_call) == ("fast", 4.0, 0.125)
+    assert (slow.name, slow.speedup, slow.seconds_per_call) == (
+        "slow",
+        1.0,
+        0.5,
+    )
+    assert (fast.name, fast.speedup, fast.seconds_per_call) == (
+        "fast",
+        4.0,
+        0.125,
+    )
     assert comparison.num_rounds == timing.NUM_ROUNDS
 
 
 def test_calls_fill_a_lap(clock: FakeTime) -> None:
     comparison = compare(
-        "t", {"a": clock.candidate("a", 0.001), "b": clock.candidate("b", 4.0)}, Effort(3, 0.25)
+        "t",
+        {"a": clock.candidate("a", 0.001), "b": clock.candidate("b", 4.0)},
+        Effort(3, 0.25),
     )
     assert comparison.entries[0].calls_per_lap >= 250
     assert comparison.entries[0].seconds_per_call == pytest.approx(0.001)
@@ -63,7 +77,11 @@ def test_a_candidate_that_takes_no_time_ends_too(clock: FakeTime) -> None:
 
 
 def test_order_turns_round_in_every_second_round(clock: FakeTime) -> None:
-    compare("t", {n: clock.candidate(n, 1.0) for n in "abc"}, Effort(num_rounds=2, min_lap_s=0.0))
+    compare(
+        "t",
+        {n: clock.candidate(n, 1.0) for n in "abc"},
+        Effort(num_rounds=2, min_lap_s=0.0),
+    )
     assert (
         "".join(clock.calls) == "aabbcc" + "abc" + "cba"
     )  # twice each to warm up, then the rounds
@@ -74,7 +92,11 @@ def test_a_slow_round_cancels_out(clock: FakeTime) -> None:
     a = clock.candidate("a", *warm_up, 1.0, 100.0, 1.0)
     b = clock.candidate("b", *warm_up, 2.0, 200.0, 2.0)
     _, second = compare("t", {"a": a, "b": b}, Effort(num_rounds=3, min_lap_s=0.0)).entries
-    assert (second.speedup_q25, second.speedup, second.speedup_q75) == (0.5, 0.5, 0.5)
+    assert (second.speedup_q25, second.speedup, second.speedup_q75) == (
+        0.5,
+        0.5,
+        0.5,
+    )
 
 
 def test_collector_is_put_back_when_a_candidate_fails() -> None:
@@ -89,7 +111,10 @@ def test_collector_is_put_back_when_a_candidate_fails() -> None:
 
 def test_main_prints_and_writes_the_same_figures(clock: FakeTime, tmp_path, capsys) -> None:
     out = tmp_path / "report.json"
-    candidates = {"a": clock.candidate("a", 2e-6), "b": clock.candidate("b", 5e-7)}
+    candidates = {
+        "a": clock.candidate("a", 2e-6),
+        "b": clock.candidate("b", 5e-7),
+    }
     assert (
         main(
             ["--quick", "--out", str(out)],

@@ -11,7 +11,13 @@ from support.published_formulas import first_stage_layers
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "published_gb"),
-    [(0, 64, 120), (1, 64, 31.4), (2, 64, 16.6), (3, 64, 1.88), (2, 1024, 15.1)],
+    [
+        (0, 64, 120),
+        (1, 64, 31.4),
+        (2, 64, 16.6),
+        (3, 64, 1.88),
+        (2, 1024, 15.1),
+    ],
 )
 def test_zero_states_are_those_of_its_figure(stage, ranks, published_gb):
     """arXiv 1910.02054, figure 1 and table 1: 7.5B parameters."""

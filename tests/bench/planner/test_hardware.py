@@ -33,8 +33,16 @@ def test_a_group_across_nodes_has_its_members_ports():
             "  gb_per_s: {value: 400,",
             "between.gb_per_s is 400, and at most 125",
         ),
-        ("memory_gib: {value: 80,", "memory_gib: {value: -80,", "must be a number > 0"),
-        ("nodes: 8", "nodes: 0", "must be a whole number from 1 to 1000000; got 0"),
+        (
+            "memory_gib: {value: 80,",
+            "memory_gib: {value: -80,",
+            "must be a number > 0",
+        ),
+        (
+            "nodes: 8",
+            "nodes: 0",
+            "must be a whole number from 1 to 1000000; got 0",
+        ),
         (', source: "400 Gb/s', ', sourse: "400 Gb/s', "sourse"),
     ],
 )
@@ -58,6 +66,7 @@ def test_unknown_names_and_types():
     with pytest.raises(ConfigError, match=r"cluster '9x9' is not known; known: .*8x8-h100"):
         load_cluster("9x9")
     with pytest.raises(
-        ConfigError, match="has no peak_tflops for fp8; it has: bf16, fp16, fp32, tf32"
+        ConfigError,
+        match="has no peak_tflops for fp8; it has: bf16, fp16, fp32, tf32",
     ):
         load_cluster("1x8-a100").peak_flops("fp8")

@@ -7,16 +7,28 @@ import math
 import numpy as np
 import pytest
 
-from fuelrail.bench.planner.scaling import Cluster, Overhead, exposed_all_reduce_ms, simulate
+from fuelrail.bench.planner.scaling import (
+    Cluster,
+    Overhead,
+    exposed_all_reduce_ms,
+    simulate,
+)
 from support.scale_runs import fit
 
-QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0}
+QUIET = {
+    "overheads": [Overhead(ranks_on_host=1, ms=[0.0])],
+    "trainer_cpus": 0.0,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "cluster", "step_ms"),
     [
-        ({"service_ms": [20.0]}, Cluster(1, 2, 1), 101.0),  # the accelerator is the bottleneck
+        (
+            {"service_ms": [20.0]},
+            Cluster(1, 2, 1),
+            101.0,
+        ),  # the accelerator is the bottleneck
         (
             {"service_ms": [150.0]},
             Cluster(1, 2, 1),
@@ -27,7 +39,11 @@ QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0
         ({"service_ms": [40.0]}, Cluster(4, 2, 1), 101 + 1.5 * 1.5),
         ({"service_ms": [40.0]}, Cluster(4, 2, 4), 160.0),
         # Storage feeds all ranks: 16 ranks x 2 samples x 1 MB = 32 MB a step, at 100 MB/s.
-        ({"service_ms": [10.0]}, Cluster(16, 2, 1, storage_bytes_per_s=1e8), 320.0),
+        (
+            {"service_ms": [10.0]},
+            Cluster(16, 2, 1, storage_bytes_per_s=1e8),
+            320.0,
+        ),
         # One straggler holds all ranks up; of 4 ranks, 0.2 are slow: none.
         *(
             (
@@ -55,7 +71,9 @@ def test_queues_even_out_what_a_batch_now_and_then_takes_longer():
     bursts = [50.0] * 9 + [400.0]
     waits = [
         simulate(
-            fit(service_ms=bursts, queue_batches=room, **QUIET), Cluster(1, 2, 1), num_steps=3000
+            fit(service_ms=bursts, queue_batches=room, **QUIET),
+            Cluster(1, 2, 1),
+            num_steps=3000,
         ).step_ms
         for room in (1, 2, 8)
     ]

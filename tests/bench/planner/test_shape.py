@@ -18,7 +18,11 @@ from fuelrail.bench.planner.shape import shape_of, stages
 from fuelrail.bench.planner.torch_private import private_parts
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    ParallelSettings,
+    degrees_of,
+)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from support.allocator import peak_of
 from support.models import build
@@ -100,7 +104,10 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     alone = shape("gpt-tiny")
     rank_shape = shape("gpt-tiny", 4, rank=3, mesh="dp_shard=2,tp=2")
     assert rank_shape.flop == alone.flop / 2
-    assert {collective.axis for collective in rank_shape.collectives} == {"dp_shard", "tp"}
+    assert {collective.axis for collective in rank_shape.collectives} == {
+        "dp_shard",
+        "tp",
+    }
     # Gather and scatter around attention and perceptron of four blocks, forward and backward, and at the ends.
     scattered = next(
         collective
@@ -111,7 +118,11 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     assert (scattered.count, scattered.bytes) == (2 * 2 * 4 + 1, 17 * hidden)
     # Gradients of what the axis does not divide are summed once in a step, and the embedding's output in each pass.
     more = shape(
-        "gpt-tiny", 4, 3, msgspec.structs.replace(INPUTS, micro_batches=3), mesh="dp_shard=2,tp=2"
+        "gpt-tiny",
+        4,
+        3,
+        msgspec.structs.replace(INPUTS, micro_batches=3),
+        mesh="dp_shard=2,tp=2",
     )
     single, thrice = (
         next(collective for collective in run_shape.collectives if collective.kind == "all_reduce")
@@ -150,12 +161,16 @@ def test_a_teacher_costs_its_forward_pass():
     assert beside.peak_bytes == alone.peak_bytes + teacher_work.weights_bytes + max(
         0, teacher_work.pass_bytes - alone.kept_bytes
     )
-    assert [collective.axis for collective in beside.collectives] == ["dp_replicate", "dp_teacher"]
+    assert [collective.axis for collective in beside.collectives] == [
+        "dp_replicate",
+        "dp_teacher",
+    ]
     read = msgspec.structs.replace(scenario, teacher_from="layer", sample_bytes=1000)
     assert beside_teacher(read, degrees, INPUTS, [alone]) == [alone]
     assert read.stored_bytes == 1000 + 2 * 8 * 8
     with pytest.raises(
-        ConfigError, match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks"
+        ConfigError,
+        match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks",
     ):
         beside_teacher(scenario, Degrees(pp=2), INPUTS, [alone])
 
@@ -209,7 +224,12 @@ def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
     inputs = Inputs(micro_batch=1, micro_batches=8)
     short_model = msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
     rank_shape = shape_of(
-        short_model, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16"
+        short_model,
+        settings,
+        degrees_of(settings, 1024),
+        inputs,
+        rank=rank,
+        precision="bf16",
     )
     assert (rank_shape.stage, rank_shape.in_flight) == (stage, in_flight)
     if stage == 1:
@@ -226,7 +246,9 @@ def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
         (
             32,
             ParallelSettings(
-                mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2", micro_batches=8, recompute="full"
+                mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2",
+                micro_batches=8,
+                recompute="full",
             ),
             4,
             8,
@@ -275,7 +297,11 @@ def test_plans_share_runs():
                 precision="fp32",
             )
     assert run_rank.cache_info().misses == 2, "of 2 and of 3 blocks"
-    for mesh, world in (("dp_shard=8", 8), ("dp_shard=4", 4), ("dp_replicate=2,dp_shard=2", 4)):
+    for mesh, world in (
+        ("dp_shard=8", 8),
+        ("dp_shard=4", 4),
+        ("dp_replicate=2,dp_shard=2", 4),
+    ):
         settings = ParallelSettings(mesh=mesh)
         stages(
             GPT,
@@ -289,28 +315,43 @@ def test_plans_share_runs():
 
 def test_pipelines_of_any_length_share_the_runs_of_their_ends():
     run_rank.cache_clear()
-    for mesh, depth, misses in (("pp=2", 8, 4), ("pp=4", 16, 6), ("pp=8", 32, 6)):
+    for mesh, depth, misses in (
+        ("pp=2", 8, 4),
+        ("pp=4", 16, 6),
+        ("pp=8", 32, 6),
+    ):
         settings = ParallelSettings(mesh=mesh, micro_batches=8)
         degrees = degrees_of(settings, 2 * depth // 8)
         gpt = msgspec.structs.replace(GPT, depth=depth)
         inputs = Inputs(micro_batch=1, micro_batches=8)
-        shapes = stages(gpt, settings=settings, degrees=degrees, inputs=inputs, precision="fp32")
+        shapes = stages(
+            gpt,
+            settings=settings,
+            degrees=degrees,
+            inputs=inputs,
+            precision="fp32",
+        )
         assert [shape.stage for shape in shapes] == list(range(degrees.pp))
         assert run_rank.cache_info().misses == misses, mesh
 
 
 def test_images_that_are_smaller_than_a_kernel_are_refused():
     with pytest.raises(
-        ConfigError, match=r"images of 2 x 8 pixels are smaller than .* every 8\. pixel"
+        ConfigError,
+        match=r"images of 2 x 8 pixels are smaller than .* every 8\. pixel",
     ):
-        shape("bev-tiny", inputs=msgspec.structs.replace(INPUTS, height=2, width=8))
+        shape(
+            "bev-tiny",
+            inputs=msgspec.structs.replace(INPUTS, height=2, width=8),
+        )
 
 
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="tp=3 does not divide the 8 heads"):
         shape("gpt-tiny", 3, strategy="tensor")
     with pytest.raises(
-        ConfigError, match=r"DualPipeV is not planned.*use one of GPipe, 1F1B, Interleaved1F1B"
+        ConfigError,
+        match=r"DualPipeV is not planned.*use one of GPipe, 1F1B, Interleaved1F1B",
     ):
         shape(
             "gpt-tiny",

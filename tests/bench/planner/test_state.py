@@ -25,7 +25,12 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
         2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
     )
     assert (
-        least_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8), "fp32")
+        least_bytes(
+            size,
+            ParallelSettings(strategy="zero1"),
+            Degrees(dp_replicate=8),
+            "fp32",
+        )
         == state_bytes * 9 // 16
     )
     # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
@@ -77,7 +82,11 @@ def test_zero2_holds_its_shards_beside_what_it_gathered():
     """Of each parameter: a gathered copy, and 4 bytes of master weight, gradient and two moments over the ranks."""
     size = MODELS["gpt2"]
     parameters = least_bytes(size, ParallelSettings(), Degrees(), "fp32") / 16
-    for ranks, precision, copy in ((2, "fp32", 4), (8, "fp32", 4), (8, "bf16", 2)):
+    for ranks, precision, copy in (
+        (2, "fp32", 4),
+        (8, "fp32", 4),
+        (8, "bf16", 2),
+    ):
         settings = ParallelSettings(strategy="zero2")
         degrees = Degrees(dp_shard=ranks)
         assert state_bytes(size, settings, degrees, precision) == parameters * (copy + 16 / ranks)
@@ -85,7 +94,8 @@ def test_zero2_holds_its_shards_beside_what_it_gathered():
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would():
     with pytest.raises(
-        ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"
+        ConfigError,
+        match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny",
     ):
         check_memory(
             "gpt2",
@@ -115,7 +125,12 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     offloaded = ParallelSettings(offload=True)
     shards = Degrees(dp_shard=2)
     check_memory(
-        "gpt2", settings=offloaded, degrees=shards, precision="fp32", available=2**30, alone=True
+        "gpt2",
+        settings=offloaded,
+        degrees=shards,
+        precision="fp32",
+        available=2**30,
+        alone=True,
     )
     with pytest.raises(ConfigError, match=r"at least 1\.3 GiB"):  # offloaded to the same memory
         check_memory(

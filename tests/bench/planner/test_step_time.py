@@ -70,7 +70,11 @@ def test_every_message_takes_the_links_latency():
 
 def test_the_last_bucket_of_copies_hides_behind_nothing():
     mib = 2**20
-    assert [buckets(size * mib, None) for size in (1, 4, 32)] == [(1, 1.0), (2, 0.75), (3, 6 / 32)]
+    assert [buckets(size * mib, None) for size in (1, 4, 32)] == [
+        (1, 1.0),
+        (2, 0.75),
+        (3, 6 / 32),
+    ]
     assert buckets(16 * mib, 4.0) == (4, 0.25)
     exposed = [
         step_time(
@@ -194,7 +198,9 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages):
+def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(
+    stages,
+):
     """However fast the link: of each pass one block of 24, and what is in none, computes beside nothing."""
     degrees = Degrees(pp=stages, dp_shard=8)
     weight_bytes = 4 * 10**9
@@ -228,7 +234,8 @@ def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages)
     last = reduce if stages > 1 else reduce * alone
     assert exposed == pytest.approx(2 * count * gather * alone + last)
     forward = seconds(
-        [part for part in parts if part.hidden == pytest.approx(1 / 3)], flop=rank_shape.flop
+        [part for part in parts if part.hidden == pytest.approx(1 / 3)],
+        flop=rank_shape.flop,
     )
     window = rank_shape.flop / 3 / 989.5e12
     assert forward[1] == pytest.approx(count * max(gather * alone, gather - window * (1 - alone)))
@@ -250,7 +257,13 @@ def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(
     size, more, hidden, last, times, flop
 ):
     traffic = Traffic(
-        bytes=size, count=2, reach=64, stride=8, times=times, hidden=hidden, last=last
+        bytes=size,
+        count=2,
+        reach=64,
+        stride=8,
+        times=times,
+        hidden=hidden,
+        last=last,
     )
     total, exposed = seconds([traffic], flop=flop)
     assert total * last * (1 - 1e-9) <= exposed <= total * (1 + 1e-9)
@@ -271,19 +284,26 @@ def test_attention_stays_in_16_bits():
 def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
     cluster = load_cluster("1x8-h100")
     truth = Efficiency(products=0.35, passes=20)
-    works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
+    works = [
+        StepWork(flop=1e14, activation_bytes=1e10),
+        StepWork(flop=1e13, activation_bytes=1e11),
+    ]
     cases = [
         (work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works
     ]
     joint_fit = fit(cases, Efficiency())
-    assert (joint_fit.efficiency.products, joint_fit.efficiency.passes) == pytest.approx(
-        (0.35, 20), rel=0.03
-    )
+    assert (
+        joint_fit.efficiency.products,
+        joint_fit.efficiency.passes,
+    ) == pytest.approx((0.35, 20), rel=0.03)
     assert joint_fit.determined == ["products", "passes"]
     assert max(map(abs, joint_fit.errors)) < 0.02, "the prior holds them back a little"
     single_fit = fit(cases[:1], Efficiency())
     assert single_fit.determined == ["products"], "a step of products says nothing of what moves"
-    assert (single_fit.efficiency.attention, single_fit.efficiency.convolution) == (
+    assert (
+        single_fit.efficiency.attention,
+        single_fit.efficiency.convolution,
+    ) == (
         Efficiency().attention,
         Efficiency().convolution,
     )
@@ -295,7 +315,10 @@ def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
     assert single_fit.deviation(np.array([0, 1.0, 0, 0, 0])) > 0.4
 
 
-@given(st.sampled_from(["attention_flop", "convolution_flop"]), st.floats(1e12, 1e14))
+@given(
+    st.sampled_from(["attention_flop", "convolution_flop"]),
+    st.floats(1e12, 1e14),
+)
 def test_each_kind_of_operation_computes_at_its_own_share(kind, flop):
     cluster = load_cluster("1x8-h100")
     used = Efficiency(products=0.5, attention=0.25, convolution=0.1)
@@ -344,7 +367,12 @@ def test_a_range_is_of_a_family_whose_steps_were_published(device, kind, family,
 
 
 def test_the_least_time_is_below_the_range_of_each_row():
-    work = StepWork(flop=1e13, attention_flop=1e12, convolution_flop=1e12, activation_bytes=1e10)
+    work = StepWork(
+        flop=1e13,
+        attention_flop=1e12,
+        convolution_flop=1e12,
+        activation_bytes=1e10,
+    )
     cluster = load_cluster("1x8-h100")
     for used in EFFICIENCIES.values():
         usual, best = (

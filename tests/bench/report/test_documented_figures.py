@@ -50,7 +50,9 @@ def result(name: str):
 
 
 def ratios_to(
-    name: str, baselines: tuple[str, ...], titles: tuple[str, ...] = tuple(CASES)
+    name: str,
+    baselines: tuple[str, ...],
+    titles: tuple[str, ...] = tuple(CASES),
 ) -> tuple[float, float]:
     """The lowest and highest median of a candidate's rate over that of others, in the cases of both reports."""
     ratios = []
@@ -110,13 +112,21 @@ def readme() -> Iterator[str]:
     rates, times, _ = loaders()
     named = [
         times[name]["median"]
-        for name in ("spdl:sjfast", "grain:thr-sjfast", "wds:sjfast", "mds:sjfast")
+        for name in (
+            "spdl:sjfast",
+            "grain:thr-sjfast",
+            "wds:sjfast",
+            "mds:sjfast",
+        )
     ]
     report = load_compare_report(RESULTS / "compare.json")
     yield f"decodes {times['loose:sjfast']['median']:.1f} times as many camera images a second as torch's DataLoader"
     yield f"{rates['fuelrail:turbo']:,.0f} images of 1600x900 a second on two CPU cores: "
     yield f"{min(named):.1f} to {max(named):.1f} times SPDL, Grain, webdataset and MosaicML Streaming"
-    assert (report.dataset.name, report.machine.gpus) == ("nuscenes-3-keyframes-200-times", [])
+    assert (report.dataset.name, report.machine.gpus) == (
+        "nuscenes-3-keyframes-200-times",
+        [],
+    )
     yield "on three nuScenes keyframes, each repeated 200 times and held in memory"
     assert report.machine.cpu.startswith("AMD EPYC")
     yield "Measured in a VM with two AMD EPYC cores and no GPU"
@@ -127,7 +137,10 @@ def compared() -> Iterator[str]:
     (rates, times, _) = loaders()
     yield markdown_table(HEADER, list(rows(report)))
     yield from (f"> {warning}" for warning in report.warnings)
-    for fast, cited in (("grain:thr-cv2fast", "grain:thr-sjfast"), ("wds:cv2fast", "wds:sjfast")):
+    for fast, cited in (
+        ("grain:thr-cv2fast", "grain:thr-sjfast"),
+        ("wds:cv2fast", "wds:sjfast"),
+    ):
         yield f"`{fast}` ({rates[fast]:.0f})"
         assert rates[fast] > rates[cited]
     yield f"({rates['grain:thr-sjfast']:.0f}, {rates['wds:sjfast']:.0f}), by two runs each"
@@ -243,7 +256,11 @@ def sharding_page() -> Iterator[str]:
     (with_low, with_high) = ratios_to(OUR_CANDIDATE, ("GNU tar",), (lidar,))
     row = ranged("GNU tar, tables as full as those of nuScenes", *full)
     yield row[:-2] + f" (with lidar {with_low:.2f} and {with_high:.2f}) |"
-    yield ranged("GNU tar, lean tables", *ratios_to(OUR_CANDIDATE, ("GNU tar",), (lean,)), "and")
+    yield ranged(
+        "GNU tar, lean tables",
+        *ratios_to(OUR_CANDIDATE, ("GNU tar",), (lean,)),
+        "and",
+    )
     command = "fuelrail shard, the whole command"
     yield ranged(
         "GNU tar, the whole command `fuelrail shard` including its start",
@@ -251,7 +268,10 @@ def sharding_page() -> Iterator[str]:
     )
     for words, baseline in (
         ("GNU tar, then SHA-256", "GNU tar, then SHA-256"),
-        ("one `webdataset.ShardWriter` that gets a list of files", "webdataset.ShardWriter"),
+        (
+            "one `webdataset.ShardWriter` that gets a list of files",
+            "webdataset.ShardWriter",
+        ),
         (
             "one `webdataset.ShardWriter` that reads and joins the tables",
             "webdataset.ShardWriter, tables joined",
@@ -262,7 +282,10 @@ def sharding_page() -> Iterator[str]:
             "two processes of `webdataset.ShardWriter`, against two workers",
             "webdataset.ShardWriter, 2 processes",
         ),
-        ("two processes of `MDSWriter`, against two workers", "streaming.MDSWriter, 2 processes"),
+        (
+            "two processes of `MDSWriter`, against two workers",
+            "streaming.MDSWriter, 2 processes",
+        ),
     ):
         yield ranged(words, *ratios_to(OUR_CANDIDATE, (baseline,)))
     floor = ratios_to("floor: with SHA-256 and XXH3", ("GNU tar",))
@@ -454,12 +477,15 @@ def test_no_figure_beside_a_result_is_left_unchecked():
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         claims = CLAIMS.get(
-            name, clusters if name.startswith(("configs/clusters", "configs/scenarios")) else list
+            name,
+            clusters if name.startswith(("configs/clusters", "configs/scenarios")) else list,
         )
         for part in cited(page) if page.suffix == ".md" else []:
             rest = one_line(part)
             for claim in sorted(
-                [*map(one_line, claims()), *CONDITIONS.get(name, [])], key=len, reverse=True
+                [*map(one_line, claims()), *CONDITIONS.get(name, [])],
+                key=len,
+                reverse=True,
             ):
                 rest = rest.replace(claim, " ")
             if numbers := NUMBER.findall(rest):

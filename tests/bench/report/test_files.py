@@ -19,7 +19,9 @@ def test_a_file_appears_whole_and_alone(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(tmp_path):
+def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
+    tmp_path,
+):
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match="taken' cannot be written"):
         publish(tmp_path / "taken", b"x")
@@ -42,7 +44,8 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
         prepare_folder(tmp_path / "out", html=True)
     prepare_folder(tmp_path / "out", html=False)
     with pytest.raises(
-        ConfigError, match=r"needs psutil, .* pip install -e '\.\[bench\]' in a checkout"
+        ConfigError,
+        match=r"needs psutil, .* pip install -e '\.\[bench\]' in a checkout",
     ):
         prepare_folder(tmp_path / "out", html=False, modules=("psutil",))
 

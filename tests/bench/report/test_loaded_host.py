@@ -21,7 +21,10 @@ IDLE = CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0)
 
 
 def compared(other_cpus):
-    entries = [contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]
+    entries = [
+        contestant("fuelrail:turbo", [900.0]),
+        contestant("wds:cv2", [500.0]),
+    ]
     loaded = [
         [msgspec.structs.replace(run, others_cpus=other_cpus) for run in entry.runs]
         for entry in entries

@@ -19,14 +19,20 @@ from support.bench_runs import SETTINGS, log, report_of, steps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"seed": 0, "verify": False, "storage": "auto"}, "seed=0, verify=False, storage=auto"),
+        (
+            {"seed": 0, "verify": False, "storage": "auto"},
+            "seed=0, verify=False, storage=auto",
+        ),
         ({"window": None, "cpus": [0], "leave_out": []}, "cpus=[0]"),
         ({"image": {"flip_prob": 0.0, "resize": None, "lens": {}}}, ""),
         (
             {"image": {"flip_prob": 0.5, "lens": {"tilt": 2.0}}},
             "image.flip_prob=0.5, image.lens.tilt=2.0",
         ),
-        ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
+        (
+            {"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}},
+            "image.crop_bottom=[0.0, 0.2]",
+        ),
     ],
 )
 def test_options_are_reported_flat_and_without_what_is_off(options, said):

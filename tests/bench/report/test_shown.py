@@ -36,16 +36,29 @@ STEP_TIME = Summary(mean_ms=130.0, p50_ms=129.9, p99_ms=150.2, max_ms=160.0, cou
 def test_a_table_has_a_column_for_each_field_that_shows():
     table = table_of([Record("fetch", 3 << 20, 1234.5), Record("decode", 1 << 19, None)])
     assert table.header == ["stage", "memory [MiB]", "items/s"]
-    assert table.rows == [["fetch", "3.0", "1,234"], ["decode", "0.5", "unknown"]]
+    assert table.rows == [
+        ["fetch", "3.0", "1,234"],
+        ["decode", "0.5", "unknown"],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("num_repeats", "label"), [(2, "first batch"), (3, "first batch (0.09 to 0.11)")]
+    ("num_repeats", "label"),
+    [(2, "first batch"), (3, "first batch (0.09 to 0.11)")],
 )
 def test_a_tile_says_its_unit_and_its_spread(num_repeats, label):
-    interval = Interval(median=0.1, low=0.09, high=0.11, confidence=0.75, num_repeats=num_repeats)
+    interval = Interval(
+        median=0.1,
+        low=0.09,
+        high=0.11,
+        confidence=0.75,
+        num_repeats=num_repeats,
+    )
     tiles = tiles_of(Figures(interval, STEP_TIME), names={"step_time": "step"})
-    assert tiles.entries == [("0.10 s", label), ("130 ms", "step p50; p99 150 ms")]
+    assert tiles.entries == [
+        ("0.10 s", label),
+        ("130 ms", "step p50; p99 150 ms"),
+    ]
 
 
 def test_a_field_says_whether_more_is_better():

@@ -13,7 +13,10 @@ from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.diff import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.report import LoaderOptions
-from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
+from fuelrail.bench.studies.order.describe import (
+    DescribeOptions,
+    describe_order,
+)
 from fuelrail.bench.studies.scale import run as scale_run
 from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
@@ -24,7 +27,13 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
-QUICK = {"batch_size": 1, "steps": 12, "warmup": 2, "workers": 1, "model": "light"}
+QUICK = {
+    "batch_size": 1,
+    "steps": 12,
+    "warmup": 2,
+    "workers": 1,
+    "model": "light",
+}
 KINDS = [
     TrainOptions,
     DiagnoseOptions,
@@ -58,7 +67,11 @@ def test_train_returns_a_report_and_writes_nothing(dataset, work_folder):
 def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(dataset, work_folder):
     options = TrainOptions(**QUICK, profile=load_profile("resnet50-224-h100"), trace=True)
     report = bench_train(
-        str(dataset), options, out=work_folder / "out", html=False, leave_out=["decode"]
+        str(dataset),
+        options,
+        out=work_folder / "out",
+        html=False,
+        leave_out=["decode"],
     )
     assert report.accelerator["name"] == "resnet50-224-h100"
     assert "left out decode" in report.warnings[0]
@@ -74,20 +87,39 @@ def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(da
 
 def test_scale_returns_curves(dataset, work_folder, monkeypatch):
     monkeypatch.setattr(scale_run, "_LOADER_SECONDS", 1.5)
-    report = scale(dataset, ranks=[1], batch_size=1, steps=14, warmup=4, max_ranks=4, workers=1)
+    report = scale(
+        dataset,
+        ranks=[1],
+        batch_size=1,
+        steps=14,
+        warmup=4,
+        max_ranks=4,
+        workers=1,
+    )
     assert [run.num_ranks for run in report.measured] == [1]
     assert list(work_folder.iterdir()) == []
 
 
 def test_bench_loader_returns_rates(dataset, work_folder):
     report = bench_loader(dataset, batch_size=2, workers=1, seconds=0.3, repeats=1)
-    assert [rate.name for rate in report.stages] == ["fetch", "parse", "decode", "collate"]
+    assert [rate.name for rate in report.stages] == [
+        "fetch",
+        "parse",
+        "decode",
+        "collate",
+    ]
     assert list(work_folder.iterdir()) == []
 
 
 def test_compare_returns_the_contestants(dataset, work_folder):
     report = compare(
-        dataset, only=["fuelrail:turbo"], batch_size=2, height=32, width=48, psnr=15, rounds=0
+        dataset,
+        only=["fuelrail:turbo"],
+        batch_size=2,
+        height=32,
+        width=48,
+        psnr=15,
+        rounds=0,
     )
     assert [entry.name for entry in report.contestants] == ["fuelrail:turbo"]
     assert list(work_folder.iterdir()) == []
@@ -102,7 +134,10 @@ def test_describe_order_returns_figures(dataset):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 2}, "the field 'rank' is unknown; allowed here: strategy, mesh"),
+        (
+            {"rank": 2},
+            "the field 'rank' is unknown; allowed here: strategy, mesh",
+        ),
         ({"ranks": 0}, "TrainOptions: at 'ranks': must be a whole number >= 1"),
         (
             {"leave_out": ["nothing"]},

@@ -11,19 +11,40 @@ REFUSED = {
         (("--ranks", 0), "--ranks 0: must be a whole number >= 1"),
         (("--batch-size", -1), "--batch-size -1: must be a whole number >= 1"),
         (("--warmup", -1), "--warmup -1: must be a whole number >= 0"),
-        (("--learning-rate", "nan"), "--learning-rate nan: must be a number from 0"),
+        (
+            ("--learning-rate", "nan"),
+            "--learning-rate nan: must be a number from 0",
+        ),
         (
             ("--price-per-gpu-hour", "inf"),
             "--price-per-gpu-hour inf: must be a number from 0 to 1000000000",
         ),
-        (("--steps", 9, "--epochs", 1), "steps=9 and epochs=1 exclude each other"),
-        (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
+        (
+            ("--steps", 9, "--epochs", 1),
+            "steps=9 and epochs=1 exclude each other",
+        ),
+        (
+            ("--ranks", 5, "--batch-size", 5),
+            "has 24 samples, one step takes 25",
+        ),
         (("--split", "test"), "no split 'test'"),
-        (("--accelerator", "tpu"), "must be auto, cuda, cpu or emulated:PROFILE"),
-        (("--accelerator", "emulated:"), "must be auto, cuda, cpu or emulated:PROFILE"),
+        (
+            ("--accelerator", "tpu"),
+            "must be auto, cuda, cpu or emulated:PROFILE",
+        ),
+        (
+            ("--accelerator", "emulated:"),
+            "must be auto, cuda, cpu or emulated:PROFILE",
+        ),
         (("--accelerator", "emulated:z80"), "known profiles"),
-        (("--checkpoint", "checkpoints", "--leave-out", "loading"), "exclude each other"),
-        (("--ledger", "a.ledger", "--leave-out", "loading"), "not a run to record"),
+        (
+            ("--checkpoint", "checkpoints", "--leave-out", "loading"),
+            "exclude each other",
+        ),
+        (
+            ("--ledger", "a.ledger", "--leave-out", "loading"),
+            "not a run to record",
+        ),
         (("--checkpoint", "zip+tar://x"), "cannot be opened"),
         (("--checkpoint", "memory://x"), "would end with each rank's process"),
     ],
@@ -54,7 +75,12 @@ REFUSED = {
         (("--cpus", "x"), "must be a list such as"),
         (("--cpus", 4096), "this process may use"),
     ],
-    "diagnose": [(("--steps", 12, "--warmup", 5), "12 steps - 5 warm-up = 7 measured; at least 8")],
+    "diagnose": [
+        (
+            ("--steps", 12, "--warmup", 5),
+            "12 steps - 5 warm-up = 7 measured; at least 8",
+        )
+    ],
 }
 
 
@@ -77,7 +103,16 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(
 @pytest.mark.parametrize("word", [*REFUSED])
 def test_no_dataset(word, tmp_path, capsys):
     assert (
-        main(["bench", word, str(tmp_path / "nothing-here"), "--out", str(tmp_path / "out")]) == 2
+        main(
+            [
+                "bench",
+                word,
+                str(tmp_path / "nothing-here"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
     )
     error = capsys.readouterr().err
     assert "nothing-here" in error
@@ -90,7 +125,18 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
     word, dataset, tmp_path, capsys
 ):
     (tmp_path / "file").write_text("")
-    assert main(["bench", word, str(dataset), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert (
+        main(
+            [
+                "bench",
+                word,
+                str(dataset),
+                "--out",
+                str(tmp_path / "file" / "out"),
+            ]
+        )
+        == 2
+    )
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -98,7 +144,18 @@ def test_a_rank_of_torchrun_refuses_another_number_of_ranks(dataset, tmp_path, c
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "3")
     assert (
-        main(["bench", "train", str(dataset), "--ranks", "2", "--out", str(tmp_path / "out")]) == 2
+        main(
+            [
+                "bench",
+                "train",
+                str(dataset),
+                "--ranks",
+                "2",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
     )
     assert "one of WORLD_SIZE=16 processes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -36,17 +36,24 @@ def losses(text):
 
 
 @pytest.mark.parametrize(
-    "words", [("vla",), pytest.param(("detector", "--small"), marks=pytest.mark.long)]
+    "words",
+    [("vla",), pytest.param(("detector", "--small"), marks=pytest.mark.long)],
 )
 def test_a_killed_run_continues_under_another_strategy(words, tiny_dataset, tmp_path):
-    example = (*words, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root)
+    example = (
+        *words,
+        tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root,
+    )
     whole_text = run(example, tmp_path / "whole", "ddp")
     with pytest.raises(AssertionError, match="ranks ended with"):
         run(example, tmp_path / "cut", "fsdp2", last=4)  # the second save has waited for the first
     rest = run(example, tmp_path / "cut", "ddp")
     expected = losses(whole_text)
     rest_losses = losses(rest)
-    assert sorted(expected) == list(range(6)) and sorted(rest_losses) in ([2, 3, 4, 5], [4, 5])
+    assert sorted(expected) == list(range(6)) and sorted(rest_losses) in (
+        [2, 3, 4, 5],
+        [4, 5],
+    )
     assert all(
         loss == pytest.approx(expected[step], rel=2e-6) for step, loss in rest_losses.items()
     )
@@ -54,12 +61,17 @@ def test_a_killed_run_continues_under_another_strategy(words, tiny_dataset, tmp_
     assert "over 48 samples" in rest
 
 
-def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeypatch):
+def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(EXAMPLES)
     detector = importlib.import_module("detector")
     model = detector.Detector(2, width=8, blocks=(1, 1, 1, 1), grid=16, channels=16)
     true = torch.tensor(
-        [[-25.1, 2.3, 0.8, 4.0, 2.0, 1.6, -2.4], [10.0, -30.0, 0.5, 0.6, 0.7, 1.7, 0.3]]
+        [
+            [-25.1, 2.3, 0.8, 4.0, 2.0, 1.6, -2.4],
+            [10.0, -30.0, 0.5, 0.6, 0.7, 1.7, 0.3],
+        ]
     )
     labels = [torch.tensor([0, 1]), torch.tensor([], dtype=torch.long)]
     batch = {"gt_boxes_3d": [true, true[:0]], "gt_labels_3d": labels}

@@ -15,7 +15,9 @@ from support.packed_ranks import LENGTH, PACK, TOKENS, words
 
 def batches(dataset, count=10, **changes):
     settings = msgspec.structs.replace(
-        SETTINGS, dataset=str(dataset), **{"batch_size": 2, "workers": 1, **changes}
+        SETTINGS,
+        dataset=str(dataset),
+        **{"batch_size": 2, "workers": 1, **changes},
     )
     with make_loader(settings, None) as loader:
         return [
@@ -73,7 +75,12 @@ def documents(tiny_dataset):
 
 
 def test_an_order_of_its_own_packs_what_the_decoder_reads(documents):
-    packed = batches(documents, batch_size=3, model="gpt-tiny", order=OrderSpec(seed=3, pack=PACK))
+    packed = batches(
+        documents,
+        batch_size=3,
+        model="gpt-tiny",
+        order=OrderSpec(seed=3, pack=PACK),
+    )
     assert all(len(batch["pack_offsets"]) == 4 and "cu_seqlens" in batch for batch in packed)
     assert sum(len(batch["sample_key"]) for batch in packed) > 2 * len(packed)
 
@@ -81,17 +88,27 @@ def test_an_order_of_its_own_packs_what_the_decoder_reads(documents):
 @pytest.mark.parametrize(
     ("changes", "words_of_error"),
     [
-        ({"model": "bev-tiny"}, "model 'bev-tiny' reads packs of up to 0 tokens"),
+        (
+            {"model": "bev-tiny"},
+            "model 'bev-tiny' reads packs of up to 0 tokens",
+        ),
         (
             {"order": OrderSpec(pack=Pack(budget=34, cost=LENGTH))},
             "reads packs of up to 33 tokens of this dataset, and the order's have 34",
         ),
-        ({"order": None, "teacher": "folder"}, "a teacher needs tokens of a fixed number"),
+        (
+            {"order": None, "teacher": "folder"},
+            "a teacher needs tokens of a fixed number",
+        ),
     ],
 )
 def test_orders_that_a_model_cannot_read_are_refused(documents, changes, words_of_error):
     with pytest.raises(ConfigError, match=words_of_error):
-        batches(documents, 1, **{"model": "gpt-tiny", "order": OrderSpec(pack=PACK), **changes})
+        batches(
+            documents,
+            1,
+            **{"model": "gpt-tiny", "order": OrderSpec(pack=PACK), **changes},
+        )
 
 
 def test_packs_of_a_dataset_without_documents_are_refused(dataset):

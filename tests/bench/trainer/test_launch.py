@@ -58,12 +58,18 @@ def alive(pid):
 def test_ranks_run_to_their_end(program):
     outcome = run(program, "end")
     assert outcome == (0, False, []), (program / "ranks.log").read_text()
-    assert [(program / f"world-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    assert [(program / f"world-{rank}").read_text() for rank in (0, 1)] == [
+        "2",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "first"),
-    [("kill", RankExit(rank=1, exit_code=-9)), ("fail", RankExit(rank=0, exit_code=7))],
+    [
+        ("kill", RankExit(rank=1, exit_code=-9)),
+        ("fail", RankExit(rank=0, exit_code=7)),
+    ],
 )
 def test_one_rank_that_fails_ends_the_others_and_is_named(program, behaviour, first):
     outcome = run(program, behaviour)

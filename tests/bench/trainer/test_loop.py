@@ -38,7 +38,10 @@ def parallel(model):
     optimiser = torch.optim.AdamW(model.parameters())
     inputs = BevOccupancy(MODELS["light"]).inputs
     return Parallel(
-        [model], optimiser, inputs, accelerator=EmulatedAccelerator(PROFILE, model.clock)
+        [model],
+        optimiser,
+        inputs,
+        accelerator=EmulatedAccelerator(PROFILE, model.clock),
     )
 
 
@@ -67,7 +70,10 @@ def run(waits_ms, *, forward_ms=0.0, **options):
 
 
 @settings(deadline=None, max_examples=30)
-@given(waits_ms=st.lists(st.floats(0, 100), min_size=8, max_size=12), forward_ms=st.floats(0, 40))
+@given(
+    waits_ms=st.lists(st.floats(0, 100), min_size=8, max_size=12),
+    forward_ms=st.floats(0, 40),
+)
 def test_injected_stalls_come_out_exactly(waits_ms, forward_ms):
     records = run(waits_ms, forward_ms=forward_ms)
     assert [record.data_wait_ns for record in records] == pytest.approx(

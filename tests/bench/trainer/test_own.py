@@ -58,7 +58,8 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "warns"), [(Plain, False), (Tied, True), (Late, True), (Detector, True)]
+    ("kind", "warns"),
+    [(Plain, False), (Tied, True), (Late, True), (Detector, True)],
 )
 def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
     torch.manual_seed(5)
@@ -74,7 +75,10 @@ def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wrap": [nn.LSTM]}, "wrap names LSTM, and model Detector has no part of it"),
+        (
+            {"wrap": [nn.LSTM]},
+            "wrap names LSTM, and model Detector has no part of it",
+        ),
         ({"strategy": "fsdp3"}, "ParallelSettings"),
     ],
 )
@@ -108,7 +112,12 @@ def test_accumulated_batches_are_one_larger_batch():
             "gt_boxes_3d": [torch.ones(1, 7)] * 2,
         }
     ]
-    batches.append({"img": batches[0]["img"].flip(-1), "gt_boxes_3d": [torch.zeros(2, 7)] * 2})
+    batches.append(
+        {
+            "img": batches[0]["img"].flip(-1),
+            "gt_boxes_3d": [torch.zeros(2, 7)] * 2,
+        }
+    )
     joined_batch = {
         "img": torch.cat([batch["img"] for batch in batches]),
         "gt_boxes_3d": [*batches[0]["gt_boxes_3d"], *batches[1]["gt_boxes_3d"]],
@@ -168,7 +177,10 @@ def test_one_function_logs_as_a_list_of_functions_does(dataset, several):
 def test_what_cannot_log_is_refused_before_the_first_step(dataset, log):
     with (
         load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
-        pytest.raises(fr.errors.ConfigError, match=r"log=.* must be a function of values and step"),
+        pytest.raises(
+            fr.errors.ConfigError,
+            match=r"log=.* must be a function of values and step",
+        ),
     ):
         bench.train(divided(), loader, steps=2, log=log)
 
@@ -250,7 +262,11 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert torch.equal(model.eval()(batch), student(batch))
     with pytest.raises(AttributeError, match="nothing"):
-        bench.Distilling(student, teacher, [bench.Pair("nothing", "", nn.functional.mse_loss)])
+        bench.Distilling(
+            student,
+            teacher,
+            [bench.Pair("nothing", "", nn.functional.mse_loss)],
+        )
 
 
 def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
@@ -267,7 +283,11 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     report = bench.load_weights(
         target, place, rename=lambda name: None if name == "queries" else name
     )
-    assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
+    assert (report.missing, report.unexpected, report.other_shape) == (
+        ["queries"],
+        [],
+        {},
+    )
     state = target.models[0].state_dict()
     assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {
         "queries"
@@ -299,10 +319,14 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
 def test_losses_of_float64_are_not_rounded():
     class Thirds(nn.Linear):
         def forward(self, batch):
-            return {"one": super().forward(batch).sum(), "other": super().forward(batch).sum()}
+            return {
+                "one": super().forward(batch).sum(),
+                "other": super().forward(batch).sum(),
+            }
 
     parallel = bench.parallelise(
-        Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0)
+        Thirds(2, 1, dtype=torch.float64),
+        optimiser=partial(torch.optim.SGD, lr=1.0),
     )
     bias = parallel.models[0].bias.detach().clone()
     batch = torch.ones(1, 2, dtype=torch.float64)
@@ -314,6 +338,7 @@ def test_losses_of_float64_are_not_rounded():
 
 def test_what_is_in_the_place_of_the_settings_is_named():
     with pytest.raises(
-        fr.errors.ConfigError, match="must be a ParallelSettings; or give its fields by name"
+        fr.errors.ConfigError,
+        match="must be a ParallelSettings; or give its fields by name",
     ):
         bench.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)

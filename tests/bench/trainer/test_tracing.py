@@ -28,7 +28,9 @@ def traced_steps(trace, accelerator, records):
         yield record
 
 
-def test_phases_stages_and_the_profilers_events_lie_in_one_file_on_one_clock(tmp_path):
+def test_phases_stages_and_the_profilers_events_lie_in_one_file_on_one_clock(
+    tmp_path,
+):
     for rank in range(2):
         trace = RankTrace(tmp_path / "trace", rank)
         accelerator = TracedAccelerator(EmulatedAccelerator(PROFILE, HandClock()), trace)
@@ -40,7 +42,14 @@ def test_phases_stages_and_the_profilers_events_lie_in_one_file_on_one_clock(tmp
     spans = [event for event in events if event.get("ph") == "X"]
     trainer = [event for event in spans if event.get("cat") == "trainer"]
     names = {event["name"] for event in trainer}
-    assert names == {"step", "host to device", "forward", "backward", "optimiser", "all-reduce"}
+    assert names == {
+        "step",
+        "host to device",
+        "forward",
+        "backward",
+        "optimiser",
+        "all-reduce",
+    }
     assert [event["args"]["step"] for event in trainer if event["name"] == "step"] == [
         *range(10)
     ] * 2

@@ -51,11 +51,18 @@ def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
 @pytest.mark.slow
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, steps=6, warmup=2, profile=QUICK)
-    with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:
+    with (
+        loader_of(dataset) as loader,
+        RankWriter(rank_path(tmp_path, 0)) as writer,
+    ):
         run_rank(settings, loader, writer)
     log = read_rank(rank_path(tmp_path, 0))
     assert log.header.backend is None
-    assert (log.input.num_cameras, log.input.height, log.input.width) == (2, 32, 64)
+    assert (log.input.num_cameras, log.input.height, log.input.width) == (
+        2,
+        32,
+        64,
+    )
     assert [record.step for record in log.steps] == list(range(6))
     assert [record.epoch for record in log.steps] == [0] * 4 + [1] * 2
     assert all((record.num_samples, record.num_images) == (2, 4) for record in log.steps)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.records import BatchSlot, FrameTask, Parsed, Source, Task, batch_entries
+from fuelrail.loaders.records import (
+    BatchSlot,
+    FrameTask,
+    Parsed,
+    Source,
+    Task,
+    batch_entries,
+)
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import rigid
@@ -30,7 +37,9 @@ AUGMENT = ImageAugment(
     rotate_deg=(-10, 10),
 )
 TOP = LidarEntry(
-    channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")
+    channel=LIDAR,
+    source_name="LIDAR_TOP",
+    columns=("x", "y", "z", "intensity", "ring"),
 )
 
 
@@ -69,7 +78,13 @@ def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sampl
 
 
 SOURCE = Source(
-    name=None, dataset=None, first_row=0, base=0, storage=None, reader=None, attributes=None
+    name=None,
+    dataset=None,
+    first_row=0,
+    base=0,
+    storage=None,
+    reader=None,
+    attributes=None,
 )
 
 
@@ -77,8 +92,16 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
     images = np.arange(len(samples) * len(CAMERAS) * 3 * OUT[0] * OUT[1], dtype=np.uint32).astype(
         np.uint8
     )
-    flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
-    slot = BatchSlot(2, 5, images.reshape((len(samples), len(CAMERAS), 3, OUT[1], OUT[0])), flags)
+    flags = {
+        "lane": np.arange(len(samples)),
+        "prev_exists": np.arange(len(samples)) % 2 == 1,
+    }
+    slot = BatchSlot(
+        2,
+        5,
+        images.reshape((len(samples), len(CAMERAS), 3, OUT[1], OUT[0])),
+        flags,
+    )
     return [
         Parsed(
             task=Task(
@@ -92,7 +115,12 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
             ),
             samples=(sample,),
             maps=(
-                AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + row),
+                AUGMENT.draw(
+                    sample.geometry.img_wh.tolist(),
+                    seed=1,
+                    epoch=2,
+                    sample=100 + row,
+                ),
             ),
             changes=(),
             bev=IDENTITY,
@@ -174,7 +202,11 @@ def test_a_point_goes_the_long_way_to_its_output_pixel(row, camera) -> None:
     """ego, global, ego at the exposure, camera, stored pixel, output pixel: one step after the other, in float64."""
     geometry = ENTRIES[row].sample.geometry
     image_map = ENTRIES[row].maps[0][camera]
-    for point in ([12.0, 1.0, 0.5, 1.0], [-9.0, -2.0, 1.0, 1.0], [30.0, 7.0, 2.0, 1.0]):
+    for point in (
+        [12.0, 1.0, 0.5, 1.0],
+        [-9.0, -2.0, 1.0, 1.0],
+        [30.0, 7.0, 2.0, 1.0],
+    ):
         in_ego_then = np.linalg.solve(geometry.cam_ego2global[camera], geometry.ego2global @ point)
         in_camera = np.linalg.solve(geometry.cam2ego[camera], in_ego_then)
         u, v, depth = geometry.intrinsics[camera] @ in_camera[:3]
@@ -185,7 +217,12 @@ def test_a_point_goes_the_long_way_to_its_output_pixel(row, camera) -> None:
         # The same through the other matrices of the batch.
         projected = BATCH["intrinsics"][row, camera].numpy() @ in_camera[:3]
         np.testing.assert_allclose(projected[:2] / projected[2], pixel, atol=2e-3)
-        stored = BATCH["ida_mat"][row, camera].numpy() @ [u / depth, v / depth, 1.0, 1.0]
+        stored = BATCH["ida_mat"][row, camera].numpy() @ [
+            u / depth,
+            v / depth,
+            1.0,
+            1.0,
+        ]
         np.testing.assert_allclose(stored[:2], pixel, atol=2e-3)
         in_key_ego = BATCH["cam2keyego"][row, camera].numpy().astype(np.float64) @ in_camera
         np.testing.assert_allclose(in_key_ego, point, atol=1e-4)
@@ -196,14 +233,17 @@ def test_the_lidar_is_seen_through_its_own_pose(row) -> None:
     geometry = ENTRIES[row].sample.geometry
     point = np.array([8.0, -3.0, -1.0, 1.0])
     in_ego = np.linalg.solve(
-        geometry.ego2global, geometry.lidar_ego2global[0] @ geometry.lidar2ego[0] @ point
+        geometry.ego2global,
+        geometry.lidar_ego2global[0] @ geometry.lidar2ego[0] @ point,
     )
     np.testing.assert_allclose(BATCH["lidar2ego"][row].numpy() @ point, in_ego, atol=1e-4)
     for camera in range(len(CAMERAS)):
         homogeneous = BATCH["lidar2img"][row, camera].numpy() @ point
         expected = BATCH["ego2img"][row, camera].numpy() @ in_ego
         np.testing.assert_allclose(
-            homogeneous[:2] / homogeneous[2], expected[:2] / expected[2], atol=5e-3
+            homogeneous[:2] / homogeneous[2],
+            expected[:2] / expected[2],
+            atol=5e-3,
         )
 
 
@@ -214,16 +254,23 @@ def test_nothing_in_a_batch_is_a_view_of_a_shard() -> None:
         batch[name][0] += 1
     assert not np.array_equal(batch["points"][0], BATCH["points"][2])
     np.testing.assert_array_equal(
-        assemble(decoded(make_sample(2)), lidar=TOP)["points"][0], BATCH["points"][2]
+        assemble(decoded(make_sample(2)), lidar=TOP)["points"][0],
+        BATCH["points"][2],
     )
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_half_labelled_batches_name_the_sample(first) -> None:
     with pytest.raises(
-        SchemaError, match=r"clip-0-00000\d: the sample has no boxes, others of its batch have"
+        SchemaError,
+        match=r"clip-0-00000\d: the sample has no boxes, others of its batch have",
     ):
-        assemble(decoded(make_sample(1, labelled=first), make_sample(2, labelled=not first)))
+        assemble(
+            decoded(
+                make_sample(1, labelled=first),
+                make_sample(2, labelled=not first),
+            )
+        )
 
 
 class TestPoints:
@@ -234,7 +281,10 @@ class TestPoints:
         rear = replace_points(make_sample(1), lidar_rear=np.ones((2, 4), np.float32))
         only_rear = replace_points(rear, **{LIDAR: None})
         batch = assemble(decoded(rear, only_rear), lidar=TOP)
-        assert [tuple(points.shape) for points in batch["points"]] == [(4, 5), (0, 5)]
+        assert [tuple(points.shape) for points in batch["points"]] == [
+            (4, 5),
+            (0, 5),
+        ]
         rear_lidar = msgspec.structs.replace(
             TOP, channel="lidar_rear", columns=("x", "y", "z", "intensity")
         )
@@ -253,7 +303,8 @@ class TestPoints:
 
 def replace_points(sample: Sample, **points: np.ndarray | None) -> Sample:
     return replace(
-        sample, points={k: v for k, v in {**sample.points, **points}.items() if v is not None}
+        sample,
+        points={k: v for k, v in {**sample.points, **points}.items() if v is not None},
     )
 
 

@@ -66,7 +66,10 @@ def test_nothing_is_read_without_storage(dataset):
 
 def test_several_datasets_each_replay_their_own_samples(dataset, tiny):
     mixed_batches = batches({"a": dataset, "b": tiny}, {"storage"}, mix={"a": 1, "b": 1})
-    assert {name for batch in mixed_batches for name in batch["dataset"]} == {"a", "b"}
+    assert {name for batch in mixed_batches for name in batch["dataset"]} == {
+        "a",
+        "b",
+    }
 
 
 def test_a_stage_that_a_subclass_wraps_is_left_out_with_its_wrapping(dataset):

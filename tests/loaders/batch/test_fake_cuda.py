@@ -26,7 +26,15 @@ def test_a_read_on_another_stream_needs_an_edge(cuda):
 
 
 @pytest.mark.parametrize(
-    "edge", ["wait_stream", "wait_event", "event.wait", "synchronize", "event.synchronize", "item"]
+    "edge",
+    [
+        "wait_stream",
+        "wait_event",
+        "event.wait",
+        "synchronize",
+        "event.synchronize",
+        "item",
+    ],
 )
 def test_every_kind_of_edge_is_one(cuda, edge):
     tensor = torch.zeros(4, device=DEVICE)

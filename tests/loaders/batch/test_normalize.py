@@ -30,7 +30,8 @@ def expected(images: torch.Tensor, settings: Normalize) -> np.ndarray:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1.6e-2)]
+    ("dtype", "tolerance"),
+    [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1.6e-2)],
 )
 @pytest.mark.parametrize("channel_order", ["rgb", "bgr"])
 def test_values_dtypes_and_layouts(
@@ -67,7 +68,11 @@ def test_batches_are_those_of_the_loader_normalised(tiny) -> None:
 
 def test_batches_without_such_images_are_refused(tiny) -> None:
     with pytest.raises((ConfigError, StageError), match="let transform and collate_fn keep it"):
-        batches(tiny, normalize=Normalize(), collate_fn=lambda samples: {"n": len(samples)})
+        batches(
+            tiny,
+            normalize=Normalize(),
+            collate_fn=lambda samples: {"n": len(samples)},
+        )
     for wrong in (
         {"img": torch.zeros(2, 3, 4, 4)},
         {"img": torch.zeros(4, 4, 3, dtype=torch.uint8)},
@@ -79,7 +84,10 @@ def test_batches_without_such_images_are_refused(tiny) -> None:
 
 def test_settings() -> None:
     assert convert({"dtype": "float16"}, Normalize, "x.yaml").dtype == "float16"
-    with pytest.raises(ConfigError, match=r"std=\[1.0, 0.0, 1.0\] must be three numbers above 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"std=\[1.0, 0.0, 1.0\] must be three numbers above 0",
+    ):
         Normalize(std=(1.0, 0.0, 1.0))
 
 
@@ -88,10 +96,21 @@ STD = (0.229, 0.224, 0.225)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}]
+    "settings",
+    [
+        {"mean": MEAN, "std": STD},
+        {"mean": MEAN},
+        {"std": STD},
+        {"mean": (0.5,) * 3},
+    ],
 )
-def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(settings):
-    for make in (lambda: Normalize(**settings), lambda: Transforms(normalize=settings)):
+def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(
+    settings,
+):
+    for make in (
+        lambda: Normalize(**settings),
+        lambda: Transforms(normalize=settings),
+    ):
         with pytest.raises(
             ConfigError,
             match=r"of grey levels 0 to 255, by which .* if they are of pixels from 0 to 1",
@@ -108,7 +127,11 @@ def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(sett
 
 @pytest.mark.parametrize(
     ("mean", "std"),
-    [((0, 0, 0), (1, 1, 1)), ((0, 0, 0), (255, 255, 255)), ((103, 116, 123), (1, 1, 1))],
+    [
+        ((0, 0, 0), (1, 1, 1)),
+        ((0, 0, 0), (255, 255, 255)),
+        ((103, 116, 123), (1, 1, 1)),
+    ],
 )
 def test_values_that_are_of_grey_levels_are_taken(mean, std):
     Normalize(mean=mean, std=std)

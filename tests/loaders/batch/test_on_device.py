@@ -59,7 +59,12 @@ def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
         return {"img": torch.stack([sample["img"] for sample in samples])}
 
     collated = batches(
-        dataset, 4, decoder=decoder, transform=transform, collate_fn=collate, **DEVICE
+        dataset,
+        4,
+        decoder=decoder,
+        transform=transform,
+        collate_fn=collate,
+        **DEVICE,
     )
     assert len(collated) == 3 and len(used) >= 15
     user_streams = {stream.stream_id for stream in used}
@@ -87,7 +92,9 @@ def test_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
 def test_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
     blocking = []
     monkeypatch.setattr(
-        torch.cuda, "Event", lambda **options: blocking.append(options) or FakeEvent()
+        torch.cuda,
+        "Event",
+        lambda **options: blocking.append(options) or FakeEvent(),
     )
     transfer = make_transfer("cuda")
     assert transfer is not None
@@ -99,7 +106,10 @@ def test_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
 
 
 def test_images_that_dali_failed_on_are_counted_in_the_stats(dataset, cuda) -> None:
-    for decoder, refused in (("batched", batched_turbo.BatchedTurbo.num_refused), ("turbo", 0)):
+    for decoder, refused in (
+        ("batched", batched_turbo.BatchedTurbo.num_refused),
+        ("turbo", 0),
+    ):
         with load(dataset, 4, decoder=decoder, **DEVICE) as loader:
             assert loader.stats().refused_images == refused
 
@@ -110,7 +120,11 @@ def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
             (decode,) = [stage for stage in loader.stages() if stage.name == "decode"]
             assert decode.num_threads == lanes
             tuner = loader._runner._tuner
-    assert (tuner._fewest, tuner.tuning.num_workers, tuner.limits.num_workers) == (3, 3, 4)
+    assert (
+        tuner._fewest,
+        tuner.tuning.num_workers,
+        tuner.limits.num_workers,
+    ) == (3, 3, 4)
 
 
 @pytest.mark.costly

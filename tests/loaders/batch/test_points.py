@@ -21,7 +21,11 @@ from support.sharding import shard_nuscenes
 
 PER_KEYFRAME = 5
 BEV = BevAugment(
-    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_y_prob=0.5, translate_std_m=0.5
+    train=True,
+    rotate_deg=(-22.5, 22.5),
+    scale=(0.9, 1.1),
+    flip_y_prob=0.5,
+    translate_std_m=0.5,
 )
 
 
@@ -35,13 +39,23 @@ def nuscenes_source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dataset(nuscenes_source, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweeps") / "out"
-    shard_nuscenes(nuscenes_source.root, out, sweeps=PER_KEYFRAME + 2, splits={"train": 1.0})
+    shard_nuscenes(
+        nuscenes_source.root,
+        out,
+        sweeps=PER_KEYFRAME + 2,
+        splits={"train": 1.0},
+    )
     return out
 
 
 def samples(dataset, points, **options) -> dict[str, dict]:
     single_batches = batches(
-        dataset, 1, image=TINY, shuffle=False, points=points, **{"seed": 5, **options}
+        dataset,
+        1,
+        image=TINY,
+        shuffle=False,
+        points=points,
+        **{"seed": 5, **options},
     )
     return {batch["sample_key"][0]: batch for batch in single_batches}
 
@@ -64,9 +78,14 @@ def test_clouds_are_the_devkits(
     from nuscenes.utils.data_classes import LidarPointCloud
 
     nusc = devkit.NuScenes(
-        version=nuscenes_source.version, dataroot=str(nuscenes_source.root), verbose=False
+        version=nuscenes_source.version,
+        dataroot=str(nuscenes_source.root),
+        verbose=False,
     )
-    ours = clouds(dataset, PointSweeps(num_sweeps=num_sweeps, min_distance_m=min_distance_m))
+    ours = clouds(
+        dataset,
+        PointSweeps(num_sweeps=num_sweeps, min_distance_m=min_distance_m),
+    )
     num_compared = 0
     for scene in nusc.scene:
         token = scene["first_sample_token"]
@@ -101,7 +120,9 @@ def test_what_stands_still_stays_at_its_place(dataset, bev) -> None:
             in_ego = np.c_[wall, np.ones(len(wall))] @ batch["lidar2ego"][0].double().numpy().T
             in_world = in_ego @ batch["ego2global"][0].numpy().T
             np.testing.assert_allclose(
-                in_world[:, :3], WALL + np.array([400.0, 1100.0, 0.0]), atol=1e-3
+                in_world[:, :3],
+                WALL + np.array([400.0, 1100.0, 0.0]),
+                atol=1e-3,
             )
             num_moved += lag_s > 0
     assert num_moved >= 3 * PER_KEYFRAME
@@ -209,7 +230,10 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
             resharded = clouds(out, sweeps)
             assert all(np.array_equal(resharded[key], before[key]) for key in before)
         else:
-            with pytest.raises(ConfigError, match=r"num_sweeps=3, but dataset .* stores one sweep"):
+            with pytest.raises(
+                ConfigError,
+                match=r"num_sweeps=3, but dataset .* stores one sweep",
+            ):
                 DataLoader(out, 1, transforms={"points": PointSweeps(num_sweeps=3)})
 
 
@@ -224,7 +248,8 @@ def test_missing_sweep_files_are_named(nuscenes_source, tmp_path) -> None:
     path.unlink()
     try:
         with pytest.raises(
-            SourceError, match=f"{lost['filename']}.* is not there; the option sweeps=0"
+            SourceError,
+            match=f"{lost['filename']}.* is not there; the option sweeps=0",
         ):
             shard_nuscenes(nuscenes_source.root, tmp_path / "out", sweeps=PER_KEYFRAME)
     finally:

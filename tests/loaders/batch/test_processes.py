@@ -20,12 +20,21 @@ from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import load, unlike
 from support.forked import fork, join
 from support.ranks import warm
-from support.transforms import KilledOnce, everything, failing, replaced, waiting
+from support.transforms import (
+    KilledOnce,
+    everything,
+    failing,
+    replaced,
+    waiting,
+)
 
 pytestmark = pytest.mark.process
 TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 GROUPS = {
-    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
+    "back": {
+        "cameras": ["cam_back"],
+        "image": ImageAugment(height=24, width=40),
+    },
     "front": {"cameras": ["cam_front"], "image": TRAIN},
 }
 
@@ -47,7 +56,12 @@ def wait_for_end(pids: set[int]) -> None:
     "options",
     [
         {"image": TRAIN, "points": True, "two_views": True, "num_workers": 1},
-        {"camera_groups": GROUPS, "frames": [-1, 0], "static": True, "num_workers": 3},
+        {
+            "camera_groups": GROUPS,
+            "frames": [-1, 0],
+            "static": True,
+            "num_workers": 3,
+        },
         {"collate_fn": lambda samples: samples},
     ],
     ids=["two views", "groups, windows, static", "collate_fn"],
@@ -115,7 +129,10 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_worker(tiny):
 
 def test_a_killed_worker_is_named_and_the_next_iteration_has_another(tiny, tmp_path):
     with load(
-        tiny, transform=KilledOnce(str(tmp_path / "flag")), transform_in="process", num_workers=1
+        tiny,
+        transform=KilledOnce(str(tmp_path / "flag")),
+        transform_in="process",
+        num_workers=1,
     ) as loader:
         with pytest.raises(StageError, match=r"on sample 'clip.*exit code -9"):
             list(loader)
@@ -145,7 +162,10 @@ def _pools(loader):
 
 def test_what_cannot_work_is_refused(tiny):
     for transform, said in (
-        (lambda sample: sample, "cannot be pickled, which transform_in='process' needs"),
+        (
+            lambda sample: sample,
+            "cannot be pickled, which transform_in='process' needs",
+        ),
         (None, "there is none: give transform="),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -160,7 +180,10 @@ def test_a_function_that_workers_do_not_find_is_named(tiny, monkeypatch):
     monkeypatch.setattr(_only_here, "__qualname__", "only_here")
     loader = load(tiny, transform=_only_here, transform_in="process", num_workers=1)
     with (
-        pytest.raises(ConfigError, match=r"cannot be loaded in a worker process .*only_here"),
+        pytest.raises(
+            ConfigError,
+            match=r"cannot be loaded in a worker process .*only_here",
+        ),
         loader,
     ):
         next(iter(loader))

@@ -22,7 +22,12 @@ from support.batches import batches, keys, load, unlike
 from support.datasets import build_dataset
 
 IMAGE = ImageAugment(
-    height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0)
+    height=32,
+    width=64,
+    train=True,
+    resize_range=(0.7, 0.9),
+    flip_prob=0.5,
+    rotate_deg=(-5.0, 5.0),
 )
 PIXELS = PixelAugment(train=True, brightness=32, hue_deg=18, prob=0.9)
 OPTIONS = {"seed": 3, "image": IMAGE, "pixels": PIXELS}
@@ -35,16 +40,28 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def dataset(build_once):
-    return build_once({"train": (6, 6)}, missing=frozenset({(2, "cam_back"), (9, "cam_front")}))[0]
+    return build_once(
+        {"train": (6, 6)},
+        missing=frozenset({(2, "cam_back"), (9, "cam_front")}),
+    )[0]
 
 
 def decoded(dataset, decoder: str, **options) -> list[dict]:
-    return batches(dataset, options.pop("batch_size", 4), decoder=decoder, **{**OPTIONS, **options})
+    return batches(
+        dataset,
+        options.pop("batch_size", 4),
+        decoder=decoder,
+        **{**OPTIONS, **options},
+    )
 
 
 def assert_same(dataset, **options) -> None:
     assert (
-        unlike(decoded(dataset, "turbo", **options), decoded(dataset, "batched", **options)) == []
+        unlike(
+            decoded(dataset, "turbo", **options),
+            decoded(dataset, "batched", **options),
+        )
+        == []
     )
 
 
@@ -89,7 +106,9 @@ def test_transform_and_collate_get_single_samples(dataset) -> None:
 
     assert_same(dataset, transform=transform)
     collated = decoded(
-        dataset, "batched", collate_fn=lambda samples: {"keys": [s["sample_key"] for s in samples]}
+        dataset,
+        "batched",
+        collate_fn=lambda samples: {"keys": [s["sample_key"] for s in samples]},
     )
     assert [len(batch["keys"]) for batch in collated] == [4, 4, 4]
 
@@ -151,7 +170,8 @@ def test_pixels_on_a_device_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not (HAS_DALI and torch.cuda.is_available()), reason="needs NVIDIA DALI and a CUDA GPU"
+    not (HAS_DALI and torch.cuda.is_available()),
+    reason="needs NVIDIA DALI and a CUDA GPU",
 )
 def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
     options = {"pixels": PixelAugment(), "points": True}
@@ -167,7 +187,9 @@ def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
 
 
 @needs_dali
-def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None:
+def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(
+    dataset,
+) -> None:
     turbo, dali = (
         decoded(dataset, decoder, pixels=PixelAugment()) for decoder in ("turbo", "dali")
     )
@@ -201,7 +223,11 @@ GROUPS = {
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 @pytest.mark.parametrize(
     "options",
-    [{"two_views": True}, {"camera_groups": GROUPS}, {"camera_groups": GROUPS, "two_views": True}],
+    [
+        {"two_views": True},
+        {"camera_groups": GROUPS},
+        {"camera_groups": GROUPS, "two_views": True},
+    ],
 )
 def test_two_views_and_groups_of_cameras(dataset, options, window) -> None:
     actual, expected = (

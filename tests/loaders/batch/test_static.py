@@ -13,7 +13,13 @@ from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 from support.batches import batches, load
 
-BOXES = ("gt_boxes_3d", "gt_labels_3d", "gt_velocity", "gt_valid", "instance_id")
+BOXES = (
+    "gt_boxes_3d",
+    "gt_labels_3d",
+    "gt_velocity",
+    "gt_valid",
+    "instance_id",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,10 @@ def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
                         value if frames is None else [cloud for sample in value for cloud in sample]
                     )
                     for row, mask, cloud in zip(
-                        rows, got["points_mask"].flatten(0, -2), clouds, strict=True
+                        rows,
+                        got["points_mask"].flatten(0, -2),
+                        clouds,
+                        strict=True,
                     ):
                         assert torch.equal(row[mask], cloud)
                 else:
@@ -99,13 +108,15 @@ def test_what_has_no_fixed_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="'mine' is a dict of tensors"):
         pad(settings, {"mine": {"a": torch.ones(2)}})
     with pytest.raises(
-        ConfigError, match="static batches must be dicts, and collate_fn returned list"
+        ConfigError,
+        match="static batches must be dicts, and collate_fn returned list",
     ):
         pad(settings, [torch.ones(2)])
     fixed = FixedBuffers(2)
     fixed({"a": torch.ones(2), "b": 1})
     with pytest.raises(
-        ConfigError, match=r"'a' is torch.float32 \[3\] where it was torch.float32 \[2\]: pad it"
+        ConfigError,
+        match=r"'a' is torch.float32 \[3\] where it was torch.float32 \[2\]: pad it",
     ):
         fixed({"a": torch.ones(3), "b": 1})
     with pytest.raises(ConfigError, match="these come and go: a, c"):
@@ -125,7 +136,8 @@ def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, {"max_tokens": 0}, 3]
+    "static",
+    [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, {"max_tokens": 0}, 3],
 )
 def test_settings_out_of_range_are_refused(static) -> None:
     with pytest.raises(ConfigError):

@@ -74,7 +74,9 @@ def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
         make_transfer(f"cuda:{torch.cuda.device_count()}")
 
 
-def test_a_transfer_keeps_the_device_that_was_current_when_it_was_made(monkeypatch):
+def test_a_transfer_keeps_the_device_that_was_current_when_it_was_made(
+    monkeypatch,
+):
     current = [1]
     recorded = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -138,7 +138,10 @@ class TestCollate:
 
     def test_state_and_resume_do_not_need_a_dict(self, tiny):
         loader, restored = (
-            load(tiny, collate_fn=lambda samples: [s["sample_key"] for s in samples])
+            load(
+                tiny,
+                collate_fn=lambda samples: [s["sample_key"] for s in samples],
+            )
             for _ in range(2)
         )
         iterator = iter(loader)

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-NUM_DECODED = {"jpeg-afl": 3, "jpeg-image-rs": 48, "jpeg-pillow": 33, "jpeg-libjpeg-turbo": 2}
+NUM_DECODED = {
+    "jpeg-afl": 3,
+    "jpeg-image-rs": 48,
+    "jpeg-pillow": 33,
+    "jpeg-libjpeg-turbo": 2,
+}
 CORPORA = tuple(NUM_DECODED)
 
 
@@ -52,7 +57,11 @@ def decode_or_refuse(decoder: ImageDecoder, encoded: bytes) -> np.ndarray | str:
         assert len(str(error)) > 20
         return str(error)
     small = np.empty((3, 24, 32), np.uint8)
-    decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)).resize(32, 24), small)
+    decoder.decode_into(
+        encoded,
+        ImageMap.identity((info.width, info.height)).resize(32, 24),
+        small,
+    )
     return out
 
 
@@ -62,7 +71,14 @@ def outcome(results: dict[str, np.ndarray | str]) -> str:
     def describe(result: np.ndarray | str) -> str:
         if isinstance(result, np.ndarray):
             return "decoded"
-        kinds = ("cannot be decoded", "header", "is not supported", "git-LFS", "was cut", "empty")
+        kinds = (
+            "cannot be decoded",
+            "header",
+            "is not supported",
+            "git-LFS",
+            "was cut",
+            "empty",
+        )
         return "refused: " + next((kind for kind in kinds if kind in result), "not an image")
 
     descriptions = {backend: describe(result) for backend, result in results.items()}

@@ -23,7 +23,15 @@ if not HAS_DALI:
     pytest.skip("NVIDIA DALI is not installed", allow_module_level=True)
 
 from fuelrail.loaders.decode import dali
-from support.dali_runs import AUGMENT, EVALUATION, SIZES, Runs, as_on_gpu, batch, empty
+from support.dali_runs import (
+    AUGMENT,
+    EVALUATION,
+    SIZES,
+    Runs,
+    as_on_gpu,
+    batch,
+    empty,
+)
 
 __all__ = ["as_on_gpu"]
 
@@ -65,7 +73,8 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
 
 @pytest.mark.parametrize("is_aligned", [True, False])
 @pytest.mark.parametrize(
-    "facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)]
+    "facts",
+    [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)],
 )
 def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(
     decoding, monkeypatch, facts, is_aligned
@@ -182,7 +191,11 @@ def test_a_lens_on_a_gpu_is_undone_on_the_cpu_and_it_is_logged_once(as_on_gpu, c
     image_map = dataclasses.replace(ImageMap.identity((320, 180)).resize(64, 48), lens=lens)
     decoder = as_on_gpu()
     for _ in range(2):
-        decoder.decode_into(encode(natural(320, 180)), image_map, np.empty((3, 48, 64), np.uint8))
+        decoder.decode_into(
+            encode(natural(320, 180)),
+            image_map,
+            np.empty((3, 48, 64), np.uint8),
+        )
     assert len(caplog.records) == 1
     assert "decodes images with a lens (undistort) or in CMYK on the CPU" in caplog.text
 

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from fuelrail.loaders.decode import dali_install
-from fuelrail.loaders.decode.dali_install import InstalledDali, explain_failure, is_about_an_image
+from fuelrail.loaders.decode.dali_install import (
+    InstalledDali,
+    explain_failure,
+    is_about_an_image,
+)
 
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
@@ -39,13 +43,19 @@ def test_errors_about_images_are_known_and_no_others_are() -> None:
         OLD_DRIVER,
         "unknown",
     )
-    assert [text for text in texts if is_about_an_image(text)] == [BAD_IMAGE, CODE_STREAM]
+    assert [text for text in texts if is_about_an_image(text)] == [
+        BAD_IMAGE,
+        CODE_STREAM,
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (NO_MEMORY, "there is no memory left to decode in: take a smaller batch_size"),
+        (
+            NO_MEMORY,
+            "there is no memory left to decode in: take a smaller batch_size",
+        ),
         (
             STICKY,
             "a CUDA error, after which this process cannot use the GPU any more: start it again",

@@ -66,10 +66,22 @@ BAD_IMAGE = "Error in an operator, encountered:\n\nFailed to decode sample #0 : 
             [16],
             "turbo",
         ),
-        ("Error in an operator, encountered: CUDA allocation failed", [16], "turbo"),
-        ("Error in an operator, encountered: nvImageCodec failure: '#8'", [16], "turbo"),
+        (
+            "Error in an operator, encountered: CUDA allocation failed",
+            [16],
+            "turbo",
+        ),
+        (
+            "Error in an operator, encountered: nvImageCodec failure: '#8'",
+            [16],
+            "turbo",
+        ),
         ("no decoder on this device", [16], "turbo"),
-        (BAD_IMAGE, [16, 8, 4, 2, 1, 1], "not because of an image"),  # every image is called bad
+        (
+            BAD_IMAGE,
+            [16, 8, 4, 2, 1, 1],
+            "not because of an image",
+        ),  # every image is called bad
     ],
 )
 def test_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monkeypatch) -> None:
@@ -99,7 +111,9 @@ def test_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(monkeypatch, a
     assert (out.int() - expected.int()).abs().max() <= 2
 
 
-def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_comes_again_is_decoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = Runs(monkeypatch, lambda fed: None)
     encoded, maps = batch(6, EVALUATION)
     damaged = encode(natural(320, 180))[:-300]
@@ -117,11 +131,15 @@ def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.costly
-def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_held_until_one_wait_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held = []
     wait = dali.ThreadState.wait
     monkeypatch.setattr(
-        dali.ThreadState, "wait", lambda state: held.append(len(state._held)) or wait(state)
+        dali.ThreadState,
+        "wait",
+        lambda state: held.append(len(state._held)) or wait(state),
     )
     encoded, maps = batch(dali.MAX_BATCH + 5, EVALUATION)
     decoder = make_decoder("dali")
@@ -131,14 +149,17 @@ def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)]
+    ("engine", "threads"),
+    [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)],
 )
 def test_threads_of_a_pipeline_are_few(
     engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: engine is not None)
     monkeypatch.setattr(
-        dali_install, "gpu_engine", lambda index: Engine(engine, "as set by the test")
+        dali_install,
+        "gpu_engine",
+        lambda index: Engine(engine, "as set by the test"),
     )
     decoder = dali.DaliDecoder("cuda:0", num_threads=16)
     assert decoder._num_threads == threads
@@ -167,7 +188,10 @@ def test_a_share_is_a_public_option() -> None:
     decoder = make_decoder("dali", "cuda:0", dali=transforms.dali)
     assert decoder._gpu_options()["hw_decoder_load"] == 0.5
     assert decoder._check_every == 10
-    assert (dali.DaliDecoder("cuda:0")._check_every, dali.DaliDecoder("cpu")._check_every) == (
+    assert (
+        dali.DaliDecoder("cuda:0")._check_every,
+        dali.DaliDecoder("cpu")._check_every,
+    ) == (
         1000,
         0,
     )  # f32
@@ -179,7 +203,10 @@ def test_a_share_is_a_public_option() -> None:
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        (Engine("CPU", "no nvJPEG", "install it"), "decodes on the CPU: no nvJPEG; install it"),
+        (
+            Engine("CPU", "no nvJPEG", "install it"),
+            "decodes on the CPU: no nvJPEG; install it",
+        ),
         (
             Engine("CUDA", "no libnvcuvid", "set video"),
             "decodes on the GPU's CUDA cores: no libnvcuvid; set video",
@@ -197,11 +224,14 @@ def test_another_engine_than_expected_is_logged(engine, said, monkeypatch, caplo
     ] * bool(said)
 
 
-def test_a_driver_that_is_too_old_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_too_old_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "470.1")
     with pytest.raises(
-        ConfigError, match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it"
+        ConfigError,
+        match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it",
     ):
         dali.DaliDecoder("cuda:0")
 
@@ -215,7 +245,8 @@ def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(
     decoder = dali.DaliDecoder()
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(
-        DecoderError, match="no memory left to decode in: take a smaller batch_size"
+        DecoderError,
+        match="no memory left to decode in: take a smaller batch_size",
     ):
         decoder.new_output((1, 3, 48, 64))
 
@@ -256,11 +287,16 @@ def test_right_pixels_pass(image, as_on_gpu) -> None:
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda pictures: pictures.roll(1, 0)])
 def test_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch, as_on_gpu) -> None:
     right = torch.utils.dlpack.from_dlpack
-    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
+    monkeypatch.setattr(
+        torch.utils.dlpack,
+        "from_dlpack",
+        lambda pictures: wrong(right(pictures)),
+    )
     encoded, maps = batch(8, EVALUATION)
     out = empty(8)
     with pytest.raises(
-        DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"
+        DecoderError,
+        match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB",
     ):
         as_on_gpu().decode_batch(encoded, maps, out)
     assert (
@@ -305,7 +341,9 @@ print("built", len(decoder._local.state.pipelines))
     assert done.stdout.split() == ["built", "1", "left", "0"]
 
 
-def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_that_is_too_old_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     installed = InstalledDali(
         package="nvidia-dali-cuda120",
         version="2.1.1",
@@ -351,7 +389,9 @@ def test_failed_runs_cost_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     build = dali.DaliDecoder._build
     monkeypatch.setattr(
-        dali.DaliDecoder, "_build", lambda *arguments: built.append(arguments) or build(*arguments)
+        dali.DaliDecoder,
+        "_build",
+        lambda *arguments: built.append(arguments) or build(*arguments),
     )
     decoder = make_decoder("dali")
     encoded, maps = batch(8, EVALUATION)
@@ -376,7 +416,8 @@ def test_a_wrong_output_tensor_is_the_callers_mistake() -> None:
         torch.empty((2, 3, 48, 64), dtype=torch.uint8, device="meta"),
     ):
         with pytest.raises(
-            ConfigError, match=r"out must be a uint8 tensor on cpu of shape \[2, 3, height, width\]"
+            ConfigError,
+            match=r"out must be a uint8 tensor on cpu of shape \[2, 3, height, width\]",
         ):
             decoder.decode_batch(encoded, maps, wrong)
     with pytest.raises(ConfigError, match="interpolation='area' must be one of"):

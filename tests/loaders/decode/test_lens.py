@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders.decode import decode_views, make_decoder, native, splice, turbo
+from fuelrail.loaders.decode import (
+    decode_views,
+    make_decoder,
+    native,
+    splice,
+    turbo,
+)
 from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
@@ -78,7 +84,8 @@ def board(name: str) -> bytes:
     lens = LENSES[name]
     (width, height) = NUSCENES_WH
     grid = np.stack(
-        np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)), -1
+        np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)),
+        -1,
     ).reshape(-1, 1, 2)
     camera = np.array(lens.stored)
     dist = np.array(lens.coefficients)
@@ -93,7 +100,8 @@ def board(name: str) -> bytes:
     waves = np.sin(np.pi * places.reshape(height, width, 2) / SQUARE).prod(axis=-1)
     gray = 128 + 100 * np.tanh(30 * waves)
     return encode(
-        np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2), subsampling="4:2:0"
+        np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2),
+        subsampling="4:2:0",
     )
 
 
@@ -147,7 +155,11 @@ def test_at_full_size_it_is_opencvs_undistortion(
     lens = LENSES[name]
     if alpha is not None:
         lens = dataclasses.replace(lens, rectified=rectified_camera(lens, NUSCENES_WH, alpha))
-    out = decode(backend, camera_file("png"), with_lens(ImageMap.identity(NUSCENES_WH), lens))
+    out = decode(
+        backend,
+        camera_file("png"),
+        with_lens(ImageMap.identity(NUSCENES_WH), lens),
+    )
     expected, white = straightened_picture(lens)
     inside = cv2.erode(white, np.ones((5, 5))) == 255
     assert inside.mean() > (0.3 if alpha == 1.0 else 0.6)
@@ -177,7 +189,11 @@ def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(
     gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
     detected = cv2.cornerSubPix(
-        gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria
+        gray.astype(np.uint8),
+        expected.copy(),
+        (reach, reach),
+        (-1, -1),
+        criteria,
     )
     errors = np.abs(detected - expected)[:, 0]
     assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
@@ -189,7 +205,11 @@ def test_backends_agree(name: str, preset: str, pair: tuple[str, str]) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
     first, second = (decode(backend, photograph(), image_map) for backend in pair)
     where = (
-        cv2.erode(((first.max(0) > 0) & (second.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
+        cv2.erode(
+            ((first.max(0) > 0) & (second.max(0) > 0)).astype(np.uint8),
+            np.ones((9, 9)),
+        )
+        > 0
     )
     where &= seen(image_map, 6.0)
     assert where.mean() > 0.25
@@ -249,7 +269,13 @@ def test_compiled_code_decodes_enough_rows(
 
 
 @pytest.mark.parametrize(
-    "backend", ["pillow", "turbo", "turbo without native", pytest.param("dali", marks=needs_dali)]
+    "backend",
+    [
+        "pillow",
+        "turbo",
+        "turbo without native",
+        pytest.param("dali", marks=needs_dali),
+    ],
 )
 def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypatch) -> None:
     if backend == "turbo without native":
@@ -259,7 +285,10 @@ def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypat
     module = importlib.import_module(
         f"fuelrail.loaders.decode.{'pillow' if backend == 'pillow' else 'turbo'}"
     )
-    for owner, name in ((module, "decode_jpeg"), (native.CameraJpeg, "picture")):
+    for owner, name in (
+        (module, "decode_jpeg"),
+        (native.CameraJpeg, "picture"),
+    ):
         true = getattr(owner, name)
         monkeypatch.setattr(
             owner,

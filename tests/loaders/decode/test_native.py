@@ -117,7 +117,11 @@ class TestPixels:
             width, height = image_map.out_wh
             out, same = np.full((2, 3, height, width), 7, np.uint8)
             image = native.ScaledImage(
-                encoded=encoded, info=info, factor=factor, image_map=scaled, out=out
+                encoded=encoded,
+                info=info,
+                factor=factor,
+                image_map=scaled,
+                out=out,
             )
             (is_taken,) = camera_jpeg.resize([image], Scratch())
             assert [is_taken] == portable.resize([image._replace(out=same)], Scratch())
@@ -131,7 +135,16 @@ class TestPixels:
 
     @pytest.mark.real
     @pytest.mark.parametrize(
-        "name", ["eval", "bevdet", "streampetr", "padded", "flipped", "upside-down", "beyond"]
+        "name",
+        [
+            "eval",
+            "bevdet",
+            "streampetr",
+            "padded",
+            "flipped",
+            "upside-down",
+            "beyond",
+        ],
     )
     def test_the_backend_gives_nearly_the_same_without_it(self, camera_jpeg, name: str) -> None:
         image_map = ALL_MAPS[name]
@@ -202,7 +215,11 @@ class TestDeclined:
             damaged = damaged[: rng.integers(200, len(damaged))] if rng.random() < 0.1 else damaged
             out[:] = 7
             image = native.ScaledImage(
-                encoded=damaged, info=info, factor=2, image_map=image_map.of_scaled(2), out=out
+                encoded=damaged,
+                info=info,
+                factor=2,
+                image_map=image_map.of_scaled(2),
+                out=out,
             )
             (is_taken,) = camera_jpeg.resize([image], Scratch())
             outcomes.add(is_taken)
@@ -227,7 +244,24 @@ class TestDeclined:
                 if encoded[offset : offset + 4] == b"\xff\xdb\x00\x43"
             ]
             assert len(tables) == 2
-            for quantiser in (1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 255):
+            for quantiser in (
+                1,
+                2,
+                3,
+                4,
+                6,
+                8,
+                11,
+                16,
+                23,
+                32,
+                45,
+                64,
+                91,
+                128,
+                181,
+                255,
+            ):
                 damaged = bytearray(encoded)
                 for offset in tables:
                     damaged[offset : offset + 64] = bytes((quantiser,)) * 64
@@ -270,9 +304,11 @@ class TestDeclined:
             for end in [None, *markers]:
                 damaged = bytearray(encoded)
                 if end is not None:  # a row gets a byte more or less, or zeros
-                    damaged[end - 3 : end] = [b"\x12\x34\x56\x78", b"\x12", b"\0\0\0"][
-                        rng.integers(3)
-                    ]
+                    damaged[end - 3 : end] = [
+                        b"\x12\x34\x56\x78",
+                        b"\x12",
+                        b"\0\0\0",
+                    ][rng.integers(3)]
                 trailer = bytes((0, 0, 40)[rng.integers(3)])
                 first, second = (
                     decode_or_none(decoder, bytes(damaged) + trailer, image_map)
@@ -288,7 +324,11 @@ class TestDeclined:
         altered = encoded[:offset] + b"\x02" + encoded[offset + 1 :]
         assert decode(camera_jpeg, altered, 2) is None
         assert (
-            decode_or_none(TurboDecoder(), altered, ImageMap.identity((160, 96)).resize(80, 48))
+            decode_or_none(
+                TurboDecoder(),
+                altered,
+                ImageMap.identity((160, 96)).resize(80, 48),
+            )
             is None
         )
 
@@ -331,7 +371,8 @@ class TestLibrary:
     def test_it_compiles_for_aarch64(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Build by the installed compiler, with the flags that a build there takes."""
         compiler = next(
-            (CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)), None
+            (CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)),
+            None,
         )
         if compiler is None:
             pytest.skip(
@@ -363,7 +404,9 @@ class TestLibrary:
         (tmp_path / build.LIBRARY_NAME).write_bytes(b"no library")
         assert "cannot be loaded" in open_library(tmp_path / build.LIBRARY_NAME)
         monkeypatch.setattr(
-            commands, "load_native", lambda: "it was not built: install a C compiler"
+            commands,
+            "load_native",
+            lambda: "it was not built: install a C compiler",
         )
         finding = next(f for f in commands.doctor().findings if f.subject == "native JPEG")
         assert finding.advice == "it was not built: install a C compiler"
@@ -373,7 +416,8 @@ class TestLibrary:
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(build.platform, "machine", lambda: "riscv64")
             with pytest.raises(
-                build.BuildError, match="no vector code for processors of kind 'riscv64'"
+                build.BuildError,
+                match="no vector code for processors of kind 'riscv64'",
             ):
                 build.build(copy_of_sources(tmp_path))
         monkeypatch.delenv("CC")

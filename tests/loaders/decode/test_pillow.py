@@ -26,7 +26,9 @@ def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
     decoded = []
     true = pillow.decode_jpeg
     monkeypatch.setattr(
-        pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture
+        pillow,
+        "decode_jpeg",
+        lambda *a: decoded.append(picture := true(*a)) or picture,
     )
     identity = ImageMap.identity((320, 180))
     maps = [
@@ -67,7 +69,10 @@ def rendered(picture: np.ndarray, image_map) -> np.ndarray:
     down = triangle_weights(top, bottom, height, planes.shape[1])
     planes = down @ planes @ triangle_weights(left, right, width, planes.shape[2]).T
     a, b, tx, c, d, ty = steps.to_resized
-    x, y = np.meshgrid(np.arange(image_map.out_wh[0]) + 0.5, np.arange(image_map.out_wh[1]) + 0.5)
+    x, y = np.meshgrid(
+        np.arange(image_map.out_wh[0]) + 0.5,
+        np.arange(image_map.out_wh[1]) + 0.5,
+    )
     u = np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001)
     v = np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001)
     u0 = u.astype(int)
@@ -120,8 +125,19 @@ def test_the_steps_together_are_the_map(wh, size, crop, degrees, reach) -> None:
     width, height = steps.size_wh
     assert width <= right - left + 1
     assert height <= bottom - top + 1
-    resize = np.array([[width / (right - left), 0, 0], [0, height / (bottom - top), 0], [0, 0, 1]])
+    resize = np.array(
+        [
+            [width / (right - left), 0, 0],
+            [0, height / (bottom - top), 0],
+            [0, 0, 1],
+        ]
+    )
     shift = np.array([[1, 0, -left], [0, 1, -top], [0, 0, 1]])
     to_resized = np.vstack((np.array(steps.to_resized).reshape(2, 3), (0, 0, 1)))
     expected = np.vstack((image_map.matrix, (0, 0, 1)))
-    assert_allclose(np.linalg.inv(to_resized) @ resize @ shift, expected, rtol=1e-6, atol=1e-6)
+    assert_allclose(
+        np.linalg.inv(to_resized) @ resize @ shift,
+        expected,
+        rtol=1e-6,
+        atol=1e-6,
+    )

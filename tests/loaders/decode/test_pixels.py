@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChange
+from fuelrail.pipeline.transforms.pixels import (
+    NO_CHANGE,
+    GridHoles,
+    PixelChange,
+)
 from support.pictures import natural
 
 FILL = (124, 116, 104)
@@ -46,7 +50,10 @@ changes = st.builds(
 )
 
 
-@given(changes, st.lists(st.tuples(*[st.integers(33, 255)] * 3), min_size=4, max_size=8))
+@given(
+    changes,
+    st.lists(st.tuples(*[st.integers(33, 255)] * 3), min_size=4, max_size=8),
+)
 @settings(max_examples=150)
 def test_distortion_is_mmdet3ds(change: PixelChange, pixels: list[tuple[int, int, int]]) -> None:
     # From 33 on brightness leaves all values positive, where colorsys and OpenCV mean the same by HSV.
@@ -71,7 +78,10 @@ def test_no_change_and_neutral_changes_keep_every_byte() -> None:
 
 def test_gray_has_no_hue_and_no_saturation() -> None:
     gray = np.repeat(PLANES[:1], 3, axis=0)
-    for change in (PixelChange(saturation=1.4), PixelChange(hue_deg=18, saturation=0.6)):
+    for change in (
+        PixelChange(saturation=1.4),
+        PixelChange(hue_deg=18, saturation=0.6),
+    ):
         assert np.abs(changed(change, gray).astype(int) - gray).max() <= 1
 
 
@@ -87,7 +97,11 @@ def test_planes_inside_a_batch() -> None:
     batch = np.full((2, 3, 48, 64), 9, np.uint8)
     batch[1] = PLANES
     change = PixelChange(
-        brightness=10, saturation=1.2, hue_deg=5, order=(2, 0, 1), holes=GridHoles(8, 4, 0, 0)
+        brightness=10,
+        saturation=1.2,
+        hue_deg=5,
+        order=(2, 0, 1),
+        holes=GridHoles(8, 4, 0, 0),
     )
     change_pixels(batch[1], change, FILL)
     assert np.array_equal(batch[1], changed(change))

@@ -32,7 +32,11 @@ def test_a_loader_decodes_with_a_plugin_as_with_a_backend_of_its_own(installed, 
     for name in ("watched", "pillow"):
         transforms = Transforms(image=ImageAugment(height=32, width=64), decoder=name)
         with DataLoader(
-            tiny_dataset({"train": (4,)}).root, 2, transforms=transforms, num_workers=1, seed=3
+            tiny_dataset({"train": (4,)}).root,
+            2,
+            transforms=transforms,
+            num_workers=1,
+            seed=3,
         ) as loader:
             batches[name] = next(iter(loader))["img"].clone()
     assert torch.equal(batches["watched"], batches["pillow"])

@@ -52,7 +52,8 @@ def test_other_presets_load_and_change_something(folder: str) -> None:
             assert not load_yaml(file, PixelAugment).changes_nothing
         else:
             assert not np.array_equal(
-                load_yaml(file, BevAugment).draw(seed=0, epoch=0, sample=0).matrix, np.eye(4)
+                load_yaml(file, BevAugment).draw(seed=0, epoch=0, sample=0).matrix,
+                np.eye(4),
             )
 
 
@@ -141,13 +142,15 @@ def test_random_presets_have_the_trainers_matrices(name: str) -> None:
         ours = exact.centre_matrix()
         pixels = np.array([(u, v) for u in (0.0, 800.0, 1599.0) for v in (400.0, 899.0)])
         distance = np.linalg.norm(
-            (pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran), axis=1
+            (pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran),
+            axis=1,
         )
         # They leave out the half pixel and the cut of sizes to integers: below two pixels, and not nothing.
         assert 0.1 < distance.max() < 2.0
         truth = np.array(dims) / STORED_WH
         assert ours[:2, :2] == pytest.approx(
-            a @ (np.diag([-1.0, 1.0]) if flip else np.eye(2)) @ np.diag(truth), abs=1e-12
+            a @ (np.diag([-1.0, 1.0]) if flip else np.eye(2)) @ np.diag(truth),
+            abs=1e-12,
         )
 
 
@@ -155,7 +158,10 @@ def test_random_presets_have_the_trainers_matrices(name: str) -> None:
 def test_evaluation_has_the_trainers_matrices(name: str) -> None:
     augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment).evaluation()
     resize, dims, crop, _, _ = trainers_evaluation(name)
-    assert (crop[2] - crop[0], crop[3] - crop[1]) == (augment.width, augment.height)
+    assert (crop[2] - crop[0], crop[3] - crop[1]) == (
+        augment.width,
+        augment.height,
+    )
     (published,) = msgspec.structs.replace(augment, geometry="legacy_mmdet3d").draw(
         [STORED_WH], seed=0, epoch=0, sample=0
     )
@@ -163,7 +169,11 @@ def test_evaluation_has_the_trainers_matrices(name: str) -> None:
     np.testing.assert_allclose(published.centre_matrix(), theirs, atol=1e-9)
     (exact,) = augment.draw([STORED_WH], seed=0, epoch=0, sample=0)
     sx, sy = np.array(dims) / STORED_WH
-    truth = [[sx, 0.0, sx / 2 - 0.5 - crop[0]], [0.0, sy, sy / 2 - 0.5 - crop[1]], [0.0, 0.0, 1.0]]
+    truth = [
+        [sx, 0.0, sx / 2 - 0.5 - crop[0]],
+        [0.0, sy, sy / 2 - 0.5 - crop[1]],
+        [0.0, 0.0, 1.0],
+    ]
     np.testing.assert_allclose(exact.centre_matrix(), truth, atol=1e-9)
 
 
@@ -207,7 +217,12 @@ def test_random_presets_give_the_trainers_pixels(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", ["bevformer-base-1600x928", "bevformer-small-1280x736", "bevformer-tiny-800x480"]
+    "name",
+    [
+        "bevformer-base-1600x928",
+        "bevformer-small-1280x736",
+        "bevformer-tiny-800x480",
+    ],
 )
 def test_bevformers_images_are_scaled_and_padded_below(name: str, backend: str) -> None:
     augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)

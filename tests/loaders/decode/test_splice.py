@@ -95,7 +95,9 @@ def test_the_backend_gives_the_same_bytes_as_without(
     assert np.array_equal(first, second)
 
 
-def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_decodes_only_what_a_crop_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heights = []
     true_decode = simplejpeg.decode_jpeg
 
@@ -121,7 +123,10 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
 def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, factor: int) -> None:
     encoded = with_restarts(325, 411, subsampling)
     full_image = simplejpeg.decode_jpeg(
-        encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor)
+        encoded,
+        "RGB",
+        min_height=-(-411 // factor),
+        min_width=-(-325 // factor),
     )
     for top, bottom in ((200, 411), (161, 250), (0, 100), (176, 208)):
         spliced = splice_rows(encoded, info=probe(encoded), top=top, bottom=bottom, factor=factor)
@@ -143,7 +148,12 @@ def test_files_that_cannot_be_cut_are_left_alone() -> None:
         encode(picture, subsampling="4:2:0"),  # no markers
         encode(picture, subsampling="4:2:0", restart_marker_rows=2),
         encode(picture, subsampling="4:2:0", restart_marker_blocks=7),
-        encode(picture, subsampling="4:2:0", restart_marker_rows=1, progressive=True),
+        encode(
+            picture,
+            subsampling="4:2:0",
+            restart_marker_rows=1,
+            progressive=True,
+        ),
         encode(picture, "png"),
     ):
         assert splice_rows(encoded, probe(encoded), 300, 400) is None
@@ -181,7 +191,13 @@ def test_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
             info = probe(encoded)
             requests += [
                 RowsWanted(encoded, info, int(top * wh[1]), int(bottom * wh[1]))
-                for top, bottom in ((0.0, 1.0), (0.6, 1.0), (0.3, 0.6), (0.0, 0.2), (0.5, 0.5))
+                for top, bottom in (
+                    (0.0, 1.0),
+                    (0.6, 1.0),
+                    (0.3, 0.6),
+                    (0.0, 0.2),
+                    (0.5, 0.5),
+                )
             ]
     encoded = with_restarts(320, 400)
     info = probe(encoded)
@@ -210,7 +226,9 @@ def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     cut_rows = native.cut_rows
     monkeypatch.setattr(
-        native, "cut_rows", lambda table: calls.append(len(table)) or cut_rows(table)
+        native,
+        "cut_rows",
+        lambda table: calls.append(len(table)) or cut_rows(table),
     )
     encoded = [with_restarts(*NUSCENES_WH, quality=90)] * 1 + [encode(natural(*NUSCENES_WH))]
     maps = [
@@ -218,10 +236,16 @@ def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         for n in range(8)
     ]
     prepared = prepare(
-        [bytes(bytearray(encoded[n % 2])) for n in range(8)], maps, Scratch(), native
+        [bytes(bytearray(encoded[n % 2])) for n in range(8)],
+        maps,
+        Scratch(),
+        native,
     )
     assert calls == [4]
-    assert [probe(job.encoded).height < 700 for job in prepared.jobs] == [True, False] * 4
+    assert [probe(job.encoded).height < 700 for job in prepared.jobs] == [
+        True,
+        False,
+    ] * 4
 
 
 @pytest.mark.real
@@ -239,7 +263,11 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
     decoder = make_decoder("turbo")
     for sample in range(5):
         augment = ImageAugment(
-            height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5, 5)
+            height=256,
+            width=704,
+            train=True,
+            resize_range=(0.38, 0.55),
+            rotate_deg=(-5, 5),
         )
         (image_map,) = augment.draw([NUSCENES_WH], seed=0, epoch=0, sample=sample)
         first = np.empty((3, 256, 704), np.uint8)
@@ -258,7 +286,10 @@ def test_dali_is_fed_only_what_a_crop_sees(name: str, monkeypatch: pytest.Monkey
     assert (rows < 800) == (name != "padded")
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     pictures = []
-    for splice in (splice_batch, lambda requests, *arguments: [None] * len(requests)):
+    for splice in (
+        splice_batch,
+        lambda requests, *arguments: [None] * len(requests),
+    ):
         monkeypatch.setattr(dali_jobs, "splice_batch", splice)
         pictures.append(np.empty((3, image_map.out_wh[1], image_map.out_wh[0]), np.uint8))
         make_decoder("dali").decode_into(encoded, image_map, pictures[-1])

@@ -34,7 +34,9 @@ class TestTurboWithoutNative(DecoderSuite):
         return TurboDecoder(native=False)
 
 
-def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after(monkeypatch) -> None:
+def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after(
+    monkeypatch,
+) -> None:
     gc.collect()
     monkeypatch.setattr(turbo, "_opencv_holds", [])  # not those of other tests' loaders
     before = cv2.getNumThreads()
@@ -77,7 +79,15 @@ def test_the_fast_path_equals_the_general_one(
 
 @pytest.mark.parametrize(
     ("scale", "factor"),
-    [(1.2, 1), (0.51, 1), (0.5, 2), (0.26, 2), (0.25, 4), (0.125, 8), (0.05, 8)],
+    [
+        (1.2, 1),
+        (0.51, 1),
+        (0.5, 2),
+        (0.26, 2),
+        (0.25, 4),
+        (0.125, 8),
+        (0.05, 8),
+    ],
 )
 def test_the_decoder_never_goes_below_the_resolution_asked_for(scale, factor, monkeypatch) -> None:
     sizes = []
@@ -171,7 +181,9 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     calls = []
     resize = native.CameraJpeg.resize
     monkeypatch.setattr(
-        native.CameraJpeg, "resize", lambda *a, **k: calls.append(len(a[1])) or resize(*a, **k)
+        native.CameraJpeg,
+        "resize",
+        lambda *a, **k: calls.append(len(a[1])) or resize(*a, **k),
     )
     errors = decoder.decode_images(*zip(*inputs, strict=True), list(together), interpolation)
     assert [None if error is None else str(error) for error in errors] == expected

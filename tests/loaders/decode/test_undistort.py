@@ -47,16 +47,29 @@ def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> N
         )
         assert_allclose(straight["intrinsics"][row, 0].numpy(), chosen, atol=1e-4)
         expected = cv2.undistort(
-            open_with_pillow(sample.images["cam_front"]), camera, np.array(DIST), None, chosen
+            open_with_pillow(sample.images["cam_front"]),
+            camera,
+            np.array(DIST),
+            None,
+            chosen,
         )
         where = np.zeros((64, 96), bool)
         where[8:-8, 12:-12] = True
-        assert psnr_db(straight["img"][row, 0].numpy(), expected.transpose(2, 0, 1), where) > 40.0
+        assert (
+            psnr_db(
+                straight["img"][row, 0].numpy(),
+                expected.transpose(2, 0, 1),
+                where,
+            )
+            > 40.0
+        )
         to_image = np.eye(4)
         to_image[:3, :3] = chosen
         to_ego = straight["cam2keyego"][row, 0].double().numpy()
         assert_allclose(
-            straight["ego2img"][row, 0].numpy(), to_image @ np.linalg.inv(to_ego), atol=1e-2
+            straight["ego2img"][row, 0].numpy(),
+            to_image @ np.linalg.inv(to_ego),
+            atol=1e-2,
         )
     assert not straight["dist"].any()
     assert_allclose(plain["dist"][:, 0, :5].numpy(), np.tile(DIST, (4, 1)), rtol=1e-6)
@@ -68,7 +81,12 @@ def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> N
 
 def test_augmentation_and_undistortion_draw_the_same(root) -> None:
     image = ImageAugment(
-        height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5, 5)
+        height=32,
+        width=64,
+        train=True,
+        resize_range=(0.7, 0.9),
+        flip_prob=0.5,
+        rotate_deg=(-5, 5),
     )
     with (
         make_loader(root, 4, image=image, seed=3, num_workers=2) as plain,
@@ -86,7 +104,8 @@ def test_lenses_that_cannot_be_undone_are_refused(tmp_path) -> None:
     build_dataset(tmp_path / "d", {"train": (4,)}, lens=("windshield", [0.1, 0.2]))
     batch_of(tmp_path / "d")
     with pytest.raises(
-        FuelrailError, match="dist_model 'windshield' cannot be undone, only opencv_radtan"
+        FuelrailError,
+        match="dist_model 'windshield' cannot be undone, only opencv_radtan",
     ):
         batch_of(tmp_path / "d", undistort=Undistort())
     with pytest.raises(ConfigError, match=r"alpha=1\.5 must lie in 0 to 1"):

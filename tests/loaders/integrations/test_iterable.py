@@ -50,7 +50,10 @@ def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_proc
     if num_processes > 0:
         context = warm() if method == "forkserver" else method
     outer = TorchLoader(
-        view, batch_size=None, num_workers=num_processes, multiprocessing_context=context
+        view,
+        batch_size=None,
+        num_workers=num_processes,
+        multiprocessing_context=context,
     )
     epochs = [keys(plain) for _ in range(4)]
     assert keys(islice(outer, 2)) == epochs[0][:2]
@@ -64,16 +67,26 @@ def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_proc
 
 def test_persistent_workers_continue_to_the_next_epoch_together(tiny):
     outer = TorchLoader(
-        IterableView(load(tiny, 4)), batch_size=None, num_workers=2, persistent_workers=True
+        IterableView(load(tiny, 4)),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
     )
     plain = load(tiny, 4)
-    assert [keys(outer), keys(outer), keys(outer)] == [keys(plain), keys(plain), keys(plain)]
+    assert [keys(outer), keys(outer), keys(outer)] == [
+        keys(plain),
+        keys(plain),
+        keys(plain),
+    ]
     del outer
 
 
 def test_spawned_workers_get_a_pickled_loader(tiny):
     outer = TorchLoader(
-        IterableView(load(tiny)), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+        IterableView(load(tiny)),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="spawn",
     )
     assert keys(outer) == keys(load(tiny))
 
@@ -115,7 +128,8 @@ class TestL8WorkersWithoutTheView:
         """Warnings are errors here, and torch hands a worker's error to the main process."""
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=2)
         with pytest.raises(
-            UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"
+            UserWarning,
+            match=r"gives every batch, 2 times in all; wrap it in .*IterableView",
         ):
             next(iter(outer))
 

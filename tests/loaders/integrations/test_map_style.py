@@ -27,7 +27,10 @@ def test_items_are_decoded(built) -> None:
     assert len(view) == 7
     for number, key in enumerate(raw):
         item = view[number]
-        assert (set(item), item["key"]) == ({"key", "cam_front", "lidar_top"}, key)
+        assert (set(item), item["key"]) == (
+            {"key", "cam_front", "lidar_top"},
+            key,
+        )
         pixels = simplejpeg.decode_jpeg(raw[key]["cam_front.jpg"], "RGB").transpose(2, 0, 1)
         assert np.abs(item["cam_front"].astype(int) - pixels).max() <= 1
         np.testing.assert_array_equal(view[key]["cam_front"], item["cam_front"])
@@ -43,9 +46,13 @@ def test_attributes_and_subsets(built) -> None:
     (batch,) = torch.utils.data.DataLoader(torch.utils.data.Subset(view, [5, 2]), batch_size=2)
     rows = dataset.table.to_pylist()
     assert batch["frame"].tolist() == [rows[5]["frame"], rows[2]["frame"]]
-    assert (batch["key"], batch["split"]) == ([rows[5]["key"], rows[2]["key"]], ["train", "train"])
+    assert (batch["key"], batch["split"]) == (
+        [rows[5]["key"], rows[2]["key"]],
+        ["train", "train"],
+    )
     with pytest.raises(
-        ConfigError, match=r"has no channel or attribute 'nosuch'; channels: .*attributes: "
+        ConfigError,
+        match=r"has no channel or attribute 'nosuch'; channels: .*attributes: ",
     ):
         MapView(dataset, ["nosuch"])
 

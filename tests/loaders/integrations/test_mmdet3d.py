@@ -13,9 +13,20 @@ from fuelrail.loaders.integrations.mmdet3d import img_inputs, mmdet3d_samples
 from fuelrail.pipeline.errors import ConfigError
 from support.batches import FULL
 
-IMAGE = ImageAugment(height=32, width=64, train=True, resize=0.8, flip_prob=0.5, rotate_deg=(-9, 9))
+IMAGE = ImageAugment(
+    height=32,
+    width=64,
+    train=True,
+    resize=0.8,
+    flip_prob=0.5,
+    rotate_deg=(-9, 9),
+)
 BEV = BevAugment(
-    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5
+    train=True,
+    rotate_deg=(-22.5, 22.5),
+    scale=(0.9, 1.1),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
 )
 
 
@@ -27,7 +38,13 @@ def root(build_once):
 def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
     transforms = Transforms(image=IMAGE, ego=ego, box_frame=box_frame, points=points)
     with DataLoader(
-        root, 5, shuffle=True, drop_last=True, transforms=transforms, seed=3, **options
+        root,
+        5,
+        shuffle=True,
+        drop_last=True,
+        transforms=transforms,
+        seed=3,
+        **options,
     ) as loader:
         return next(iter(loader))
 
@@ -35,14 +52,21 @@ def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
 def test_bevdets_formula_leads_to_our_pixels(root) -> None:
     """BEVDet's view transformer (`get_ego_coor`), turned round: augmented ego to pixels is our ``ego2img``."""
     batch = batch_of(root)
-    imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(
-        batch
-    )
+    (
+        imgs,
+        sensor2ego,
+        ego2global,
+        intrinsics,
+        post_rotations,
+        post_translations,
+        bda,
+    ) = img_inputs(batch)
     assert imgs is batch["img"]
     keyego2global = ego2global[:, :1].double()
     sensor2keyego = torch.linalg.inv(keyego2global) @ ego2global.double() @ sensor2ego.double()
     points = torch.tensor(
-        [[12.0, 3.0, 0.5], [-9.0, 1.0, -0.5], [20.0, -7.0, 2.0]], dtype=torch.float64
+        [[12.0, 3.0, 0.5], [-9.0, 1.0, -0.5], [20.0, -7.0, 2.0]],
+        dtype=torch.float64,
     )
     plain = torch.linalg.inv(bda.double())[:, None, None] @ points[None, None, :, :, None]
     inverse = torch.linalg.inv(sensor2keyego)[:, :, None]
@@ -66,10 +90,18 @@ def test_bevdets_formula_leads_to_our_pixels(root) -> None:
 def test_intrinsics_are_those_of_the_stored_image(root) -> None:
     stored = batch_of(root, ego=BevAugment())
     with DataLoader(
-        root, 5, shuffle=True, drop_last=True, transforms=Transforms(image=FULL), seed=3
+        root,
+        5,
+        shuffle=True,
+        drop_last=True,
+        transforms=Transforms(image=FULL),
+        seed=3,
     ) as plain:
         torch.testing.assert_close(
-            img_inputs(stored).intrinsics, next(iter(plain))["intrinsics"], atol=1e-3, rtol=1e-5
+            img_inputs(stored).intrinsics,
+            next(iter(plain))["intrinsics"],
+            atol=1e-3,
+            rtol=1e-5,
         )
 
 
@@ -86,13 +118,19 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
         torch.testing.assert_close(boxes[:, 2] + boxes[:, 5] / 2, batch_boxes[:, 2])
         torch.testing.assert_close(boxes[:, [0, 1, 3, 4, 5]], batch_boxes[:, [0, 1, 3, 4, 5]])
         torch.testing.assert_close(
-            torch.sin(boxes[:, 6]), torch.sin(batch_boxes[:, 6]), atol=1e-5, rtol=0
+            torch.sin(boxes[:, 6]),
+            torch.sin(batch_boxes[:, 6]),
+            atol=1e-5,
+            rtol=0,
         )
         assert (boxes[:, 6].abs() <= math.pi + 1e-6).all()
         assert torch.isfinite(boxes).all()
         facts = sample["metainfo"]
         np.testing.assert_allclose(
-            facts["cam2img"] @ facts["lidar2cam"], facts["lidar2img"], rtol=1e-3, atol=1e-2
+            facts["cam2img"] @ facts["lidar2cam"],
+            facts["lidar2img"],
+            rtol=1e-3,
+            atol=1e-2,
         )
         np.testing.assert_array_equal(facts["lidar2img"], batch[f"{box_frame}2img"][row].numpy())
         total += len(boxes)
@@ -134,7 +172,10 @@ def test_what_cannot_be_given_is_refused_with_the_way_out(root) -> None:
             adapter(windows)
     groups = {"img": {"front": windows["img"]}}
     for adapter in (img_inputs, mmdet3d_samples):
-        with pytest.raises(ConfigError, match=r"camera groups front: .* leave camera_groups out"):
+        with pytest.raises(
+            ConfigError,
+            match=r"camera groups front: .* leave camera_groups out",
+        ):
             adapter(groups)
     unlabelled = {name: value for name, value in batch_of(root).items() if name != "gt_boxes_3d"}
     with pytest.raises(ConfigError, match="needs labels"):

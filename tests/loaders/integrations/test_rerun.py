@@ -20,7 +20,10 @@ def root(build_once):
 
 def rrd(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "rerun", "rrd", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "rerun", "rrd", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,7 +48,14 @@ def test_a_clip_is_recorded_whole(root, tmp_path, capsys) -> None:
         "world/ego/lidar",
     ):
         assert f"/{entity}" in printed, entity
-    for kind in ("Pinhole", "EncodedImage", "Boxes3D", "Points3D", "LineStrips3D", "Transform3D"):
+    for kind in (
+        "Pinhole",
+        "EncodedImage",
+        "Boxes3D",
+        "Points3D",
+        "LineStrips3D",
+        "Transform3D",
+    ):
         assert kind in printed, kind
 
 
@@ -54,7 +64,11 @@ def test_the_same_clip_is_the_same_recording(root, tmp_path) -> None:
     pytest.importorskip("rerun", reason="the extra viewer is not installed here")
     reports = [record_clip(root, None, tmp_path / f"{number}.rrd") for number in range(2)]
     assert reports[0] == reports[1]
-    rrd("compare", "--unordered", *(str(tmp_path / f"{number}.rrd") for number in range(2)))
+    rrd(
+        "compare",
+        "--unordered",
+        *(str(tmp_path / f"{number}.rrd") for number in range(2)),
+    )
 
 
 def test_what_cannot_be_recorded_is_refused(root, tmp_path, monkeypatch, capsys) -> None:

@@ -77,9 +77,19 @@ KINDS = {
     "shuffled": {"data": 5000, "spec": OrderSpec(seed=3)},
     "padded": {"data": 1000, "spec": OrderSpec(seed=3), "drop_last": False},
     "sequential": {"data": NUM, "spec": OrderSpec(kind="sequential")},
-    "windowed": {"data": COLUMNS, "spec": OrderSpec(kind="windowed", window=3), "blocks": 50},
-    "lanes": {"data": COLUMNS, "spec": OrderSpec(kind="lanes", pieces_per_clip=2)},
-    "filter": {"data": COLUMNS, "spec": OrderSpec(filter="night or num_car >= 2")},
+    "windowed": {
+        "data": COLUMNS,
+        "spec": OrderSpec(kind="windowed", window=3),
+        "blocks": 50,
+    },
+    "lanes": {
+        "data": COLUMNS,
+        "spec": OrderSpec(kind="lanes", pieces_per_clip=2),
+    },
+    "filter": {
+        "data": COLUMNS,
+        "spec": OrderSpec(filter="night or num_car >= 2"),
+    },
     "weights": {"data": COLUMNS, "spec": OrderSpec(weights=(NIGHT, SCORE))},
     "balance": {
         "data": COLUMNS,
@@ -95,8 +105,15 @@ KINDS = {
         "spec": OrderSpec(seed=1),
         "mix": {"a": 3, "b": 1},
     },
-    "stages": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": STAGES},
-    "curriculum": {"data": COLUMNS, "spec": OrderSpec(seed=4, stages=CURRICULUM)},
+    "stages": {
+        "data": {"a": COLUMNS, "b": 900},
+        "spec": OrderSpec(seed=1),
+        "mix": STAGES,
+    },
+    "curriculum": {
+        "data": COLUMNS,
+        "spec": OrderSpec(seed=4, stages=CURRICULUM),
+    },
     "frames": {
         "data": COLUMNS,
         "spec": OrderSpec(),
@@ -219,15 +236,24 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
         exact = 3 * inside - 2 * inside**2 / (2 * 60 * G // 4) + Fraction(max(end - 60 * G, 0), 4)
         assert count == math.ceil(exact), end
 
-    sizes = ([1, 2, 1, 4, 8], [2, 2, 1, 1, 8, 2], [4, 4, 8])  # of each stage, 16 in sum
-    columns = {"of": np.repeat([0, 1, 2], [5, 6, 3]), "w": np.concatenate(sizes)}
+    sizes = (
+        [1, 2, 1, 4, 8],
+        [2, 2, 1, 1, 8, 2],
+        [4, 4, 8],
+    )  # of each stage, 16 in sum
+    columns = {
+        "of": np.repeat([0, 1, 2], [5, 6, 3]),
+        "w": np.concatenate(sizes),
+    }
     stages = [
         OrderStage("of == 0", until=1600),
         OrderStage("of == 1", until=4800, ramp=True),
         OrderStage("of == 2"),
     ]
     spec = OrderSpec(
-        weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600
+        weights=(fr.AttributeWeights(attribute="w"),),
+        stages=stages,
+        epoch_length=1600,
     )
     rows = rows_on(size, 100, columns, spec)
     stage_of_row = columns["of"][rows]
@@ -254,7 +280,8 @@ def test_a_run_of_a_mix_gets_no_further_stages():
     begun = make_sampler(last).count()
     list(islice(iter_run(begun), 1))
     extended = make_sampler(
-        msgspec.structs.replace(last, until=400), fr.order.MixStage(ratios={"a": 3, "b": 1})
+        msgspec.structs.replace(last, until=400),
+        fr.order.MixStage(ratios={"a": 3, "b": 1}),
     )
     with pytest.raises(fr.errors.StateMismatchError, match=r"state has .* loader has"):
         extended.load_state_dict(begun.state_dict())
@@ -267,7 +294,10 @@ def test_a_run_gets_further_stages_but_no_other_past():
 
     def make_sampler(*stages, **options):
         return BatchSampler(
-            COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World()
+            COLUMNS,
+            OrderSpec(stages=stages, **options),
+            global_batch=G,
+            world=World(),
         )
 
     begun = make_sampler(first)
@@ -285,7 +315,10 @@ def test_a_run_gets_further_stages_but_no_other_past():
         (make_sampler(first, seed=5), state),
         (begun, late),
         (make_sampler(last[0], OrderStage()), late),
-        (make_sampler(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
+        (
+            make_sampler(msgspec.structs.replace(last[0], until=1300), stages[2]),
+            state,
+        ),
     ):
         with pytest.raises(fr.errors.StateMismatchError, match=r"state has .* loader has"):
             sampler.load_state_dict(sampler_state)
@@ -294,7 +327,8 @@ def test_a_run_gets_further_stages_but_no_other_past():
         *CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)
     ).load_state_dict(beginning)
     with pytest.raises(
-        fr.errors.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"
+        fr.errors.StateMismatchError,
+        match=r"'num_car >= 1'.* loader has .*'night'",
     ):  # the ramp leads there
         make_sampler(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
 
@@ -322,7 +356,8 @@ class Rows(Dataset):
 
 @pytest.mark.parametrize("kind", [BatchSampler, Sampler])
 @pytest.mark.parametrize(
-    "workers", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}]
+    "workers",
+    [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}],
 )
 def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
     def make_loader(world):
@@ -357,9 +392,14 @@ def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
 
 
 def test_a_mix_numbers_the_rows_of_a_concat_dataset():
-    parts = {"a": [f"a{i}" for i in range(100)], "b": [f"b{i}" for i in range(50)]}
+    parts = {
+        "a": [f"a{i}" for i in range(100)],
+        "b": [f"b{i}" for i in range(50)],
+    }
     sampler = BatchSampler(
-        {name: len(part) for name, part in parts.items()}, mix={"a": 2, "b": 1}, global_batch=6
+        {name: len(part) for name, part in parts.items()},
+        mix={"a": 2, "b": 1},
+        global_batch=6,
     )
     loader = DataLoader(ConcatDataset(parts.values()), batch_sampler=sampler)
     batches = list(sampler.count(loader))
@@ -369,9 +409,18 @@ def test_a_mix_numbers_the_rows_of_a_concat_dataset():
 
 def test_entries_have_lanes_windows_and_validity():
     window = fr.FrameWindow(frames=(-1, 0))
-    options = {"global_batch": 4, "window": window, "entries": True, "drop_last": False}
+    options = {
+        "global_batch": 4,
+        "window": window,
+        "entries": True,
+        "drop_last": False,
+    }
     batches = list(
-        BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **options)
+        BatchSampler(
+            {"clip_id": [7, 7, 3, 3, 3, 5, 9]},
+            OrderSpec(kind="lanes"),
+            **options,
+        )
     )
     entries_of_lane = {lane: [batch[lane] for batch in batches] for lane in range(4)}
     clips = {0: (0, 1), 1: (2, 3, 4), 2: (5,), 3: (6,)}
@@ -413,7 +462,8 @@ def test_a_position_that_nobody_counted_is_refused():
     loader = DataLoader(Rows(100), batch_sampler=sampler)
     next(iter(loader))
     with pytest.raises(
-        fr.errors.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"
+        fr.errors.OrderError,
+        match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)",
     ):
         sampler.state_dict()
     with pytest.raises(fr.errors.OrderError, match="was not counted"):
@@ -463,9 +513,10 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
             state = loader.state_dict()
             step = step + num_steps
     sampler = fr.order.StatefulSampler(100, global_batch=10)
-    assert [next(iter(sampler)), next(iter(sampler))] == [sampler[0], sampler[0]], (
-        "the pass that was left comes again"
-    )
+    assert [next(iter(sampler)), next(iter(sampler))] == [
+        sampler[0],
+        sampler[0],
+    ], "the pass that was left comes again"
     assert list(sampler) == [sampler[step] for step in range(10)]
     assert next(iter(sampler)) == sampler[10]
 
@@ -488,7 +539,10 @@ def test_one_sampler_has_one_position():
         next(iter(sampler.count([1, 2, 3])))
     assert next(iter(loader)).tolist() == sampler[3]
     joined = BatchSampler(100, global_batch=10)
-    with pytest.raises(fr.errors.OrderError, match="handed out 5 batches, and the sampler has 10"):
+    with pytest.raises(
+        fr.errors.OrderError,
+        match="handed out 5 batches, and the sampler has 10",
+    ):
         list(joined.count(Pairs(joined)))
 
 
@@ -514,15 +568,24 @@ class Pairs:
             lambda: Sampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)),
             "batch_size=3",
         ),
-        (lambda: Sampler(9, global_batch=3).count(), "sampler=sampler and batch_size=3"),
+        (
+            lambda: Sampler(9, global_batch=3).count(),
+            "sampler=sampler and batch_size=3",
+        ),
         (lambda: BatchSampler("data", global_batch=3), "got str"),
         (lambda: BatchSampler({}, global_batch=3), "at least one"),
-        (lambda: BatchSampler({"a": [1, 2], "b": [1]}, global_batch=1), "'a': 2, 'b': 1"),
+        (
+            lambda: BatchSampler({"a": [1, 2], "b": [1]}, global_batch=1),
+            "'a': 2, 'b': 1",
+        ),
         (
             lambda: BatchSampler(9, OrderSpec(filter="night"), global_batch=3),
             "no attribute 'night'",
         ),
-        (lambda: BatchSampler(9, OrderSpec(subset="keys.txt"), global_batch=3), "no column 'key'"),
+        (
+            lambda: BatchSampler(9, OrderSpec(subset="keys.txt"), global_batch=3),
+            "no column 'key'",
+        ),
         (
             lambda: BatchSampler(9, OrderSpec(kind="lanes"), global_batch=3),
             "need a column 'clip_id'",
@@ -531,14 +594,25 @@ class Pairs:
             lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), global_batch=3),
             "blocks=None",
         ),
-        (lambda: BatchSampler(9, blocks=3, global_batch=3), "'windowed' needs them"),
         (
-            lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=0, global_batch=3),
+            lambda: BatchSampler(9, blocks=3, global_batch=3),
+            "'windowed' needs them",
+        ),
+        (
+            lambda: BatchSampler(
+                9,
+                OrderSpec(kind="windowed", window=2),
+                blocks=0,
+                global_batch=3,
+            ),
             "got 0",
         ),
         (
             lambda: BatchSampler(
-                9, OrderSpec(kind="windowed", window=2), blocks=[4, 4], global_batch=3
+                9,
+                OrderSpec(kind="windowed", window=2),
+                blocks=[4, 4],
+                global_batch=3,
             ),
             "the sum 8",
         ),
@@ -546,14 +620,22 @@ class Pairs:
             lambda: BatchSampler(9, mix={"a": 1}, global_batch=3),
             "a mapping of names to data, got int",
         ),
-        (lambda: BatchSampler({"a": 9}, mix={"b": 1}, global_batch=3), "the datasets are 'a'"),
+        (
+            lambda: BatchSampler({"a": 9}, mix={"b": 1}, global_batch=3),
+            "the datasets are 'a'",
+        ),
         (
             lambda: BatchSampler(
-                {"clip_id": [1]}, window=fr.FrameWindow(frames=(0,)), global_batch=1
+                {"clip_id": [1]},
+                window=fr.FrameWindow(frames=(0,)),
+                global_batch=1,
             ),
             "needs entries",
         ),
-        (lambda: BatchSampler(9, global_batch=3, world=World(0, 2)), "over 2 ranks"),
+        (
+            lambda: BatchSampler(9, global_batch=3, world=World(0, 2)),
+            "over 2 ranks",
+        ),
         (lambda: BatchSampler(9, global_batch=3)[-1], "counted from 0"),
     ],
 )
@@ -569,7 +651,11 @@ def test_what_does_not_fit_is_refused(make_loader, message):
         BatchSampler(100, OrderSpec(seed=1), global_batch=10),
         BatchSampler(100, global_batch=10, drop_last=False),
         BatchSampler(100, OrderSpec(kind="windowed", window=1), blocks=5, global_batch=10),
-        BatchSampler({"clip_id": np.arange(100)}, OrderSpec(kind="lanes"), global_batch=10),
+        BatchSampler(
+            {"clip_id": np.arange(100)},
+            OrderSpec(kind="lanes"),
+            global_batch=10,
+        ),
     ],
 )
 def test_a_state_of_another_order_is_refused(sampler):

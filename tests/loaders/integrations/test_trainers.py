@@ -49,7 +49,9 @@ def expected(root, world):
 def output_of(text, rank):
     """What an example reported of one rank, and the losses."""
     lines = re.findall(
-        rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$", text, re.MULTILINE
+        rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$",
+        text,
+        re.MULTILINE,
     )
     return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [
         loss for *_, loss, _ in lines
@@ -58,9 +60,19 @@ def output_of(text, rank):
 
 def run(root, out, *examples):
     """Run examples whole and with ends; compare the steps of each; return the losses of each rank of the whole runs."""
-    command = [sys.executable, TESTS / "support" / "trainer_ranks.py", root, out, *examples]
+    command = [
+        sys.executable,
+        TESTS / "support" / "trainer_ranks.py",
+        root,
+        out,
+        *examples,
+    ]
     done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=580,
     )
     assert done.returncode == 0, done.stdout.decode()[-6000:]
     outputs = {}
@@ -79,7 +91,12 @@ CHECKPOINTS = {
     "terminated": ["step-6", "step-7"],
     "rest": ["step-7", "step-8"],
 }
-STEPS = {"killed": (0, 5), "saving": (4, 6), "terminated": (4, 7), "rest": (7, 8)}
+STEPS = {
+    "killed": (0, 5),
+    "saving": (4, 6),
+    "terminated": (4, 7),
+    "rest": (7, 8),
+}
 
 
 def assert_same_steps(out, name, rank):
@@ -148,7 +165,8 @@ def epochs_of(root, count):
 @pytest.mark.filterwarnings("ignore::Warning")  # Lightning's advice, and what torch has deprecated
 def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
     pl = pytest.importorskip(
-        "lightning.pytorch", reason="lightning is not installed: pip install -e '.[trainers]'"
+        "lightning.pytorch",
+        reason="lightning is not installed: pip install -e '.[trainers]'",
     )
     received = []
 
@@ -196,14 +214,21 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     accelerate = pytest.importorskip(
-        "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
+        "accelerate",
+        reason="accelerate is not installed: pip install -e '.[trainers]'",
     )
     epochs = epochs_of(tiny, 3)
     accelerator = accelerate.Accelerator(cpu=True)
     loader = load(tiny, 2, seed=7, image=TINY)
     assert accelerator.prepare(loader) is loader
-    for refused in (accelerator.prepare_data_loader, accelerator.skip_first_batches):
-        with pytest.raises(AttributeError, match=r"no `prepare_data_loader`, no skipped batches"):
+    for refused in (
+        accelerator.prepare_data_loader,
+        accelerator.skip_first_batches,
+    ):
+        with pytest.raises(
+            AttributeError,
+            match=r"no `prepare_data_loader`, no skipped batches",
+        ):
             refused(loader)
     accelerator.register_for_checkpointing(loader)
     for epoch in range(2):
@@ -218,7 +243,8 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
+        "mmengine",
+        reason="mmengine is not installed: pip install -e '.[trainers]'",
     )
     from mmengine.model import BaseModel
     from mmengine.registry import LOOPS
@@ -309,7 +335,13 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
                 return torch.optim.SGD(self.parameters(), 1e-3)
 
         quiet = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+            (
+                "logger",
+                "enable_checkpointing",
+                "enable_progress_bar",
+                "enable_model_summary",
+            ),
+            False,
         )
         pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(Module(), loader)
         assert received == epoch_keys
@@ -339,7 +371,8 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
             str(tmp_path), max_steps=1, report_to="none", use_cpu=True
         )
         with pytest.raises(
-            TypeError, match="Hugging Face's Trainer takes it from `get_train_dataloader`"
+            TypeError,
+            match="Hugging Face's Trainer takes it from `get_train_dataloader`",
         ):
             transformers.Trainer(Model(), arguments, train_dataset=loader).train()
 
@@ -359,11 +392,14 @@ class _Calls:
     "ignore::DeprecationWarning"
 )  # MMEngine's import compiles functions with torch.jit
 @pytest.mark.parametrize(
-    "call", [(getattr, str, "format"), (os.getcwd,)], ids=["getattr", "function"]
+    "call",
+    [(getattr, str, "format"), (os.getcwd,)],
+    ids=["getattr", "function"],
 )
 def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
+        "mmengine",
+        reason="mmengine is not installed: pip install -e '.[trainers]'",
     )
     import fuelrail.loaders.integrations.mmengine  # noqa: F401 - adds what is allowed
 
@@ -436,7 +472,9 @@ def test_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     spec.loader.exec_module(example)
     calls = []
     monkeypatch.setattr(
-        example.dist, "init_process_group", lambda *args, **options: calls.append((args, options))
+        example.dist,
+        "init_process_group",
+        lambda *args, **options: calls.append((args, options)),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

@@ -48,9 +48,18 @@ def test_every_member_of_every_sample_decodes_to_the_source_values(tiny):
         expected = decode_sample(sample["__key__"], members)
         assert sample["meta.json.zst"]["timestamp_ns"] == expected.meta.timestamp_ns
         for array, stored in (
-            (sample["geometry.safetensors.zst"]["intrinsics"], expected.geometry.intrinsics),
-            (sample["boxes.safetensors.zst"]["boxes3d"], expected.boxes.boxes3d),
-            (sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"]))),
+            (
+                sample["geometry.safetensors.zst"]["intrinsics"],
+                expected.geometry.intrinsics,
+            ),
+            (
+                sample["boxes.safetensors.zst"]["boxes3d"],
+                expected.boxes.boxes3d,
+            ),
+            (
+                sample["lidar_top.npy.p20.zst"],
+                np.load(io.BytesIO(members["lidar_top.npy"])),
+            ),
         ):
             np.testing.assert_array_equal(array, stored, strict=True)
         assert sample["cam_front.jpg"] == members["cam_front.jpg"]
@@ -73,7 +82,9 @@ def test_frame_shards_come_through_a_pipe(build_once):
 def test_members_stored_with_a_dictionary(tmp_path):
     small = [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)]
     raw = build_dataset(
-        tmp_path / "tiny", {"train": (3,)}, dictionary=train_dictionary(small, 1024, 3)
+        tmp_path / "tiny",
+        {"train": (3,)},
+        dictionary=train_dictionary(small, 1024, 3),
     )
     dictionary = open_dataset(tmp_path / "tiny").dictionary
     samples = list(
@@ -154,7 +165,11 @@ def test_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
     name = f"x_mine.{ending}"
     shard = write_tar(tmp_path / "t.tar", {"a.meta.json": b"{}", f"a.{name}": data})
     (sample,) = shard.decode(
-        decode_member, "rgb", webdataset.torch_video, webdataset.torch_audio, pre=[]
+        decode_member,
+        "rgb",
+        webdataset.torch_video,
+        webdataset.torch_audio,
+        pre=[],
     )
     assert (sample["meta.json"], sample[name]) == ({}, data)
 

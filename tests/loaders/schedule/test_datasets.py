@@ -29,7 +29,9 @@ def test_sizes_are_the_largest_of_all_manifests(build_once) -> None:
     assert facts_of(wide, high)[:2] == ((80, 72), 1.0)
 
 
-def test_progressive_images_are_counted_and_bad_samples_left_out(tmp_path) -> None:
+def test_progressive_images_are_counted_and_bad_samples_left_out(
+    tmp_path,
+) -> None:
     raw = build_dataset(tmp_path / "d", {"train": (12,)}, size=(80, 48))
     shard = tmp_path / "d" / "train-000000.tar"
     image = raw[min(raw)]["cam_front.jpg"]

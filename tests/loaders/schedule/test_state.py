@@ -68,7 +68,10 @@ def test_another_batch_size_is_not_a_mismatch() -> None:
 @pytest.mark.parametrize(
     ("change", "sides"),
     [
-        ({"dataset": "0" * 64}, [f"dataset: state has '{'0' * 64}', loader has '{'f' * 64}'"]),
+        (
+            {"dataset": "0" * 64},
+            [f"dataset: state has '{'0' * 64}', loader has '{'f' * 64}'"],
+        ),
         ({"split": "val"}, ["split: state has 'val', loader has 'train'"]),
         ({"drop_last": False}, ["drop_last: state has False, loader has True"]),
         (
@@ -98,7 +101,10 @@ def test_state_of_another_sequence_shows_both_sides(change, sides) -> None:
         ({"version": None}, "has version None"),
         ({"epoch": -1}, "is at epoch -1, sample 160; both must be 0 or more"),
         ({"samples_consumed": -1}, "is at epoch 3, sample -1"),
-        ({"epoch": "3"}, "at 'epoch': must be a whole number; got the text '3'"),
+        (
+            {"epoch": "3"},
+            "at 'epoch': must be a whole number; got the text '3'",
+        ),
         ({"epoch": 3.0}, "at 'epoch': must be a whole number; got 3.0"),
         ({"more": 1}, "the field 'more' is unknown; allowed here: version, "),
         ({"identity": {}}, "at 'identity': the field 'dataset' is missing"),
@@ -107,14 +113,20 @@ def test_state_of_another_sequence_shows_both_sides(change, sides) -> None:
         ({"identity": "\ud800"}, "not a Fuelrail loader state"),
         ({"identity": "[" * 100_000}, "not a Fuelrail loader state"),
         ({"identity": 3}, "at 'identity': must be a mapping; got 3"),
-        ({"global_batch_size": -1}, "global_batch_size -1; it must be 1 or more"),
+        (
+            {"global_batch_size": -1},
+            "global_batch_size -1; it must be 1 or more",
+        ),
         ({"global_batch_size": 0}, "global_batch_size 0; it must be 1 or more"),
         (
             {"global_batch_size": 10**30},
             f"global_batch_size {10**30}; it must be 1 or more, and below 2**62",
         ),
         ({"epoch": 10**30}, "both must be 0 or more, and below 2**62"),
-        ({"samples_consumed": 2**62}, "both must be 0 or more, and below 2**62"),
+        (
+            {"samples_consumed": 2**62},
+            "both must be 0 or more, and below 2**62",
+        ),
     ],
 )
 def test_what_is_not_a_state_is_refused(change, words) -> None:
@@ -128,7 +140,10 @@ def test_what_is_not_a_state_is_refused(change, words) -> None:
     [
         (None, "a dict is needed, got NoneType"),
         ({}, "has version None"),
-        ({"_snapshot": {"_snapshot_step": 3}, "_steps_since_snapshot": 0}, "has version None"),
+        (
+            {"_snapshot": {"_snapshot_step": 3}, "_steps_since_snapshot": 0},
+            "has version None",
+        ),
         *(({name: None}, f"the field '{name}' is missing") for name in ENTRIES),
     ],
 )
@@ -167,7 +182,11 @@ class TestN1Settings:
                 settled(normalize=Normalize()),
                 "normalize.mean: state has none, loader has [123.675,",
             ),
-            (settled(points=True), settled(), "points: state has True, loader has none;"),
+            (
+                settled(points=True),
+                settled(),
+                "points: state has True, loader has none;",
+            ),
             (
                 settled(points=PointSweeps(num_sweeps=2)),
                 settled(points=PointSweeps(num_sweeps=5)),
@@ -202,12 +221,19 @@ class TestN1Settings:
             with pytest.raises(StateMismatchError, match="another training sequence"):
                 decode_state(changed, IDENTITY, strict=False)
 
-    def test_equal_settings_have_one_digest_however_they_are_written(self) -> None:
+    def test_equal_settings_have_one_digest_however_they_are_written(
+        self,
+    ) -> None:
         first = sample_settings(
-            7, image=ImageAugment(height=64, width=96, resize=1), pixels=None, points=False
+            7,
+            image=ImageAugment(height=64, width=96, resize=1),
+            pixels=None,
+            points=False,
         )
         second = sample_settings(
-            7, image=ImageAugment(height=64, width=96, resize=1.0), undistort=None
+            7,
+            image=ImageAugment(height=64, width=96, resize=1.0),
+            undistort=None,
         )
         assert first == second
         different = [

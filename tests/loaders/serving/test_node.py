@@ -35,7 +35,8 @@ def start(tiny, folder, rank, job, where="node", parallel=2):
         "MASTER_PORT": job,
     }
     process = warm().Process(
-        target=run, args=(tiny, parallel, folder, folder / f"{job}-{rank}", environment)
+        target=run,
+        args=(tiny, parallel, folder, folder / f"{job}-{rank}", environment),
     )
     process.start()
     return process
@@ -85,7 +86,10 @@ def expected(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("none")
     numbers = range(0, NUM_RANKS, 2)
     return finished(
-        [start(tiny, folder, rank, "0", where="") for rank in numbers], folder, "0", numbers
+        [start(tiny, folder, rank, "0", where="") for rank in numbers],
+        folder,
+        "0",
+        numbers,
     )
 
 
@@ -174,13 +178,22 @@ def test_strangers_connections_are_no_ranks(tiny, tmp_path, job, expected):
     first = start(tiny, tmp_path, 0, job)
     (name,) = wait_for(lambda: listening(job))
     strangers = []
-    for data in (b"", b"", b"x", struct.pack("!i", 3) + b"abc", struct.pack("!i", 1 << 30)):
+    for data in (
+        b"",
+        b"",
+        b"x",
+        struct.pack("!i", 3) + b"abc",
+        struct.pack("!i", 1 << 30),
+    ):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stranger.connect(name.replace("@", "\0", 1))
         stranger.sendall(data)
         strangers.append(stranger)
     strangers.pop().close()
-    ranks = [first, *(start(tiny, tmp_path, rank, job) for rank in range(1, NUM_RANKS))]
+    ranks = [
+        first,
+        *(start(tiny, tmp_path, rank, job) for rank in range(1, NUM_RANKS)),
+    ]
     assert finished(ranks, tmp_path, job) == [expected[rank // 2] for rank in range(NUM_RANKS)]
     for stranger in strangers:
         stranger.close()
@@ -204,7 +217,8 @@ def test_names_that_another_user_has_taken_are_passed_by(
     with pytest.raises(ChildProcessError):
         node.connect_node()()
     squatter = subprocess.Popen(
-        [sys.executable, "-c", SQUAT, *names[0][:num_taken]], stdout=subprocess.PIPE
+        [sys.executable, "-c", SQUAT, *names[0][:num_taken]],
+        stdout=subprocess.PIPE,
     )
     assert squatter.stdout is not None and squatter.stdout.readline() == b"taken\n"
     try:

@@ -17,7 +17,12 @@ import torch
 
 from fuelrail import ImageAugment, Normalize, OrderSpec
 from fuelrail.loaders.serving.memory import MappedMemory, SharedMemory
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, SchemaError, StageError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    FuelrailError,
+    SchemaError,
+    StageError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.windows import FrameWindow
@@ -29,7 +34,10 @@ from support.transforms import everything, failing
 pytestmark = pytest.mark.process
 TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 GROUPS = {
-    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
+    "back": {
+        "cameras": ["cam_back"],
+        "image": ImageAugment(height=24, width=40),
+    },
     "front": {"cameras": ["cam_front"], "image": TRAIN},
 }
 NORMALIZE = Normalize(mean=(120.0, 115.0, 100.0), std=(60.0, 55.0, 50.0))
@@ -83,7 +91,10 @@ def listed(samples):
 CASES = {
     "shuffled": {"image": TRAIN, "points": True},
     "two views": {"image": TRAIN, "two_views": True, "normalize": NORMALIZE},
-    "groups, windows": {"camera_groups": GROUPS, "window": FrameWindow(frames=(-1, 0))},
+    "groups, windows": {
+        "camera_groups": GROUPS,
+        "window": FrameWindow(frames=(-1, 0)),
+    },
     "static": {"image": TRAIN, "static": True},
     "lanes": {"order": OrderSpec(kind="lanes"), "drop_last": True},
     "windows of shards": {
@@ -118,7 +129,10 @@ def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, 
 
 def test_a_mix_and_a_ramp_are_the_same(tiny, build_once):
     second_root = build_once({"train": (4, 6)}, seed=5)[0]
-    stages = [MixStage({"a": 3, "b": 1}, until=8, ramp=True), MixStage({"a": 1, "b": 1})]
+    stages = [
+        MixStage({"a": 3, "b": 1}, until=8, ramp=True),
+        MixStage({"a": 1, "b": 1}),
+    ]
     with load({"a": tiny, "b": second_root}, 4, mix=stages, image=TINY) as loader:
         expected = [copied(batch) for _ in range(2) for batch in loader]
     with load_in_process({"a": tiny, "b": second_root}, 4, mix=stages, image=TINY) as loader:
@@ -166,14 +180,24 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
             "num_workers": 1,
             "image": TINY,
         }
-        with load(tiny, 1, transform=failing, collate_fn=listed, where=where, **options) as loader:
+        with load(
+            tiny,
+            1,
+            transform=failing,
+            collate_fn=listed,
+            where=where,
+            **options,
+        ) as loader:
             with pytest.raises((StageError, ConfigError, SchemaError)) as caught:
                 next(iter(loader))
             return caught.value
 
     process_error = error_of(1, "process")
     thread_error = error_of(1, None)
-    assert (type(process_error), str(process_error)) == (type(thread_error), str(thread_error))
+    assert (type(process_error), str(process_error)) == (
+        type(thread_error),
+        str(thread_error),
+    )
     assert 'raise ValueError(f"no {sample' in str(process_error.__cause__)
     assert (type(error_of(2, "process")), str(error_of(2, "process"))) == (
         SchemaError,
@@ -195,7 +219,9 @@ def test_bad_samples_are_replaced_counted_and_noted(tiny_copy, tmp_path):
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2 * len(lines)
 
 
-def test_images_are_views_of_shared_memory_and_a_kept_batch_is_not_overwritten(tiny):
+def test_images_are_views_of_shared_memory_and_a_kept_batch_is_not_overwritten(
+    tiny,
+):
     with load_in_process(tiny, 1, image=TINY) as loader:
         batches = list(loader)
         before = [copied(batch) for batch in batches]
@@ -238,14 +264,21 @@ def test_breaks_other_epochs_and_a_second_iteration_are_as_in_threads(tiny):
             next(first)
         return received
 
-    with load(tiny, image=TINY) as in_threads, load_in_process(tiny, image=TINY) as in_process:
+    with (
+        load(tiny, image=TINY) as in_threads,
+        load_in_process(tiny, image=TINY) as in_process,
+    ):
         assert unlike(run(in_threads), run(in_process)) == []
 
 
 def test_the_tuner_and_the_trace_see_the_stages_of_the_process(tiny):
     events = []
     with load_in_process(
-        tiny, 1, image=TINY, num_workers="auto", trace=lambda *event: events.append(event)
+        tiny,
+        1,
+        image=TINY,
+        num_workers="auto",
+        trace=lambda *event: events.append(event),
     ) as loader:
         for _ in range(3):
             for _ in loader:

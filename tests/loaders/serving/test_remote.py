@@ -31,7 +31,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster():
     with ray_cluster(3) as local_cluster:
-        ray.init(address=local_cluster.address, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=local_cluster.address,
+            log_to_driver=False,
+            configure_logging=False,
+        )
         yield local_cluster
         ray.shutdown()
 
@@ -42,7 +46,11 @@ def load_remotely(*args, num_workers=3, **options):
 
 CASES = {
     "shuffled": {"image": TRAIN, "points": True},
-    "windows, two views": {"image": TRAIN, "frames": [-1, 0], "two_views": True},
+    "windows, two views": {
+        "image": TRAIN,
+        "frames": [-1, 0],
+        "two_views": True,
+    },
     "lanes": {"order": OrderSpec(kind="lanes"), "image": TINY},
     "static, not dropped": {"static": True, "image": TINY, "drop_last": False},
 }
@@ -79,7 +87,11 @@ def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):
 
 
 def test_an_error_is_that_of_the_actor(tiny, cluster):
-    options = {"order": OrderSpec(kind="sequential"), "image": TINY, "transform": failing}
+    options = {
+        "order": OrderSpec(kind="sequential"),
+        "image": TINY,
+        "transform": failing,
+    }
     with (
         load_remotely(tiny, 1, **options) as loader,
         pytest.raises((StageError, SchemaError, ConfigError)) as caught,
@@ -89,7 +101,10 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
 
 
 def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
-    options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
+    options = {
+        "image": TINY,
+        "where": RemoteWorkers(num_workers=3, min_workers=2),
+    }
     with load(tiny, 1, **options) as loader:
         num_actors = [loader._client.transport.num_wanted]
         while max(num_actors) < 3:

@@ -46,8 +46,13 @@ def test_buffers_are_writable_and_of_the_stated_shape() -> None:
 
 
 @pytest.mark.parametrize("count", [1 << 45, 1 << 62])
-def test_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"a buffer of {count} bytes: take a smaller batch_size"):
+def test_a_buffer_that_no_memory_holds_is_refused_with_its_size(
+    count: int,
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"a buffer of {count} bytes: take a smaller batch_size",
+    ):
         Buffers(keep_bytes=1, rounded=int).take(count)
 
 

@@ -8,7 +8,11 @@ import shutil
 import pytest
 
 from fuelrail import DataLoader, ImageAugment
-from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    BadSamplesError,
+    ChecksumError,
+    TruncatedShardError,
+)
 from support.datasets import build_dataset
 
 
@@ -53,7 +57,11 @@ def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(
                     if number == 1 + turn:
                         for tar in sorted(root.glob("*.tar")):
                             CHANGES[how](tar, pristine / tar.name)
-            except (ChecksumError, TruncatedShardError, BadSamplesError) as raised:
+            except (
+                ChecksumError,
+                TruncatedShardError,
+                BadSamplesError,
+            ) as raised:
                 error = raised
         if error is not None:
             assert "train-0000" in str(error)

@@ -9,7 +9,11 @@ import shutil
 import pytest
 
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.storage.clients import FsspecClient, ObstoreClient, make_client
+from fuelrail.loaders.storage.clients import (
+    FsspecClient,
+    ObstoreClient,
+    make_client,
+)
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -76,7 +80,8 @@ def test_the_better_client_is_the_default(bucket, tmp_path):
     assert isinstance(make_client(bucket[0]), ObstoreClient)
     # What only s3fs understands, s3fs does.
     assert isinstance(
-        make_client(bucket[0], {"config_kwargs": {"max_pool_connections": 5}}), FsspecClient
+        make_client(bucket[0], {"config_kwargs": {"max_pool_connections": 5}}),
+        FsspecClient,
     )
     with pytest.raises(ConfigError, match="obstore cannot read"):
         make_client(bucket[0], {"config_kwargs": {}}, kind="obstore")
@@ -90,7 +95,12 @@ class TestS3:
     @pytest.mark.parametrize("nested", [False, True])
     def test_credentials_as_storage_options(self, bare, pristine, tmp_path, client, nested):
         url, endpoint = bare
-        nest = {"client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"}}
+        nest = {
+            "client_kwargs": {
+                "endpoint_url": endpoint,
+                "region_name": "us-east-1",
+            }
+        }
         options = KEY | (nest if nested else {"endpoint_url": endpoint})
         assert read_all(url, client, tmp_path, storage_options=options) == spans_of(pristine)
 
@@ -130,7 +140,9 @@ class TestS3:
 
     def test_a_server_that_is_not_there(self, bare, tmp_path, client):
         dataset = open_dataset(
-            bare[0], cache_dir=tmp_path, storage_options=KEY | {"endpoint_url": bare[1]}
+            bare[0],
+            cache_dir=tmp_path,
+            storage_options=KEY | {"endpoint_url": bare[1]},
         )
         gone = KEY | {"endpoint_url": "http://127.0.0.1:9"}
         with pytest.raises(StorageError, match="no answer after"):
@@ -144,20 +156,31 @@ class TestS3:
             dataset = open_dataset(bare[0], cache_dir=tmp_path, storage_options=options)
             open_storage(dataset, client).span(*rows_of(dataset)[0])
             with pytest.raises(DatasetError) as caught:
-                open_dataset("s3://no-such-bucket/x", cache_dir=tmp_path, storage_options=options)
+                open_dataset(
+                    "s3://no-such-bucket/x",
+                    cache_dir=tmp_path,
+                    storage_options=options,
+                )
         for text in (caplog.text, str(caught.value), repr(dataset)):
             assert not any(secret in text for secret in KEY.values())
 
 
 def test_no_credentials_at_all(bare, tmp_path):
     with pytest.raises(DatasetError, match="check credentials, profile and endpoint"):
-        open_dataset(bare[0], cache_dir=tmp_path, storage_options={"endpoint_url": bare[1]})
+        open_dataset(
+            bare[0],
+            cache_dir=tmp_path,
+            storage_options={"endpoint_url": bare[1]},
+        )
 
 
 @pytest.fixture(scope="module", params=["gs", "az"])
 def cloud(request, pristine, tmp_path_factory):
     """A file system of an emulator, the dataset's URL there, the storage_options, and their secret."""
-    with emulated(request.param, tmp_path_factory.mktemp("emulator")) as (options, secret):
+    with emulated(request.param, tmp_path_factory.mktemp("emulator")) as (
+        options,
+        secret,
+    ):
         import fsspec
 
         fs = fsspec.filesystem(request.param, **options)

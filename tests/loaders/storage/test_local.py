@@ -34,7 +34,10 @@ def resident_pages(path):
     """A byte for each page of a file of ours, odd where it is in the page cache; asking does not change it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
         pages = ctypes.create_string_buffer(-(-len(mapped) // PAGE))
         view = np.frombuffer(mapped, np.uint8)
         assert libc.mincore(view.ctypes.data, len(mapped), pages) == 0
@@ -99,7 +102,8 @@ class TestPread(StorageSuite):
         assert 1 <= open_files_limit(2) <= soft // 4
         monkeypatch.setattr(OpenShards, "_all", weakref.WeakSet())
         monkeypatch.setattr(
-            "fuelrail.loaders.storage.files.open_files_limit", lambda storages: 2 // storages
+            "fuelrail.loaders.storage.files.open_files_limit",
+            lambda storages: 2 // storages,
         )
         dataset = open_dataset(pristine)
         gc.collect()  # closes what other tests left
@@ -188,7 +192,10 @@ class TestPread(StorageSuite):
         self, opened, pristine, monkeypatch
     ):
         dataset, storage = opened(pristine)
-        failures = [OSError(116, "Stale file handle"), OSError(5, "Input/output error")]
+        failures = [
+            OSError(116, "Stale file handle"),
+            OSError(5, "Input/output error"),
+        ]
         real = os.preadv
 
         def fails(fd, buffers, offset, flags=0):
@@ -205,7 +212,9 @@ class TestPread(StorageSuite):
         dataset, storage = opened(pristine)
         real = os.preadv
         monkeypatch.setattr(
-            os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset)
+            os,
+            "preadv",
+            lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset),
         )
         index, row = rows_of(dataset)[3]
         assert bytes(storage.span(index, row)) == spans_of(pristine)[3]
@@ -223,7 +232,10 @@ def test_the_backend_fits_the_place(pristine, tmp_path):
         == "pread"
     )
     assert isinstance(open_storage(dataset, cache_dir=tmp_path / "cache"), RemoteShards)
-    with pytest.raises(ConfigError, match="backend='nfs' is not known; choose one of auto, pread"):
+    with pytest.raises(
+        ConfigError,
+        match="backend='nfs' is not known; choose one of auto, pread",
+    ):
         open_storage(dataset, "nfs")
     with pytest.raises(ConfigError, match="cache_size='1GB' needs cache_dir"):
         open_storage(dataset, cache_size="1GB")

@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.loaders.storage.ranges import PlannedRange, WantedSpan, plan_ranges
+from fuelrail.loaders.storage.ranges import (
+    PlannedRange,
+    WantedSpan,
+    plan_ranges,
+)
 from fuelrail.pipeline.errors import ConfigError
 
 spans = st.lists(
-    st.builds(WantedSpan, st.integers(0, 2), st.integers(0, 400), st.integers(0, 60)), max_size=30
+    st.builds(WantedSpan, st.integers(0, 2), st.integers(0, 400), st.integers(0, 60)),
+    max_size=30,
 )  # overlapping and repeated ones too
 
 

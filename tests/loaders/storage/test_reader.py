@@ -13,7 +13,12 @@ from fuelrail.loaders.storage import reader as reader_module
 from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.sample.schema import GEOMETRY, Geometry, decode_arrays, encode_arrays
+from fuelrail.pipeline.sample.schema import (
+    GEOMETRY,
+    Geometry,
+    decode_arrays,
+    encode_arrays,
+)
 from support.datasets import CAMERAS, LIDAR
 
 if TYPE_CHECKING:
@@ -50,7 +55,8 @@ def test_samples_by_key(dataset) -> None:
     reader = SampleReader(dataset)
     assert reader.sample(reader.find("clip-0001-000001")).key == "clip-0001-000001"
     with pytest.raises(
-        OrderError, match=f"has no sample 'clip-9'; the first of its 6 is '{reader.sample(0).key}'"
+        OrderError,
+        match=f"has no sample 'clip-9'; the first of its 6 is '{reader.sample(0).key}'",
     ):
         reader.find("clip-9")
 
@@ -93,7 +99,12 @@ class TestRig:
         self, monkeypatch, dataset, number, stated, has_image
     ) -> None:
         with pytest.raises(SchemaError) as caught:
-            self.read(monkeypatch, dataset, number, cam_valid=np.array(stated, np.uint8))
+            self.read(
+                monkeypatch,
+                dataset,
+                number,
+                cam_valid=np.array(stated, np.uint8),
+            )
         assert caught.value.member == GEOMETRY
         assert caught.value.key == dataset.index.row(number).key
         assert f"cam_valid is {stated}, but of the cameras {', '.join(CAMERAS)} these have" in str(
@@ -116,7 +127,8 @@ class TestRig:
             )
         }
         with pytest.raises(
-            SchemaError, match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back"
+            SchemaError,
+            match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back",
         ):
             self.read(monkeypatch, dataset, 0, **first_camera)
 

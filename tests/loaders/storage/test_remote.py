@@ -104,7 +104,11 @@ class TestHttp(StorageSuite):
             "val-000000.tar",
         ]
         stats = storage.stats()
-        assert (stats.requests, stats.spans, stats.request_bytes) == (4, 25, stats.span_bytes)
+        assert (stats.requests, stats.spans, stats.request_bytes) == (
+            4,
+            25,
+            stats.span_bytes,
+        )
         assert stats.request_bytes < MAX_RANGE_BYTES
 
     def test_requests_go_out_together(self, served, pristine):
@@ -168,7 +172,8 @@ class TestFaults:
         )
 
     @pytest.mark.parametrize(
-        ("status", "words"), [(403, "access is refused"), (404, "the shard is not there")]
+        ("status", "words"),
+        [(403, "access is refused"), (404, "the shard is not there")],
     )
     def test_what_no_retry_can_help_is_reported_at_once(self, served, status, words):
         server, dataset = served
@@ -189,7 +194,8 @@ class TestFaults:
         manifest = msgspec.structs.replace(dataset.manifest, classes=("another",))
         (tiny_copy / "dataset.json").write_bytes(encode_manifest(manifest))
         with pytest.raises(
-            StorageError, match=f"the shard is not there.*replaced while in use.*was {fingerprint}"
+            StorageError,
+            match=f"the shard is not there.*replaced while in use.*was {fingerprint}",
         ):
             open_storage(dataset).span(*rows_of(dataset)[0])
 
@@ -200,7 +206,10 @@ class TestFaults:
         index, row = rows_of(dataset)[8]
         with pytest.raises(ChecksumError, match="twice") as caught:
             storage.span(index, row)
-        assert (caught.value.shard, caught.value.key) == ("train-000001.tar", row.key)
+        assert (caught.value.shard, caught.value.key) == (
+            "train-000001.tar",
+            row.key,
+        )
         assert len(shard_requests(server)) == 2
         assert storage.stats().refetched == 1
 
@@ -267,7 +276,12 @@ class TestOpening:
             assert dataset.location == server.url + "/"
         first, *tables, last = [request.name for request in server.requests]
         assert (first, last) == ("dataset.json", "dataset.json")
-        assert sorted(tables) == ["blocks.sha256", "index.arrow", "keys.arrow", "shards.arrow"]
+        assert sorted(tables) == [
+            "blocks.sha256",
+            "index.arrow",
+            "keys.arrow",
+            "shards.arrow",
+        ]
         assert not [path for path in dataset.root.iterdir() if path.name.startswith(".")]
 
     def test_a_damaged_local_index_is_fetched_again(self, serve, pristine, tmp_path):
@@ -300,7 +314,14 @@ class TestOpening:
 
     def test_bytes_changed_on_the_way_are_read_again(self, serve, pristine, tmp_path):
         flips_remaining = dict.fromkeys(
-            ("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256"), 4
+            (
+                "dataset.json",
+                "shards.arrow",
+                "index.arrow",
+                "keys.arrow",
+                "blocks.sha256",
+            ),
+            4,
         )
 
         def change(request):
@@ -334,14 +355,18 @@ class TestOpening:
         home = tmp_path / "home"
         home.mkdir(mode=0o755)
         root = open_dataset(server.url, cache_dir=tmp_path / "good").root
-        assert [root.stat().st_mode & 0o777, root.parent.stat().st_mode & 0o777] == [0o700, 0o700]
+        assert [
+            root.stat().st_mode & 0o777,
+            root.parent.stat().st_mode & 0o777,
+        ] == [0o700, 0o700]
         for number, linked in enumerate(("", "datasets", f"datasets/{root.name}")):
             cache = tmp_path / f"cache-{number}"
             place = cache / linked
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(home, target_is_directory=True)
             with pytest.raises(
-                ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"
+                ConfigError,
+                match=r"is a symbolic link.*choose a cache folder of your own",
             ):
                 open_dataset(server.url, cache_dir=cache)
         assert not list(home.iterdir())
@@ -355,10 +380,16 @@ class TestOpening:
     def test_a_folder_for_the_index_of_another_user_is_refused(self, serve, pristine, tmp_path):
         server = serve(pristine)
         root = open_dataset(server.url, cache_dir=tmp_path / "cache").root
-        for path in (root / "dataset.json", root, root.parent, root.parent.parent):
+        for path in (
+            root / "dataset.json",
+            root,
+            root.parent,
+            root.parent.parent,
+        ):
             os.chown(path, 4242, 4242)
             with pytest.raises(
-                ConfigError, match=f"'{path}' belongs to user 4242, and this process runs as user 0"
+                ConfigError,
+                match=f"'{path}' belongs to user 4242, and this process runs as user 0",
             ):
                 open_dataset(server.url, cache_dir=tmp_path / "cache")
             os.chown(path, 0, 0)
@@ -387,15 +418,20 @@ class TestOpening:
             url = server.url
         with pytest.raises(DatasetError, match=r"could not be read for 0\.2 s"):
             open_dataset(
-                url, cache_dir=tmp_path, retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01)
+                url,
+                cache_dir=tmp_path,
+                retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01),
             )
 
     def test_a_server_that_does_not_answer_is_asked_again(self, serve, pristine, tmp_path, caplog):
         server = serve(
-            pristine, lambda request: Misbehaviour(latency_s=3600.0 if request.number == 0 else 0.0)
+            pristine,
+            lambda request: Misbehaviour(latency_s=3600.0 if request.number == 0 else 0.0),
         )
         dataset = open_dataset(
-            server.url, cache_dir=tmp_path, retry=RetryPolicy(attempt_timeout_s=0.5)
+            server.url,
+            cache_dir=tmp_path,
+            retry=RetryPolicy(attempt_timeout_s=0.5),
         )
         assert len(dataset.index) == 25
         assert "dataset.json: FSTimeoutError; trying again" in caplog.text
@@ -407,7 +443,8 @@ class TestOpening:
             open_dataset("http://", cache_dir=tmp_path)
         assert "trying again" not in caplog.text
         with pytest.raises(
-            ConfigError, match=r"'ftp://127\.0\.0\.1:1/dataset' cannot be opened: .*refused"
+            ConfigError,
+            match=r"'ftp://127\.0\.0\.1:1/dataset' cannot be opened: .*refused",
         ):
             open_dataset("ftp://127.0.0.1:1/dataset", cache_dir=tmp_path)
 
@@ -426,7 +463,12 @@ class TestOpening:
                 storage.span(*rows_of(dataset)[0])
         assert shard_requests(server)[-1].headers["authorization"] == f"Bearer {secret}"
         assert "trying again" in caplog.text
-        for text in (caplog.text, str(caught.value), repr(dataset), repr(storage)):
+        for text in (
+            caplog.text,
+            str(caught.value),
+            repr(dataset),
+            repr(storage),
+        ):
             assert secret not in text
         url = server.url.replace("http://", "http://user:" + secret + "@") + "?sig=" + secret
         with pytest.raises(ConfigError, match="with a query") as caught_opening:
@@ -434,7 +476,9 @@ class TestOpening:
         assert secret not in str(caught_opening.value)
 
 
-def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path):
+def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(
+    tmp_path,
+):
     limit = 2 << 20
     for number, samples in enumerate((40, 120)):
         dataset = make_dataset(tmp_path / str(number), samples, 20, scale=0.3)

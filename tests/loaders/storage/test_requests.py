@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.loaders.storage.requests import FetchFailedError, Latencies, Requester
+from fuelrail.loaders.storage.requests import (
+    FetchFailedError,
+    Latencies,
+    Requester,
+)
 from fuelrail.pipeline.storage.retry import RetryPolicy
 
 RETRY = RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
@@ -87,7 +91,8 @@ class Server:
 def fetch(client, server, count=1):
     async def work():
         return await asyncio.gather(
-            *(server.fetched(client) for _ in range(count)), return_exceptions=True
+            *(server.fetched(client) for _ in range(count)),
+            return_exceptions=True,
         )
 
     return run(work())
@@ -114,13 +119,21 @@ class TestRetries:
         client = requester()
         server = Server(OSError("a"), TimeoutError(), ConnectionResetError())
         assert fetch(client, server) == [DATA]
-        assert (client.requests, client.request_bytes, client.retries) == (1, len(DATA), 3)
+        assert (client.requests, client.request_bytes, client.retries) == (
+            1,
+            len(DATA),
+            3,
+        )
 
     def test_what_is_final_is_not(self):
         server = Server(PermissionError("no"))
         (error,) = fetch(requester(), server)
         assert isinstance(error, FetchFailedError)
-        assert (error.fault.kind, error.num_attempts, server.calls) == ("refused", 1, 1)
+        assert (error.fault.kind, error.num_attempts, server.calls) == (
+            "refused",
+            1,
+            1,
+        )
 
     def test_the_deadline_holds(self):
         client = requester(RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01))
@@ -131,7 +144,10 @@ class TestRetries:
 
     def test_waiting_for_ones_turn_does_not_count(self):
         retry = RetryPolicy(
-            deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01
+            deadline_s=0.1,
+            attempt_timeout_s=2.0,
+            first_delay_s=0.001,
+            max_delay_s=0.01,
         )
         server = Server(*[0.06] * 5, OSError("x"))
         answers = fetch(requester(retry, min_hedge_s=NEVER, places=1), server, 6)
@@ -139,7 +155,10 @@ class TestRetries:
 
     def test_the_first_retry_is_at_once_and_the_next_are_not(self):
         patient = RetryPolicy(
-            deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9
+            deadline_s=100.0,
+            attempt_timeout_s=2.0,
+            first_delay_s=1e9,
+            max_delay_s=1e9,
         )
         client = requester(patient)
         server = Server(OSError("x"))
@@ -149,7 +168,10 @@ class TestRetries:
 
     def test_when_many_fail_only_a_few_come_back_at_once(self):
         patient = RetryPolicy(
-            deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9
+            deadline_s=100.0,
+            attempt_timeout_s=2.0,
+            first_delay_s=1e9,
+            max_delay_s=1e9,
         )
         answers = fetch(requester(patient, places=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
@@ -199,7 +221,9 @@ class TestHedging:
         assert (client.hedges, client.hedges_won, client.retries) == (1, 1, 0)
 
     @on_that_loop
-    async def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
+    async def test_a_first_that_comes_after_all_counts_and_ends_the_second(
+        self,
+    ):
         client = requester(min_hedge_s=0.1)
         await get_used_to(client)
         server = Server(0.2, None)
@@ -209,7 +233,9 @@ class TestHedging:
         assert (client.hedges, client.hedges_won) == (1, 0)
 
     @on_that_loop
-    async def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
+    async def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(
+        self,
+    ):
         client = requester(places=64)
         await get_used_to(client)
         slow = Server(*[0.05] * 2000)
@@ -239,7 +265,9 @@ class TestHedging:
         assert (client.hedges, client.hedges_won) == (1, 1)
 
     @on_that_loop
-    async def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(self):
+    async def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(
+        self,
+    ):
         client = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0))
         stalled = asyncio.create_task(Server(None).fetched(client))
         await get_used_to(client)
@@ -268,7 +296,10 @@ class TestLimit:
 
     def test_it_narrows_when_asked_to_slow_down_and_widens_again(self):
         patient = RetryPolicy(
-            deadline_s=1e9, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01
+            deadline_s=1e9,
+            attempt_timeout_s=2.0,
+            first_delay_s=0.001,
+            max_delay_s=0.01,
         )
         client = requester(patient, min_hedge_s=NEVER, places=32)
         fetch(client, Server(*[slow_down() for _ in range(32)]), 32)
@@ -282,7 +313,9 @@ class TestLimit:
     def test_a_few_busy_answers_change_nothing(self):
         client = requester(min_hedge_s=NEVER, places=16)
         fetch(
-            client, Server(*[0.001 if number % 50 else slow_down() for number in range(1000)]), 980
+            client,
+            Server(*[0.001 if number % 50 else slow_down() for number in range(1000)]),
+            980,
         )
         assert client.width == 16
 

@@ -43,8 +43,19 @@ LAYER = [
         "dtype": "float32",
         "law": {"name": "fixed"},
     },
-    {"name": "caption", "kind": "text", "field": "caption.txt", "law": {"name": "fixed"}},
-    {"name": "words", "field": "words.npy", "shape": [None], "law": {"name": "fixed"}, **TOKENS},
+    {
+        "name": "caption",
+        "kind": "text",
+        "field": "caption.txt",
+        "law": {"name": "fixed"},
+    },
+    {
+        "name": "words",
+        "field": "words.npy",
+        "shape": [None],
+        "law": {"name": "fixed"},
+        **TOKENS,
+    },
     {
         "name": "agents",
         "kind": "ragged",
@@ -94,7 +105,8 @@ def test_a_batch_is_drawn_as_view_draws_its_samples(root):
 
 
 @pytest.mark.parametrize(
-    "normalize", [{"dtype": "float32"}, {"channel_order": "bgr", "channels_last": True}]
+    "normalize",
+    [{"dtype": "float32"}, {"channel_order": "bgr", "channels_last": True}],
 )
 def test_normalisation_is_undone(root, normalize):
     np.testing.assert_array_equal(picture(root, {"normalize": normalize}), picture(root))
@@ -108,7 +120,8 @@ def test_half_precision_is_off_by_a_level_or_two(root):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"box_frame": "ego"}, {"static": {"max_boxes": 9, "max_points": 500}}]
+    "changed",
+    [{"box_frame": "ego"}, {"static": {"max_boxes": 9, "max_points": 500}}],
 )
 def test_frame_and_padding_of_boxes_and_points_do_not_show(root, changed):
     """Lines are rounded to pixels, so some of them differ by the rounding of float32."""
@@ -132,7 +145,9 @@ def test_windows_are_strips_whose_boxes_move_with_them(root):
         velocity = batch["gt_velocity"][row].numpy() @ ego2global[1][:3, :3].T
         for corners, since in zip(global_corners, frames.since_s(), strict=True):
             np.testing.assert_allclose(
-                corners, global_corners[1] + since * np.nan_to_num(velocity)[:, None], atol=1e-3
+                corners,
+                global_corners[1] + since * np.nan_to_num(velocity)[:, None],
+                atol=1e-3,
             )
     assert (
         sheet.shape[1] == 3 * (64 + 4) + 4 + 2 * 48 + 3 * 4
@@ -146,14 +161,22 @@ def test_view_draws_windows_as_the_loader_shows_them(root):
         batch = next(iter(loader))
         pixels = loader.show(batch, samples=1).pixels[22:]
     view = fuelrail.view(
-        root, batch["sample_key"][0], frames=(-1, 0), image=IMAGE, train=True, seed=3
+        root,
+        batch["sample_key"][0],
+        frames=(-1, 0),
+        image=IMAGE,
+        train=True,
+        seed=3,
     )
     np.testing.assert_array_equal(pixels, view.sheet)
 
 
 def test_groups_of_cameras_keep_their_sizes(root):
     groups = {
-        "front": {"cameras": ["cam_front"], "image": {"height": 64, "width": 96}},
+        "front": {
+            "cameras": ["cam_front"],
+            "image": {"height": 64, "width": 96},
+        },
         "rest": {"cameras": ["cam_back"], "image": {"height": 32, "width": 48}},
     }
     with DataLoader(
@@ -170,10 +193,12 @@ def test_groups_of_cameras_keep_their_sizes(root):
     bare = {name: value for name, value in batch.items() if not name.startswith("gt_")}
     plain = batch_module.draw_sample(bare, 0, loader)
     np.testing.assert_array_equal(
-        plain[34:68, 4:100], batch["img"]["front"][0, 0].numpy().transpose(1, 2, 0)[30:]
+        plain[34:68, 4:100],
+        batch["img"]["front"][0, 0].numpy().transpose(1, 2, 0)[30:],
     )
     np.testing.assert_array_equal(
-        plain[34:36, 104:152], batch["img"]["rest"][0, 0].numpy().transpose(1, 2, 0)[30:]
+        plain[34:36, 104:152],
+        batch["img"]["rest"][0, 0].numpy().transpose(1, 2, 0)[30:],
     )
     assert pixels.shape[0] == 22 + plain.shape[0] + 26
 
@@ -202,7 +227,10 @@ def test_selected_channels_are_drawn_with_their_values(root, tmp_path):
                     if row % 2:
                         assert values == {}
                         continue
-                    assert (values["seen.loss"], values["seen.caption"]) == (row, f"row {row}")
+                    assert (values["seen.loss"], values["seen.caption"]) == (
+                        row,
+                        f"row {row}",
+                    )
                     assert values["seen.words"].tolist() == list(range(row % 5))
                     assert values["seen.agents"]["speed"].tolist() == list(range(row))
             lines = sum(4 for row in next(iter(loader))["global_index"].tolist() if row % 2 == 0)
@@ -218,7 +246,10 @@ def test_what_cannot_be_drawn_is_a_sentence(root):
     with loader_of(root) as loader:
         batch = next(iter(loader))
         for changed, words in (
-            ({"img": batch["img"].float()}, "'img' must be uint8 to be drawn, or normalised"),
+            (
+                {"img": batch["img"].float()},
+                "'img' must be uint8 to be drawn, or normalised",
+            ),
             ({"ida_mat": None}, "without 'ida_mat'"),
         ):
             entries = {

@@ -50,7 +50,11 @@ def drawn(boxes):
 
 
 def sheet_of(images, boxes, classes):
-    return contact_sheet([DrawnFrame(images, EGO2IMG[None], drawn(boxes))], ["cam_front"], classes)
+    return contact_sheet(
+        [DrawnFrame(images, EGO2IMG[None], drawn(boxes))],
+        ["cam_front"],
+        classes,
+    )
 
 
 def test_a_box_is_drawn_on_its_corners_and_nowhere_else():

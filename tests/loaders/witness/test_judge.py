@@ -35,7 +35,15 @@ def check_clean_epochs(seed: int, count: int) -> None:
         case = f"{size=} {ranks=} {batch=} {pads=} {drops=} {workers=} {seed=} {number=}"
         previous = ()
         for epoch in range(2):
-            shares = share(size, ranks, batch, pads=pads, drops=drops, seed=number, epoch=epoch)
+            shares = share(
+                size,
+                ranks,
+                batch,
+                pads=pads,
+                drops=drops,
+                seed=number,
+                epoch=epoch,
+            )
             if workers:  # batches of workers come in turns, of an iterable dataset also unevenly
                 for batches in shares:
                     batches[:] = [
@@ -105,7 +113,10 @@ def test_an_injected_fault_is_named_with_its_rows_and_ranks(data) -> None:
         }
     elif fault == "foreign":
         ids[row] = size + 5
-        expected = {"missing": ({identity}, []), "unexpected": ({size + 5}, [rank])}
+        expected = {
+            "missing": ({identity}, []),
+            "unexpected": ({size + 5}, [rank]),
+        }
     else:
         moved = broken[rank].pop(place)
         broken[(rank + 1) % ranks].append(moved)
@@ -193,7 +204,9 @@ def test_an_earlier_epoch_says_what_is_expected() -> None:
 
 
 @pytest.mark.parametrize("shuffles", [True, False])
-def test_an_order_that_repeats_is_named_where_it_should_be_shuffled(shuffles) -> None:
+def test_an_order_that_repeats_is_named_where_it_should_be_shuffled(
+    shuffles,
+) -> None:
     shares = share(64, 2, 8, pads=True, drops=False)
     report = judged(watch(shares, epoch=1), 64, watch(shares), shuffles=shuffles)
     assert [fault.kind for fault in report.faults] == ["same_order"] * shuffles

@@ -83,7 +83,11 @@ def check_history(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def whole_epoch(size: int, spec: fr.OrderSpec, epoch: int, *, drop_last: bool, monkeypatch):
     """Return the record of an epoch that nothing interrupted, on one rank."""
     sampler = fr.order.BatchSampler(
-        size, spec, global_batch=GLOBAL_BATCH, world=fr.World(0, 1), drop_last=drop_last
+        size,
+        spec,
+        global_batch=GLOBAL_BATCH,
+        world=fr.World(0, 1),
+        drop_last=drop_last,
     )
     watched = watch_rank((), 0, 1, monkeypatch)
     steps = sampler.steps_per_epoch

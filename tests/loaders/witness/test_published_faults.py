@@ -172,7 +172,9 @@ FAULTS = {
         named=[[0]],
     ),
     "no sampler of ranks": Fault(
-        lambda _: DataLoader(Rows(), BATCH), {"same_rows", "repeated"}, named=[[0, 1]]
+        lambda _: DataLoader(Rows(), BATCH),
+        {"same_rows", "repeated"},
+        named=[[0, 1]],
     ),
     "stream not shared over ranks": Fault(
         lambda _: DataLoader(Stream(), BATCH),
@@ -181,7 +183,9 @@ FAULTS = {
         named=[[0, 1]],
     ),
     "stream not shared over workers": Fault(
-        lambda _: DataLoader(Stream(), BATCH, num_workers=2), {"repeated"}, ranks=1
+        lambda _: DataLoader(Stream(), BATCH, num_workers=2),
+        {"repeated"},
+        ranks=1,
     ),
     "sampler seeded by rank": Fault(
         lambda rank: distributed(rank, seed=rank), {"missing", "repeated"}
@@ -242,7 +246,10 @@ FAULTS = {
     ),
     "shuffle buffer loses its rest": Fault(buffered, {"missing"}, options={"expected": SIZE}),
     "batches fetched ahead are lost at a break": Fault(
-        lambda _: Twice(FetchedAhead()), {"missing"}, ranks=1, options={"expected": SIZE}
+        lambda _: Twice(FetchedAhead()),
+        {"missing"},
+        ranks=1,
+        options={"expected": SIZE},
     ),
     "modules of one model shuffle by their rank": Fault(
         lambda rank: distributed(0, ranks=1, seed=rank),
@@ -270,7 +277,9 @@ FAULTS = {
     ),
     "augmentation that repeats in each epoch": Fault(
         lambda _: DataLoader(
-            Rows(noise=lambda row: np.random.default_rng(row).random(6)), BATCH, shuffle=True
+            Rows(noise=lambda row: np.random.default_rng(row).random(6)),
+            BATCH,
+            shuffle=True,
         ),
         {"same_content"},
         ranks=1,

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders.witness.judge import expect
 from fuelrail.loaders.witness.record import place_of, step_of
-from fuelrail.loaders.witness.rows import id_rows, integer_rows, mix, row_names, text_rows, unmix
+from fuelrail.loaders.witness.rows import (
+    id_rows,
+    integer_rows,
+    mix,
+    row_names,
+    text_rows,
+    unmix,
+)
 from fuelrail.loaders.witness.sketch import (
     ALL,
     LARGE,

@@ -29,7 +29,11 @@ class Rows(Dataset):
         return ROWS
 
     def __getitem__(self, row: int) -> dict[str, object]:
-        return {"index": row, "x": torch.full((4,), float(row)), "labels": torch.tensor(1.0)}
+        return {
+            "index": row,
+            "x": torch.full((4,), float(row)),
+            "labels": torch.tensor(1.0),
+        }
 
 
 def test_lightning_resumes_with_its_witness(tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ from torch.utils.data import (
 import fuelrail as fr
 from fuelrail.__main__ import main
 from fuelrail.loaders.witness.rows import read_rows, row_names
-from fuelrail.loaders.witness.witness import WitnessWarning, check_records, compare_records
+from fuelrail.loaders.witness.witness import (
+    WitnessWarning,
+    check_records,
+    compare_records,
+)
 from support import witness_ranks
 from support.ranks import run_ranks
 from support.witness_ranks import Rows
@@ -107,7 +111,10 @@ def test_options_that_are_not_allowed_are_refused(options) -> None:
 
 def test_a_loader_is_as_it_was() -> None:
     loader = DataLoader(
-        Rows(), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(2)
+        Rows(),
+        batch_size=7,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(2),
     )
     watched = fr.witness(loader)
     assert watched.dataset is loader.dataset and len(watched) == len(loader)
@@ -126,12 +133,26 @@ def test_a_loader_is_as_it_was() -> None:
         DataLoader(Rows(), 100, drop_last=True),
         DataLoader(Rows(), 4, sampler=SubsetRandomSampler(range(10))),
         DataLoader(Rows(), 4, sampler=WeightedRandomSampler([1.0] * 61, 200)),
-        DataLoader(Rows(), 4, sampler=torch.utils.data.RandomSampler(Rows(), num_samples=9)),
+        DataLoader(
+            Rows(),
+            4,
+            sampler=torch.utils.data.RandomSampler(Rows(), num_samples=9),
+        ),
         DataLoader(TensorDataset(torch.arange(20)[:, None] * 1.0), 3, shuffle=True),
         DataLoader(Rows(), None),
         DataLoader(Rows(), batch_sampler=[[0, 1], [5]]),
     ],
-    ids=["shuffled", "drop", "empty", "subset", "weights", "some", "content", "rows", "batches"],
+    ids=[
+        "shuffled",
+        "drop",
+        "empty",
+        "subset",
+        "weights",
+        "some",
+        "content",
+        "rows",
+        "batches",
+    ],
 )
 def test_loaders_of_torch_raise_no_alarm(loader) -> None:
     watched = fr.witness(loader, on_fault="raise")
@@ -157,7 +178,10 @@ def test_groups_are_the_model_axes_of_a_device_mesh(names, groups, monkeypatch) 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_raise_no_alarm(workers) -> None:
-    watched = fr.witness(DataLoader(Rows(), 4, shuffle=True, num_workers=workers), on_fault="raise")
+    watched = fr.witness(
+        DataLoader(Rows(), 4, shuffle=True, num_workers=workers),
+        on_fault="raise",
+    )
     assert sum(len(batch["index"]) for batch in watched) == 61
 
 
@@ -167,7 +191,10 @@ def test_a_fault_warns_and_is_in_the_reports() -> None:
         list(watched := fr.witness(batches, expected=3, tail="exact"))
     assert "1 row (2) never came" in watched.reports[0].as_text()
     plain = json.loads(watched.reports[0].as_json())
-    assert [fault["kind"] for fault in plain["faults"]] == ["missing", "repeated"]
+    assert [fault["kind"] for fault in plain["faults"]] == [
+        "missing",
+        "repeated",
+    ]
 
 
 def test_an_epoch_that_is_left_early_starts_anew() -> None:
@@ -227,7 +254,9 @@ def test_one_of_several_ranks_states_is_not_enough(monkeypatch) -> None:
     assert "only one rank's part" in watched.reports[0].notes[0]
 
 
-def test_a_group_that_sees_the_same_rows_counts_once_over_a_resume(monkeypatch) -> None:
+def test_a_group_that_sees_the_same_rows_counts_once_over_a_resume(
+    monkeypatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     states = []
     for rank in range(2):
@@ -255,13 +284,23 @@ LEAVES = st.one_of(
     st.lists(st.integers(), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
     st.sampled_from(
-        ["0:", ":", "0:eJwDAAAAAAE=", "eJwDAAAAAAE=", "9" * 30 + ":eJwDAAAAAAE=", "\x1b[31m"]
+        [
+            "0:",
+            ":",
+            "0:eJwDAAAAAAE=",
+            "eJwDAAAAAAE=",
+            "9" * 30 + ":eJwDAAAAAAE=",
+            "\x1b[31m",
+        ]
     ),
 )
 
 
 @pytest.mark.costly
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.dictionaries(st.sampled_from([*state_after(2), "other"]), LEAVES, max_size=4))
 def test_a_state_of_a_stranger_is_taken_or_refused(changes) -> None:
     """What is wrong is said in our words, and what is taken can be judged."""
@@ -332,14 +371,21 @@ def test_records_of_all_ranks_are_checked(tmp_path, monkeypatch, capsys) -> None
     code, out, err = invoke(*words, "--expected", "40", "--json")
     assert (code, err) == (0, "") and json.loads(out)[0]["rows"] == 40
     code, out, err = invoke("witness", "diff", tmp_path / "records", tmp_path / "records")
-    assert (code, out, err) == (0, "each epoch has the same rows at the same steps\n", "")
+    assert (code, out, err) == (
+        0,
+        "each epoch has the same rows at the same steps\n",
+        "",
+    )
     (tmp_path / "records" / "epoch00000.rank00001.json").unlink()
     code, out, err = invoke(*words)
     assert (code, out) == (2, "") and "one of each rank is needed" in err
 
 
 @pytest.mark.costly
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.integers(0, 10**6), st.binary(max_size=6), st.booleans())
 def test_a_damaged_file_is_checked_or_refused(tmp_path, place, data, is_cut) -> None:
     folder = write(tmp_path / "records", IDS)
@@ -379,7 +425,10 @@ def test_ranks_over_gloo_agree_that_an_epoch_is_clean(ranks, tmp_path) -> None:
 @pytest.mark.slow
 def test_ranks_over_gloo_name_faults(tmp_path) -> None:
     (report,) = ranks_say("not shared", 2, tmp_path)
-    assert [fault["kind"] for fault in report["faults"]] == ["same_rows", "repeated"]
+    assert [fault["kind"] for fault in report["faults"]] == [
+        "same_rows",
+        "repeated",
+    ]
     (report,) = ranks_say("one row lost", 2, tmp_path)
     found = {fault["kind"]: (fault["count"], fault["ranks"]) for fault in report["faults"]}
     assert found == {

@@ -42,7 +42,9 @@ def image_maps(draw: st.DrawFn, *, rotate: bool = True) -> ImageMap:
     return augment.draw([SIZE], seed=draw(seeds), epoch=0, sample=0)[0]
 
 
-def output_centres(image_map: ImageMap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def output_centres(
+    image_map: ImageMap,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Where each output pixel's centre lies on the stored image, centre-origin (H, W, 2), and whether it sees it."""
     width, height = image_map.out_wh
     u, v = np.meshgrid(np.arange(width), np.arange(height))
@@ -105,9 +107,15 @@ def test_a_raster_at_a_fraction_lies_where_the_whole_one_does(image_map, fractio
     full_size = small.repeat(fraction, 0).repeat(fraction, 1)[: SIZE[1], : SIZE[0]]
     images = {"cam": image_map}
     moved = move(
-        channel(Law("image", camera="cam", fraction=fraction), kind="array"), small, images=images
+        channel(Law("image", camera="cam", fraction=fraction), kind="array"),
+        small,
+        images=images,
     )
-    expected = move(channel(Law("image", camera="cam"), kind="array"), full_size, images=images)
+    expected = move(
+        channel(Law("image", camera="cam"), kind="array"),
+        full_size,
+        images=images,
+    )
     np.testing.assert_array_equal(moved, expected)
 
 
@@ -115,7 +123,11 @@ BOXES = channel(
     Law(
         "image_points",
         camera="cam",
-        roles={"boxes": (("box",),), "points": (("point",),), "visible": (("seen",),)},
+        roles={
+            "boxes": (("box",),),
+            "points": (("point",),),
+            "visible": (("seen",),),
+        },
     ),
     kind="ragged",
     arrays=(
@@ -202,9 +214,17 @@ def test_boxes_of_projected_corners_equal_those_of_the_augmented_projection(
 @settings(max_examples=40, deadline=None)
 def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed) -> None:
     points = np.random.default_rng(seed).uniform(-10, 110, (40, 2))
-    value = {"box": np.zeros((40, 4)), "point": points, "seen": np.ones(40, np.uint8)}
+    value = {
+        "box": np.zeros((40, 4)),
+        "point": points,
+        "seen": np.ones(40, np.uint8),
+    }
     only_points = channel(
-        Law("image_points", camera="cam", roles={"points": (("point",),), "visible": (("seen",),)}),
+        Law(
+            "image_points",
+            camera="cam",
+            roles={"points": (("point",),), "visible": (("seen",),)},
+        ),
         kind="ragged",
         arrays=BOXES.arrays,
     )
@@ -213,7 +233,9 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
     np.testing.assert_allclose(moved["point"], expected, atol=1e-9)
     raster = np.ones(SIZE[::-1], np.uint8)
     drawn = move(
-        channel(Law("image", camera="cam"), kind="image"), raster, images={"cam": image_map}
+        channel(Law("image", camera="cam"), kind="image"),
+        raster,
+        images={"cam": image_map},
     )
     for (u, v), is_seen in zip(moved["point"], moved["seen"], strict=True):
         if is_seen:  # what is seen lies on a pixel that shows the image, or on the border of one
@@ -223,13 +245,18 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
 
 @pytest.mark.parametrize("num_rows", [0, 3])
 @pytest.mark.parametrize(
-    ("shape", "visible"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])]
+    ("shape", "visible"),
+    [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])],
 )
 def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, visible) -> None:
     law = Law(
         "image_points",
         camera="cam",
-        roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)},
+        roles={
+            "points": (("at",),),
+            "boxes": (("box",),),
+            "visible": (("seen",),),
+        },
     )
     arrays = (
         ArraySpec("at", "float32", (2, 2)),
@@ -243,7 +270,9 @@ def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, 
         "seen": np.ones((num_rows, *shape), np.uint8),
     }
     moved = move(
-        channel(law, kind="ragged", arrays=arrays), value, images={"cam": ImageMap.identity(SIZE)}
+        channel(law, kind="ragged", arrays=arrays),
+        value,
+        images={"cam": ImageMap.identity(SIZE)},
     )
     assert moved["seen"].tolist() == np.reshape(visible[:num_rows], (num_rows, *shape)).tolist()
 
@@ -253,7 +282,11 @@ def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_
     law = Law(
         "image_points",
         camera="cam",
-        roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)},
+        roles={
+            "points": (("at",),),
+            "boxes": (("box",),),
+            "visible": (("seen",),),
+        },
     )
     arrays = (
         ArraySpec("at", "float64", (2,)),
@@ -263,19 +296,39 @@ def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_
     places = np.array([(3.0, 5.0), (10 - 0.5, 20 - 0.5), (39.5 + 1e-3, 30.0)])
     value = {
         "at": places,
-        "box": np.array([(0.0, 0.0, 5.0, 6.0), (2.0, 30.0, 9.5, 35.0), (0.0, 0.0, 12.0, 25.0)]),
+        "box": np.array(
+            [
+                (0.0, 0.0, 5.0, 6.0),
+                (2.0, 30.0, 9.5, 35.0),
+                (0.0, 0.0, 12.0, 25.0),
+            ]
+        ),
         "seen": np.ones(3, np.uint8),
     }
-    moved = move(channel(law, kind="ragged", arrays=arrays), value, images={"cam": cropped})
+    moved = move(
+        channel(law, kind="ragged", arrays=arrays),
+        value,
+        images={"cam": cropped},
+    )
     np.testing.assert_allclose(
-        moved["at"], np.c_[29 - (places[:, 0] - 10), places[:, 1] - 20], atol=1e-9
+        moved["at"],
+        np.c_[29 - (places[:, 0] - 10), places[:, 1] - 20],
+        atol=1e-9,
     )
     np.testing.assert_allclose(
         moved["box"],
-        [(29.5, -0.5, 29.5, -0.5), (29.5, 10.0, 29.5, 15.0), (27.0, -0.5, 29.5, 5.0)],
+        [
+            (29.5, -0.5, 29.5, -0.5),
+            (29.5, 10.0, 29.5, 15.0),
+            (27.0, -0.5, 29.5, 5.0),
+        ],
         atol=1e-9,
     )
-    assert moved["seen"].tolist() == [0, 1, 1]  # a point on the border is inside
+    assert moved["seen"].tolist() == [
+        0,
+        1,
+        1,
+    ]  # a point on the border is inside
 
 
 def test_a_lens_is_undone_for_points_as_for_pixels() -> None:

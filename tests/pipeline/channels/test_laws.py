@@ -21,7 +21,10 @@ seeds = st.integers(0, 2**32)
 RADAR = channel(
     Law(
         "ego_points",
-        roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"), ("cx", "cy"))},
+        roles={
+            "positions": (("x", "y", "z"),),
+            "vectors": (("vx", "vy"), ("cx", "cy")),
+        },
     ),
     dtype="float32",
     columns=("x", "y", "z", "rcs", "vx", "vy", "cx", "cy"),
@@ -31,11 +34,16 @@ RADAR = channel(
 
 @given(seeds)
 @settings(max_examples=60, deadline=None)
-def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> None:
+def test_radar_points_and_velocities_are_those_of_the_augmented_world(
+    seed,
+) -> None:
     rng = np.random.default_rng(seed)
     ego = ego_map(seed)
     yaw = rng.uniform(-np.pi, np.pi)
-    radar2ego = rigid(np.array([math.cos(yaw / 2), 0, 0, math.sin(yaw / 2)]), rng.uniform(-3, 3, 3))
+    radar2ego = rigid(
+        np.array([math.cos(yaw / 2), 0, 0, math.sin(yaw / 2)]),
+        rng.uniform(-3, 3, 3),
+    )
     where = rng.uniform(-60, 60, (30, 3))
     velocity = rng.uniform(-20, 20, (30, 3)) * (1, 1, 0)
     rotation = radar2ego[:3, :3]
@@ -46,10 +54,18 @@ def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> N
     ) -> np.ndarray[Any, Any]:
         speeds = speeds @ rotation
         return np.c_[
-            (points - place) @ rotation, np.arange(30), speeds[:, :2], -speeds[:, :2]
+            (points - place) @ rotation,
+            np.arange(30),
+            speeds[:, :2],
+            -speeds[:, :2],
         ].astype(np.float32)
 
-    moved = move(RADAR, measured(where, velocity), ego=ego, sensor2ego={"radar": radar2ego})
+    moved = move(
+        RADAR,
+        measured(where, velocity),
+        ego=ego,
+        sensor2ego={"radar": radar2ego},
+    )
     matrix = ego.matrix
     expected = measured(where @ matrix[:3, :3].T + matrix[:3, 3], velocity @ matrix[:3, :3].T)
     np.testing.assert_allclose(moved, expected, atol=2e-4)
@@ -58,7 +74,14 @@ def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> N
 
 
 EGO_BOXES = channel(
-    Law("ego_boxes", roles={"boxes": (("b",),), "vectors": (("v",),), "rotations": (("q",),)}),
+    Law(
+        "ego_boxes",
+        roles={
+            "boxes": (("b",),),
+            "vectors": (("v",),),
+            "rotations": (("q",),),
+        },
+    ),
     kind="ragged",
     frame="ego",
     arrays=(
@@ -113,32 +136,51 @@ def test_trajectories_and_poses_are_those_of_the_augmented_world(seed) -> None:
     ego = ego_map(seed)
     matrix = ego.matrix
     q = rng.normal(size=(2, 5, 4))
-    poses = rigid(q / np.linalg.norm(q, axis=-1, keepdims=True), rng.uniform(-30, 30, (2, 5, 3)))
+    poses = rigid(
+        q / np.linalg.norm(q, axis=-1, keepdims=True),
+        rng.uniform(-30, 30, (2, 5, 3)),
+    )
     law = Law("ego_poses")
     moved = move(
-        channel(law, dtype="float64", frame="ego", kind="array", shape=(2, 5, 4, 4)), poses, ego=ego
+        channel(law, dtype="float64", frame="ego", kind="array", shape=(2, 5, 4, 4)),
+        poses,
+        ego=ego,
     )
     np.testing.assert_allclose(
-        moved[..., :3, 3], poses[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3], atol=1e-9
+        moved[..., :3, 3],
+        poses[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3],
+        atol=1e-9,
     )
     np.testing.assert_allclose(
-        moved[..., :3, 0] * ego.scale, poses[..., :3, 0] @ matrix[:3, :3].T, atol=1e-9
+        moved[..., :3, 0] * ego.scale,
+        poses[..., :3, 0] @ matrix[:3, :3].T,
+        atol=1e-9,
     )
     np.testing.assert_allclose(np.linalg.det(moved[..., :3, :3]), 1.0, atol=1e-9)
     flat = Law("ego_poses", roles={"positions": (("x", "y"),), "yaws": (("yaw",),)})
     yaws = rng.uniform(-np.pi, np.pi, (4, 6))
     paths = np.concatenate([rng.uniform(-30, 30, (4, 6, 2)), yaws[..., None]], -1)
     plan = move(
-        channel(flat, kind="array", dtype="float64", frame="ego", columns=("x", "y", "yaw")),
+        channel(
+            flat,
+            kind="array",
+            dtype="float64",
+            frame="ego",
+            columns=("x", "y", "yaw"),
+        ),
         paths,
         ego=ego,
     )
     np.testing.assert_allclose(
-        plan[..., :2], paths[..., :2] @ matrix[:2, :2].T + matrix[:2, 3], atol=1e-9
+        plan[..., :2],
+        paths[..., :2] @ matrix[:2, :2].T + matrix[:2, 3],
+        atol=1e-9,
     )
     heading = np.stack([np.cos(yaws), np.sin(yaws)], -1) @ matrix[:2, :2].T / ego.scale
     np.testing.assert_allclose(
-        np.stack([np.cos(plan[..., 2]), np.sin(plan[..., 2])], -1), heading, atol=1e-9
+        np.stack([np.cos(plan[..., 2]), np.sin(plan[..., 2])], -1),
+        heading,
+        atol=1e-9,
     )
 
 
@@ -170,7 +212,11 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
         s = math.sin(yaw)
         along = c * offset[..., 0] + s * offset[..., 1]
         across = c * offset[..., 1] - s * offset[..., 0]
-        sides = [length / 2 - abs(along), width / 2 - abs(across), height / 2 - abs(offset[..., 2])]
+        sides = [
+            length / 2 - abs(along),
+            width / 2 - abs(across),
+            height / 2 - abs(offset[..., 2]),
+        ]
         inner = np.minimum.reduce(sides)
         outer = -np.sqrt(sum(np.minimum(side, 0.0) ** 2 for side in sides))
         deepest = np.maximum(deepest, np.where(inner >= 0, inner, outer))
@@ -179,7 +225,9 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
 
 @given(seeds)
 @settings(max_examples=25, deadline=None)
-def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(seed) -> None:
+def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(
+    seed,
+) -> None:
     rng = np.random.default_rng(seed)
     ego = ego_map(seed)
     boxes = np.c_[
@@ -215,7 +263,11 @@ def test_quarter_turns_flips_and_whole_cells_move_a_grid_exactly(quarter, flips)
         flip_y=flips[1],
         translation_m=(2.0, -3.0, 0.5),
     )
-    moved = move(channel(law, kind="array", axes=("x", "y", "class"), frame="ego"), grid, ego=ego)
+    moved = move(
+        channel(law, kind="array", axes=("x", "y", "class"), frame="ego"),
+        grid,
+        ego=ego,
+    )
     expected = np.rot90(grid, quarter, (0, 1))
     expected = expected[::-1] if flips[0] else expected
     expected = expected[:, ::-1] if flips[1] else expected
@@ -283,7 +335,11 @@ def test_axes_in_another_order_and_extents_downwards_are_the_same_world() -> Non
     ego = ego_map(3)
     grid = np.random.default_rng(1).integers(0, 9, CELLS).astype(np.uint8)
     moved = move(occupancy_channel(), grid, ego=ego)
-    turned = move(occupancy_channel(axes=("z", "y", "x")), grid.transpose(2, 1, 0), ego=ego)
+    turned = move(
+        occupancy_channel(axes=("z", "y", "x")),
+        grid.transpose(2, 1, 0),
+        ego=ego,
+    )
     np.testing.assert_array_equal(turned.transpose(2, 1, 0), moved)
     down = Law("ego_grid", extent_m=(25.6, 19.2, -2.0, -25.6, -19.2, 4.0))
     it = channel(down, kind="array", axes=("x", "y", "z"), frame="ego")
@@ -302,4 +358,8 @@ def test_fixed_and_classes_move_nothing_and_identity_returns_the_value_itself() 
         SchemaError,
         match="a raster of 8 x 3 pixels; on a stored image of 96 x 64 at 1/1 it has 96 x 64",
     ):
-        move(channel(Law("image", camera="cam"), kind="image"), value, images={"cam": small})
+        move(
+            channel(Law("image", camera="cam"), kind="image"),
+            value,
+            images={"cam": small},
+        )

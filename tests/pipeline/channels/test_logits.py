@@ -22,7 +22,12 @@ from fuelrail.pipeline.limits import LOGITS, LOGITS_OF_SAMPLE
 
 
 def channel(
-    kind: str, k: int, size: int, length: int | None = None, dtype: str | None = None, **more: Any
+    kind: str,
+    k: int,
+    size: int,
+    length: int | None = None,
+    dtype: str | None = None,
+    **more: Any,
 ) -> Channel:
     facts: dict[str, Any] = {
         "name": "it",
@@ -73,7 +78,8 @@ def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     expected = np.take_along_axis(weights, order, axis=1)[is_known]
     np.testing.assert_array_equal(back.known, is_known)
     np.testing.assert_array_equal(
-        back.indices[is_known], np.take_along_axis(indices, order, axis=1)[is_known]
+        back.indices[is_known],
+        np.take_along_axis(indices, order, axis=1)[is_known],
     )
     assert back.indices.dtype == np.int32 and back.weights.dtype == back.tail.dtype == np.float32
     assert (
@@ -99,7 +105,12 @@ def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 90), st.integers(0, 5), st.integers(0, 99))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 90),
+    st.integers(0, 5),
+    st.integers(0, 99),
+)
 def test_draws_come_back_with_repetition_and_equal_weights(size, k, length, seed) -> None:
     drawn = np.random.default_rng(seed).integers(0, size, (length, k), dtype=np.uint16)
     back, _ = there_and_back(Logits(drawn), channel("logits_sampled", k, size))
@@ -113,7 +124,9 @@ def test_the_bytes_are_those_of_the_document() -> None:
     data = KINDS["logits_sampled"].encode(Logits([[7, 3]]), channel("logits_sampled", 2, 10))
     assert data == bytes.fromhex("01000000 01000000 0f 05")
     value = Logits(
-        [[7, 3], [0, 0], [1, 9]], [[0.25, 0.5], [0, 0], [0.5, 0.5]], known=[True, False, True]
+        [[7, 3], [0, 0], [1, 9]],
+        [[0.25, 0.5], [0, 0], [0.5, 0.5]],
+        known=[True, False, True],
     )
     half = struct.pack("<e", math.log(2) / 255)
     third = struct.pack("<e", math.log(1 / 3))
@@ -148,9 +161,21 @@ GOOD = Logits([[1, 2], [3, 4]], HALVES)
 @pytest.mark.parametrize(
     ("value", "entry", "says"),
     [
-        ([[1, 2]], DRAWS, "channel 'it' is list; kind 'logits_sampled' takes fr.Logits"),
-        (Logits([[1, 10]]), DRAWS, "tokens of channel 'it' are 1 to 10; the vocabulary has 0 to 9"),
-        (Logits([[-1, 3]]), DRAWS, "tokens of channel 'it' are -1 to 3; the vocabulary has 0 to 9"),
+        (
+            [[1, 2]],
+            DRAWS,
+            "channel 'it' is list; kind 'logits_sampled' takes fr.Logits",
+        ),
+        (
+            Logits([[1, 10]]),
+            DRAWS,
+            "tokens of channel 'it' are 1 to 10; the vocabulary has 0 to 9",
+        ),
+        (
+            Logits([[-1, 3]]),
+            DRAWS,
+            "tokens of channel 'it' are -1 to 3; the vocabulary has 0 to 9",
+        ),
         (
             Logits([[1, 2, 3]]),
             DRAWS,
@@ -161,8 +186,16 @@ GOOD = Logits([[1, 2], [3, 4]], HALVES)
             DRAWS,
             r"indices of channel 'it' are float64\[1, 2\]; they must be integers",
         ),
-        (Logits([[1, 2]], HALVES), TOPK, "channel 'it' has 1 positions; the table has 2"),
-        (Logits([[1, 2], [3, 3]], HALVES), TOPK, "channel 'it' has a token twice"),
+        (
+            Logits([[1, 2]], HALVES),
+            TOPK,
+            "channel 'it' has 1 positions; the table has 2",
+        ),
+        (
+            Logits([[1, 2], [3, 3]], HALVES),
+            TOPK,
+            "channel 'it' has a token twice",
+        ),
         (
             Logits([[1, 2], [3, 4]]),
             TOPK,
@@ -178,9 +211,21 @@ GOOD = Logits([[1, 2], [3, 4]], HALVES)
             TOPK,
             "1.2 in all, and a tail of 0 at stored position 1",
         ),
-        (GOOD._replace(weights=[[0.5, 0.5], [-0.5, 0.7]]), TOPK, "weights of -0.5 to 0.7"),
-        (GOOD._replace(weights=[[0.5, 0.5], [0.0, 0.0]]), TOPK, "0 in all, and a tail of 1"),
-        (GOOD._replace(tail=[0.0, math.nan]), TOPK, "a tail of nan at stored position 1"),
+        (
+            GOOD._replace(weights=[[0.5, 0.5], [-0.5, 0.7]]),
+            TOPK,
+            "weights of -0.5 to 0.7",
+        ),
+        (
+            GOOD._replace(weights=[[0.5, 0.5], [0.0, 0.0]]),
+            TOPK,
+            "0 in all, and a tail of 1",
+        ),
+        (
+            GOOD._replace(tail=[0.0, math.nan]),
+            TOPK,
+            "a tail of nan at stored position 1",
+        ),
         (
             GOOD._replace(tail=[0.0]),
             TOPK,
@@ -202,25 +247,52 @@ def test_values_that_are_none_are_refused_by_name(value, entry, says) -> None:
     ("edit", "says"),
     [
         (lambda data: data[:7], "7 bytes, too few for its head"),
-        (lambda data: data[:-1], "2 of 2 positions; the table has 2 positions of 8 bytes"),
+        (
+            lambda data: data[:-1],
+            "2 of 2 positions; the table has 2 positions of 8 bytes",
+        ),
         (lambda data: b"\3" + data[1:], "2 of 3 positions"),
         (lambda data: data[:4] + b"\3" + data[5:], "3 of 2 positions"),
         (
             lambda data: data[:9] + b"\0" + data[10:],
             "another number of tokens than 2 at a position",
         ),
-        (lambda data: data[:9] + b"\x81" + data[10:], "tokens of channel 'it' are"),
+        (
+            lambda data: data[:9] + b"\x81" + data[10:],
+            "tokens of channel 'it' are",
+        ),
         (
             lambda data: data[:8] + b"\x0f\3" + data[10:17] + b"\x07" + data[18:],
             "another number of tokens than 2",
         ),
-        (lambda data: data[:8] + b"\0\3" + data[10:], "a token twice, or out of order"),
-        (lambda data: data[:12] + b"\x91\x99" + data[14:], "steps from 0 to 0.0941"),
-        (lambda data: data[:12] + b"\0\x60" + data[14:], "steps from 0 to 0.0941"),
-        (lambda data: data[:12] + b"\0\x7e" + data[14:], "steps from 0 to 0.0941"),
-        (lambda data: data[:10] + b"\x01" + data[11:], "0 for the likeliest token"),
-        (lambda data: data[:14] + b"\0\x7e" + data[16:], "a tail below 1, all without NaN"),
-        (lambda data: data[:14] + b"\0\x7c" + data[16:], "a tail below 1, all without NaN"),
+        (
+            lambda data: data[:8] + b"\0\3" + data[10:],
+            "a token twice, or out of order",
+        ),
+        (
+            lambda data: data[:12] + b"\x91\x99" + data[14:],
+            "steps from 0 to 0.0941",
+        ),
+        (
+            lambda data: data[:12] + b"\0\x60" + data[14:],
+            "steps from 0 to 0.0941",
+        ),
+        (
+            lambda data: data[:12] + b"\0\x7e" + data[14:],
+            "steps from 0 to 0.0941",
+        ),
+        (
+            lambda data: data[:10] + b"\x01" + data[11:],
+            "0 for the likeliest token",
+        ),
+        (
+            lambda data: data[:14] + b"\0\x7e" + data[16:],
+            "a tail below 1, all without NaN",
+        ),
+        (
+            lambda data: data[:14] + b"\0\x7c" + data[16:],
+            "a tail below 1, all without NaN",
+        ),
     ],
 )
 def test_bytes_that_are_none_are_refused(edit, says) -> None:
@@ -298,7 +370,10 @@ def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
     with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
         kind.decode(member(max_positions + 1), entry)
     with pytest.raises(SchemaError, match=f"at most {LOGITS.maximum} are read"):
-        kind.encode(Logits(np.broadcast_to(np.zeros(1, int), (max_positions + 1, 4))), entry)
+        kind.encode(
+            Logits(np.broadcast_to(np.zeros(1, int), (max_positions + 1, 4))),
+            entry,
+        )
     # A sample without a value gets as many zeros, where the table says the length.
     (text,) = broken_table([channel("logits_topk", 4, 10, max_positions + 1)])
     assert text and f"at most {LOGITS.maximum} are read" in text
@@ -313,7 +388,8 @@ def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
     assert len(selection.decode_values(members, table[:3], "k")) == 3
     assert not list(selection.check_members(members, table[:3], {}))
     with pytest.raises(
-        SchemaError, match=f"'c3' what the sample has of logits .* {limit} are read"
+        SchemaError,
+        match=f"'c3' what the sample has of logits .* {limit} are read",
     ):
         selection.decode_values(members, table, "k")
     ((field, text),) = selection.check_members(members, table, {})
@@ -323,7 +399,8 @@ def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
 def test_a_head_that_promises_more_than_memory_is_refused() -> None:
     with pytest.raises(SchemaError, match="1073741823 positions and takes"):
         KINDS["logits_sampled"].check(
-            np.array([(1 << 30) - 1, 0], "<u4").tobytes() + bytes(1 << 27), DRAWS
+            np.array([(1 << 30) - 1, 0], "<u4").tobytes() + bytes(1 << 27),
+            DRAWS,
         )
 
 
@@ -356,12 +433,18 @@ def test_no_bytes_do_more_than_be_refused(data, is_topk) -> None:
             "dtype 'uint8' must be left out: draws have no values",
         ),
         (channel("logits_sampled", 2, 1 << 25), "size, from 1 to 16777216"),
-        (channel("logits_sampled", 2, 10, vocabulary=None), "vocabulary must name the vocabulary"),
+        (
+            channel("logits_sampled", 2, 10, vocabulary=None),
+            "vocabulary must name the vocabulary",
+        ),
         (
             channel("logits_sampled", 2, 10, shape=(2,), axes=("token",)),
             r"shape \[2\] must be \[T, k\]",
         ),
-        (channel("logits_sampled", 2, 10, law=Law("classes")), "law 'classes' must be fixed"),
+        (
+            channel("logits_sampled", 2, 10, law=Law("classes")),
+            "law 'classes' must be fixed",
+        ),
     ],
 )
 def test_tables_that_make_no_sense_are_refused(entry, says) -> None:

@@ -14,7 +14,12 @@ import pytest
 from fuelrail.pipeline.channels import kinds, plugins
 from fuelrail.pipeline.channels.kinds import KINDS, Kind, Packed
 from fuelrail.pipeline.channels.laws import LAWS, LawCode
-from fuelrail.pipeline.channels.selection import broken_table, check_members, decode_values, select
+from fuelrail.pipeline.channels.selection import (
+    broken_table,
+    check_members,
+    decode_values,
+    select,
+)
 from fuelrail.pipeline.channels.sensors import (
     BOXES_CHANNEL,
     CameraEntry,
@@ -23,7 +28,12 @@ from fuelrail.pipeline.channels.sensors import (
     lidar_channel,
 )
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
-from fuelrail.pipeline.errors import ConfigError, ImageError, ManifestError, SchemaError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    ImageError,
+    ManifestError,
+    SchemaError,
+)
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.sample.arrays import write_npy
 
@@ -37,7 +47,12 @@ POINTS: dict[str, Any] = {
     "shape": (None, 3),
     "columns": ("x", "y", "v"),
 }
-ARRAY: dict[str, Any] = {"kind": "array", "dtype": "int16", "axes": ("x", "y"), "shape": (2, 3)}
+ARRAY: dict[str, Any] = {
+    "kind": "array",
+    "dtype": "int16",
+    "axes": ("x", "y"),
+    "shape": (2, 3),
+}
 MASK: dict[str, Any] = {
     "kind": "image",
     "dtype": "uint16",
@@ -89,8 +104,14 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
             channel(POINTS, Law("ego_flow")),
             "'it': its law 'ego_flow' is unknown; known: fixed, image, image_points",
         ),
-        (channel(MASK, Law("image")), "law 'image' needs its camera: give law.camera"),
-        (channel(MASK, Law("image", camera="rear")), "names the camera 'rear'; the table has: cam"),
+        (
+            channel(MASK, Law("image")),
+            "law 'image' needs its camera: give law.camera",
+        ),
+        (
+            channel(MASK, Law("image", camera="rear")),
+            "names the camera 'rear'; the table has: cam",
+        ),
         (
             channel(MASK, Law("image", camera="lidar")),
             "names the camera 'lidar'; the table has: cam",
@@ -99,20 +120,32 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
             channel(MASK, Law("image", camera="cam"), frame="image:rear"),
             "law 'image' of camera 'cam' needs the frame 'image:cam'; it is 'image:rear'",
         ),
-        (channel(MASK, Law("image", camera="cam", fraction=0)), "fraction 0 must be 1 or more"),
+        (
+            channel(MASK, Law("image", camera="cam", fraction=0)),
+            "fraction 0 must be 1 or more",
+        ),
         (
             channel(ARRAY, Law("image", camera="cam")),
             "with the axes height, width first; not ['x', 'y']",
         ),
-        (channel(MASK, dtype="float32"), "dtype 'float32' must be uint8, or uint16 as PNG"),
+        (
+            channel(MASK, dtype="float32"),
+            "dtype 'float32' must be uint8, or uint16 as PNG",
+        ),
         (channel(MASK, name="cam"), "'cam': the name occurs twice"),
         (channel(MASK, name="Cam"), "channel name 'Cam' does not match"),
-        (channel(MASK, field="other.png"), "field 'other.png' must be the channel's name"),
+        (
+            channel(MASK, field="other.png"),
+            "field 'other.png' must be the channel's name",
+        ),
         (
             channel(MASK, field="it.pkl"),
             "field 'it.pkl' of kind 'image' must end with one of png, jpg",
         ),
-        (channel({"kind": "bytes"}, field="it.pt"), "must end with one of aac, avif, bin"),
+        (
+            channel({"kind": "bytes"}, field="it.pt"),
+            "must end with one of aac, avif, bin",
+        ),
         (channel(ARRAY, dtype="complex64"), "dtype 'complex64' is unknown"),
         (channel(ARRAY, dtype=""), "dtype is missing"),
         (channel(ARRAY, shape=(2, None)), "must be fixed"),
@@ -120,7 +153,10 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(ARRAY, shape=(2,)), "2 axes and a shape of 1"),
         (channel(ARRAY, axes=("x", "x")), "axes x, x must differ"),
         (channel(POINTS, columns=("x", "y")), "must end with the 2 columns"),
-        (channel(POINTS, columns=("x", "y", "x")), "columns x, y, x must differ"),
+        (
+            channel(POINTS, columns=("x", "y", "x")),
+            "columns x, y, x must differ",
+        ),
         (
             channel(POINTS, units=("m", "m")),
             "2 units: give one for all values, or one for each of 3 columns",
@@ -128,38 +164,73 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(POINTS, shape=(5, 3)), "must be [null, C]"),
         (channel(POINTS, frame="moon"), "frame 'moon' is unknown"),
         (channel(BOXES2D, arrays=()), "arrays must name at least one array"),
-        (channel(BOXES2D, dtype="int8"), "dtype, shape and columns are in its arrays"),
-        (channel(BOXES2D, arrays=2 * (ArraySpec("a", "int8"),)), "arrays a, a must differ"),
+        (
+            channel(BOXES2D, dtype="int8"),
+            "dtype, shape and columns are in its arrays",
+        ),
+        (
+            channel(BOXES2D, arrays=2 * (ArraySpec("a", "int8"),)),
+            "arrays a, a must differ",
+        ),
         (
             channel(BOXES2D, arrays=(ArraySpec("a", "void"),)),
             "array 'a' has the unknown dtype 'void'",
         ),
-        (channel(TOKENS, dtype="float32"), "dtype 'float32' must be one of integers"),
-        (channel(TOKENS, vocabulary=None), "vocabulary must name the vocabulary and its size"),
-        (channel(BOXES2D, Law("image_points", camera="cam")), "needs a role 'points' or 'boxes'"),
         (
-            channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("id",),)})),
+            channel(TOKENS, dtype="float32"),
+            "dtype 'float32' must be one of integers",
+        ),
+        (
+            channel(TOKENS, vocabulary=None),
+            "vocabulary must name the vocabulary and its size",
+        ),
+        (
+            channel(BOXES2D, Law("image_points", camera="cam")),
+            "needs a role 'points' or 'boxes'",
+        ),
+        (
+            channel(
+                BOXES2D,
+                Law("image_points", camera="cam", roles={"boxes": (("id",),)}),
+            ),
             "has 1 columns in ['id']",
         ),
         (
-            channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("no",),)})),
+            channel(
+                BOXES2D,
+                Law("image_points", camera="cam", roles={"boxes": (("no",),)}),
+            ),
             "names ['no']; a group of",
         ),
         (
-            channel(POINTS, Law("ego_points", roles={"vectors": (("x", "w"),)}), **IN_EGO),
+            channel(
+                POINTS,
+                Law("ego_points", roles={"vectors": (("x", "w"),)}),
+                **IN_EGO,
+            ),
             "names the columns ['w']",
         ),
         (
-            channel(POINTS, Law("ego_points", roles={"speeds": (("x", "y"),)}), **IN_EGO),
+            channel(
+                POINTS,
+                Law("ego_points", roles={"speeds": (("x", "y"),)}),
+                **IN_EGO,
+            ),
             "has no role 'speeds'; known",
         ),
         (
             channel(
-                POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO
+                POINTS,
+                Law("ego_points", roles={"vectors": (("x", "y"),)}),
+                dtype="int16",
+                **IN_EGO,
             ),
             "role 'vectors' needs floats",
         ),
-        (channel(POINTS, Law("ego_points"), **IN_EGO), "needs a role 'positions' or 'vectors'"),
+        (
+            channel(POINTS, Law("ego_points"), **IN_EGO),
+            "needs a role 'positions' or 'vectors'",
+        ),
         (
             channel(BOXES2D, Law("ego_boxes"), **IN_EGO),
             "needs a role 'boxes' or 'vectors' or 'rotations'",
@@ -167,7 +238,13 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (
             channel(
                 POINTS,
-                Law("ego_points", roles={"positions": (("x", "y"),), "vectors": (("y", "z"),)}),
+                Law(
+                    "ego_points",
+                    roles={
+                        "positions": (("x", "y"),),
+                        "vectors": (("y", "z"),),
+                    },
+                ),
                 **IN_EGO,
             ),
             "roles name ['y'] twice",
@@ -177,7 +254,11 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
             "fill 65536.0 must be finite and a value of dtype",
         ),
         (
-            channel(ARRAY, msgspec.structs.replace(GRID, fill=float("nan")), **IN_EGO),
+            channel(
+                ARRAY,
+                msgspec.structs.replace(GRID, fill=float("nan")),
+                **IN_EGO,
+            ),
             "fill nan must be finite",
         ),
         (
@@ -188,15 +269,30 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
             channel(POINTS, Law("ego_points")),
             "needs the frame 'ego' or that of a lidar of the table; it is None",
         ),
-        (channel(POINTS, Law("ego_points"), frame="sensor:radar"), "it is 'sensor:radar'"),
-        (channel(ARRAY, GRID), "law 'ego_grid' needs the frame 'ego'; it is None"),
+        (
+            channel(POINTS, Law("ego_points"), frame="sensor:radar"),
+            "it is 'sensor:radar'",
+        ),
+        (
+            channel(ARRAY, GRID),
+            "law 'ego_grid' needs the frame 'ego'; it is None",
+        ),
         (
             channel(ARRAY, GRID, axes=("x", "z"), **IN_EGO),
             "with the axes x and y (and z); not ['x', 'z']",
         ),
-        (channel(ARRAY, Law("ego_grid"), **IN_EGO), "extent_m [] must have 4 finite borders in m"),
-        (channel(ARRAY, Law("ego_grid", extent_m=(0.0, 0.0, 0.0, 1.0)), **IN_EGO), "is empty"),
-        (channel(ARRAY, Law("ego_poses"), **IN_EGO), "without roles moves 4x4 matrices of floats"),
+        (
+            channel(ARRAY, Law("ego_grid"), **IN_EGO),
+            "extent_m [] must have 4 finite borders in m",
+        ),
+        (
+            channel(ARRAY, Law("ego_grid", extent_m=(0.0, 0.0, 0.0, 1.0)), **IN_EGO),
+            "is empty",
+        ),
+        (
+            channel(ARRAY, Law("ego_poses"), **IN_EGO),
+            "without roles moves 4x4 matrices of floats",
+        ),
     ],
 )
 def test_what_does_not_hold_together_is_refused_by_name(wrong, says) -> None:
@@ -205,7 +301,9 @@ def test_what_does_not_hold_together_is_refused_by_name(wrong, says) -> None:
 
 def test_a_sound_table_is_taken_and_survives_json() -> None:
     lidar_labels = channel(
-        POINTS, Law("ego_points", roles={"positions": (("x", "y"),)}), frame="sensor:lidar"
+        POINTS,
+        Law("ego_points", roles={"positions": (("x", "y"),)}),
+        frame="sensor:lidar",
     )
     grid = channel(ARRAY, GRID, name="grid", **IN_EGO)
     mask = channel(MASK, Law("image", camera="cam"), name="mask", optional=True)
@@ -220,7 +318,10 @@ def test_an_unknown_kind_or_law_is_refused_unless_it_is_not_selected() -> None:
     new = channel(POINTS, name="new", kind="voxels", field="new.npy")
     table = (CAMERA, channel(ARRAY), new)
     assert list(broken_table(table, known_only=True)) == []
-    assert [entry.name for entry in select(table, ["it", "cam"], "here")] == ["cam", "it"]
+    assert [entry.name for entry in select(table, ["it", "cam"], "here")] == [
+        "cam",
+        "it",
+    ]
     with pytest.raises(
         ManifestError,
         match=r"'here': channel 'new': its kind 'voxels' is unknown; known: .*leave it out",
@@ -241,7 +342,12 @@ VALUES = [
     (channel(MASK), np.arange(24, dtype=np.uint16).reshape(4, 6) * 2700),
     (channel(MASK, dtype="uint8"), np.arange(24, dtype=np.uint8).reshape(4, 6)),
     (
-        channel(MASK, shape=(None, None, 3), axes=("height", "width", "colour"), dtype="uint8"),
+        channel(
+            MASK,
+            shape=(None, None, 3),
+            axes=("height", "width", "colour"),
+            dtype="uint8",
+        ),
         np.random.default_rng(0).integers(0, 256, (4, 6, 3)).astype(np.uint8),
     ),
     (
@@ -249,7 +355,10 @@ VALUES = [
         np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(np.uint16),
     ),
     (channel(TOKENS), np.array([0, 8, 3], np.int32)),
-    (channel(BOXES2D), {"box": np.ones((2, 4), np.float32), "id": np.array([7, 9], np.int32)}),
+    (
+        channel(BOXES2D),
+        {"box": np.ones((2, 4), np.float32), "id": np.array([7, 9], np.int32)},
+    ),
     (channel({"kind": "text"}), "Straße, Regen"),
     (channel({"kind": "texts"}), ["Straße, Regen", "", '"quoted",\n']),
     (channel({"kind": "texts"}), []),
@@ -284,7 +393,11 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
             np.full((2, 3), np.nan, np.float32),
             r"NaN at \[0, 0\]; the table of channel 'it' forbids it: remove it, or set allows_nan there",
         ),
-        (channel(POINTS, allows_nan=True), np.full((2, 3), np.inf, np.float32), "an infinity at"),
+        (
+            channel(POINTS, allows_nan=True),
+            np.full((2, 3), np.inf, np.float32),
+            "an infinity at",
+        ),
         (
             channel(TOKENS),
             np.array([9], np.int32),
@@ -302,12 +415,23 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
         ),
         (
             channel(BOXES2D),
-            {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
+            {
+                "box": np.full((1, 4), np.inf, np.float32),
+                "id": np.ones(1, np.int32),
+            },
             "an infinity at",
         ),
         (channel(MASK), np.ones((2, 2), np.uint8), "is uint8"),
-        (channel({"kind": "texts"}), "one", "is 'one'; kind 'texts' takes a list of str"),
-        (channel({"kind": "texts"}), ["one", 2], "kind 'texts' takes a list of str"),
+        (
+            channel({"kind": "texts"}),
+            "one",
+            "is 'one'; kind 'texts' takes a list of str",
+        ),
+        (
+            channel({"kind": "texts"}),
+            ["one", 2],
+            "kind 'texts' takes a list of str",
+        ),
         (channel({"kind": "texts"}), ["\ud800"], "cannot be stored as UTF-8"),
     ],
 )
@@ -317,14 +441,20 @@ def test_a_value_that_is_not_as_the_table_says_is_refused(entry, value, says) ->
 
 
 FREE = {"allows_nan": True, "allows_inf": True}
-TWO = (ArraySpec(name="a", dtype="float32"), ArraySpec(name="b", dtype="float64"))
+TWO = (
+    ArraySpec(name="a", dtype="float32"),
+    ArraySpec(name="b", dtype="float64"),
+)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     ("entry", "make"),
     [
-        (channel(POINTS), lambda x: np.array([[0, 1, 2], [3, x, 5]], np.float32)),
+        (
+            channel(POINTS),
+            lambda x: np.array([[0, 1, 2], [3, x, 5]], np.float32),
+        ),
         (
             channel(ARRAY, dtype="float16"),
             lambda x: np.array([[60000, 60000, x], [1, 2, 3]], np.float16),
@@ -359,7 +489,9 @@ def test_tokens_beyond_the_vocabulary_are_not_handed_out() -> None:
         KINDS["tokens"].decode(data, channel(TOKENS))
 
 
-def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(monkeypatch) -> None:
+def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(
+    monkeypatch,
+) -> None:
     entry = channel({"kind": "texts"})
     monkeypatch.setattr(kinds, "UNTYPED", UNTYPED._replace(maximum=100))
     assert KINDS["texts"].decode(KINDS["texts"].encode(["a"] * 24, entry), entry) == ["a"] * 24
@@ -370,7 +502,17 @@ def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
-    "data", [b"[1]", b'"one"', b'["a"', b'["\xff"]', b'["a"] "b"', b"[null]", b"", b'["\\ud800"]']
+    "data",
+    [
+        b"[1]",
+        b'"one"',
+        b'["a"',
+        b'["\xff"]',
+        b'["a"] "b"',
+        b"[null]",
+        b"",
+        b'["\\ud800"]',
+    ],
 )
 def test_what_is_not_a_list_of_texts_is_refused(data) -> None:
     with pytest.raises(SchemaError, match="channel 'it' is not a JSON list of texts"):
@@ -395,7 +537,11 @@ def test_images_of_other_bits_colours_and_formats_are_refused() -> None:
     for data, entry, says in (
         (gray, mask, "PNG of 8 bits"),
         (colour, mask, "a png of 3 components"),
-        (jpeg, channel(MASK, dtype="uint8"), "a jpeg of 1 components; the table has '.png' with 1"),
+        (
+            jpeg,
+            channel(MASK, dtype="uint8"),
+            "a jpeg of 1 components; the table has '.png' with 1",
+        ),
         (deep, channel(MASK, shape=(4, 7)), "is 6 x 4 pixels; the table has"),
         (deep[:-20], mask, "PNG"),
         (b"text", mask, "neither JPEG nor PNG"),
@@ -446,19 +592,32 @@ def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_dist
         collate(channel(MASK), [ones, ones.T])
     points = [np.ones((4, 3), np.float32), None]
     assert collate(channel(POINTS), points) == points
-    packed = collate(channel(TOKENS), [np.array([1, 2], np.int32), None, np.array([3], np.int32)])
+    packed = collate(
+        channel(TOKENS),
+        [np.array([1, 2], np.int32), None, np.array([3], np.int32)],
+    )
     assert isinstance(packed, Packed)
-    assert (packed.values.tolist(), packed.offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
+    assert (packed.values.tolist(), packed.offsets.tolist()) == (
+        [1, 2, 3],
+        [0, 2, 2, 3],
+    )
     assert packed.values.dtype == np.int32
     fixed = channel(TOKENS, shape=(2,))
-    assert collate(fixed, [np.array([1, 2], np.int32), None]).tolist() == [[1, 2], [0, 0]]
+    assert collate(fixed, [np.array([1, 2], np.int32), None]).tolist() == [
+        [1, 2],
+        [0, 0],
+    ]
     boxes = {"box": np.ones((1, 4), np.float32), "id": np.ones(1, np.int32)}
     assert collate(channel(BOXES2D), [boxes, None]) == {
         "box": [boxes["box"], None],
         "id": [boxes["id"], None],
     }
     assert collate(channel({"kind": "text"}), ["a", None]) == ["a", None]
-    assert collate(channel({"kind": "texts"}), [["a"], None, []]) == [["a"], None, []]
+    assert collate(channel({"kind": "texts"}), [["a"], None, []]) == [
+        ["a"],
+        None,
+        [],
+    ]
 
 
 voxels = Kind(
@@ -473,7 +632,9 @@ voxels = Kind(
 backwards = LawCode(lambda _, __: iter(()), lambda value, _, __: value[::-1])
 
 
-def test_packages_add_kinds_and_laws_and_cannot_replace_ours(monkeypatch) -> None:
+def test_packages_add_kinds_and_laws_and_cannot_replace_ours(
+    monkeypatch,
+) -> None:
     def installed(group: str) -> list[EntryPoint]:
         return [
             EntryPoint(name, f"{__name__}:{attribute}", group)
@@ -492,10 +653,12 @@ def test_packages_add_kinds_and_laws_and_cannot_replace_ours(monkeypatch) -> Non
     assert laws["backwards"].move([1, 2], CAMERA, None) == [2, 1]
     assert laws.names() == ["fixed", "backwards", "voxels", "image"]
     with pytest.raises(
-        ConfigError, match=r"is Kind; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode"
+        ConfigError,
+        match=r"is Kind; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode",
     ):
         laws["voxels"]
     with pytest.raises(
-        ConfigError, match="the kind 'mesh' is unknown; known: image, voxels, backwards"
+        ConfigError,
+        match="the kind 'mesh' is unknown; known: image, voxels, backwards",
     ):
         kinds["mesh"]

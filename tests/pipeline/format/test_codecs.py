@@ -13,7 +13,11 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
+from fuelrail.pipeline.errors import (
+    CodecError,
+    ConfigError,
+    MemberTooLargeError,
+)
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.sample.arrays import write_npy
 from support.shared_data import shared_data
@@ -58,7 +62,10 @@ def test_stored_zstd_is_one_plain_frame_that_the_library_reads(raw) -> None:
 def test_stored_zstd_is_what_the_zstd_program_reads() -> None:
     raw = b"six cameras " * 1000
     done = subprocess.run(
-        ["zstd", "-d", "-c"], input=codecs.encode(codecs.ZSTD, raw), capture_output=True, check=True
+        ["zstd", "-d", "-c"],
+        input=codecs.encode(codecs.ZSTD, raw),
+        capture_output=True,
+        check=True,
     )
     assert done.stdout == raw
 
@@ -78,7 +85,8 @@ def test_a_bomb_is_refused_before_memory_is_taken() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(
-            MemberTooLargeError, match=f"{size} bytes, over the cap of {codecs.MAX_MEMBER_BYTES}"
+            MemberTooLargeError,
+            match=f"{size} bytes, over the cap of {codecs.MAX_MEMBER_BYTES}",
         ):
             codecs.decode(codecs.ZSTD, header, size)
         with pytest.raises(MemberTooLargeError):
@@ -98,12 +106,27 @@ def test_a_member_over_the_cap_is_refused_when_written(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "Raw", "zst", "zstd-p", "zstd-p0", "zstd-p01", "zstd-p4097", "zstd-p99999", "zstd-p2\n"],
+    [
+        "",
+        "Raw",
+        "zst",
+        "zstd-p",
+        "zstd-p0",
+        "zstd-p01",
+        "zstd-p4097",
+        "zstd-p99999",
+        "zstd-p2\n",
+    ],
 )
 def test_unknown_codecs_name_the_known_ones(name) -> None:
-    for use in (codecs.suffix, lambda n: codecs.encode(n, b""), lambda n: codecs.decode(n, b"", 0)):
+    for use in (
+        codecs.suffix,
+        lambda n: codecs.encode(n, b""),
+        lambda n: codecs.decode(n, b"", 0),
+    ):
         with pytest.raises(
-            ConfigError, match=r"known: raw, zstd, zstd-dict, zstd-pR with R from 1 to 4096"
+            ConfigError,
+            match=r"known: raw, zstd, zstd-dict, zstd-pR with R from 1 to 4096",
         ):
             use(name)
 
@@ -126,7 +149,8 @@ def test_stored_names_split_back_or_are_refused(name, codec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [("x_a.zst", "raw"), ("x_a.p20.zst", "raw"), ("x_a.p20", "zstd")]
+    ("name", "codec"),
+    [("x_a.zst", "raw"), ("x_a.p20.zst", "raw"), ("x_a.p20", "zstd")],
 )
 def test_names_that_would_read_as_another_codec_are_refused(name, codec) -> None:
     with pytest.raises(ConfigError, match="reads as another codec's"):

@@ -24,9 +24,18 @@ from fuelrail.pipeline.errors import (
     StorageError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
+from fuelrail.pipeline.format.dataset import (
+    Dataset,
+    check_span,
+    open_dataset,
+    read_members,
+)
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    encode_manifest,
+    load_manifest,
+)
 from fuelrail.pipeline.format.tar import iter_members
 from fuelrail.pipeline.sample.schema import META, decode_sample
 from support.fault_server import FaultServer
@@ -85,7 +94,10 @@ def test_index_and_tars_tell_the_same(built) -> None:
         ]
         assert [(key, offset, length) for key, _, offset, length in tar_members] == indexed
         assert {row.shard for row in rows} == {number}
-        assert [row.offset for row in rows] == [0, *(row.offset + row.length for row in rows[:-1])]
+        assert [row.offset for row in rows] == [
+            0,
+            *(row.offset + row.length for row in rows[:-1]),
+        ]
         assert rows[-1].offset + rows[-1].length + 1024 == shard.bytes
 
 
@@ -135,7 +147,11 @@ class TestDamage:
                 with pytest.raises(ChecksumError) as caught:
                     read_row(dataset, number)
                 error = caught.value
-                assert (error.shard, error.offset, error.key) == (path.name, row.offset, row.key)
+                assert (error.shard, error.offset, error.key) == (
+                    path.name,
+                    row.offset,
+                    row.key,
+                )
                 assert all(word in str(error) for word in (path.name, str(row.offset), row.key))
             path.write_bytes(good)
 
@@ -147,10 +163,15 @@ class TestDamage:
         for num_bytes in (0, 1, row.length // 2, row.length - 1):
             path.write_bytes(good[: row.offset + num_bytes])
             with pytest.raises(
-                TruncatedShardError, match=f"got {num_bytes} of {row.length} bytes"
+                TruncatedShardError,
+                match=f"got {num_bytes} of {row.length} bytes",
             ) as caught:
                 read_row(dataset, 1)
-            assert (caught.value.shard, caught.value.offset, caught.value.key) == (
+            assert (
+                caught.value.shard,
+                caught.value.offset,
+                caught.value.key,
+            ) == (
                 path.name,
                 row.offset,
                 row.key,
@@ -185,7 +206,8 @@ class TestDamage:
     def test_missing_files(self, copy) -> None:
         (copy / INDEX_FILE).rename(copy / "elsewhere")
         with pytest.raises(
-            IndexFileError, match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`"
+            IndexFileError,
+            match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`",
         ):
             open_dataset(copy)
         (copy / MANIFEST_FILE).unlink()
@@ -212,7 +234,8 @@ class TestDamage:
             encode_manifest(msgspec.structs.replace(manifest, files=()))
         )
         with pytest.raises(
-            ManifestError, match=r"does not name shards\.arrow, which every dataset has"
+            ManifestError,
+            match=r"does not name shards\.arrow, which every dataset has",
         ):
             open_dataset(copy)
 
@@ -231,12 +254,14 @@ class TestEntries:
     def test_a_shard_that_is_not_there(self, opened, shard) -> None:
         dataset, row, _ = opened
         with pytest.raises(
-            IndexFileError, match=f"{row.key} into shard number {shard}, but the manifest has 3"
+            IndexFileError,
+            match=f"{row.key} into shard number {shard}, but the manifest has 3",
         ):
             dataset.shard_path(row._replace(shard=shard))
 
     @pytest.mark.parametrize(
-        ("offset", "length"), [(-1, 10), (0, -1), (0, 2**62), (2**62, 2**62), (512, -512)]
+        ("offset", "length"),
+        [(-1, 10), (0, -1), (0, 2**62), (2**62, 2**62), (512, -512)],
     )
     def test_a_span_outside_its_shard(self, opened, offset, length) -> None:
         dataset, row, _ = opened
@@ -246,14 +271,18 @@ class TestEntries:
         ):
             dataset.shard_path(row._replace(offset=offset, length=length))
 
-    @given(offset=st.integers(-(2**63), 2**63 - 1), stored=st.integers(-(2**63), 2**63 - 1))
+    @given(
+        offset=st.integers(-(2**63), 2**63 - 1),
+        stored=st.integers(-(2**63), 2**63 - 1),
+    )
     def test_ranges_outside_the_span(self, opened, offset, stored) -> None:
         _, row, span = opened
         if 512 <= offset <= offset + stored <= len(span):  # in front of data lies a header
             return
         entry = row.members[0]._replace(offset=offset, stored_bytes=stored)
         with pytest.raises(
-            IndexFileError, match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to"
+            IndexFileError,
+            match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to",
         ):
             read_members(row._replace(members=(entry,)), span, "S")
 
@@ -284,7 +313,10 @@ class TestEntries:
             front._replace(name=back.name),
             front._replace(offset=back.offset),
             front._replace(offset=front.offset + 1),
-            front._replace(stored_bytes=front.stored_bytes - 1, raw_bytes=front.raw_bytes - 1),
+            front._replace(
+                stored_bytes=front.stored_bytes - 1,
+                raw_bytes=front.raw_bytes - 1,
+            ),
             front._replace(codec="zstd"),
         ):
             with pytest.raises(
@@ -331,7 +363,8 @@ class TestSequence:
         }
         for number in (7, -8):
             with pytest.raises(
-                IndexError, match=rf"sample {number} is not in the dataset: it has samples 0 to 6"
+                IndexError,
+                match=rf"sample {number} is not in the dataset: it has samples 0 to 6",
             ):
                 dataset[number]
 
@@ -350,7 +383,8 @@ class TestSequence:
             file.write(b"damage")
         assert dataset[0].key != dataset[2].key
         with pytest.raises(
-            ChecksumError, match=rf"shard {shard.name}, offset {row.offset}, sample {row.key}"
+            ChecksumError,
+            match=rf"shard {shard.name}, offset {row.offset}, sample {row.key}",
         ):
             dataset[1]
         shard.unlink()

@@ -82,7 +82,12 @@ def test_another_dictionary_is_recognised_by_its_id(dictionary):
     with pytest.raises(CodecError, match="stored with a dictionary, and the dataset has none"):
         codecs.decode("zstd-dict", stored, 100)
     with pytest.raises(CodecError, match="needs the dictionary 0,"):
-        codecs.decode("zstd-dict", codecs.encode("zstd", b"x" * 100), 100, dictionary=dictionary)
+        codecs.decode(
+            "zstd-dict",
+            codecs.encode("zstd", b"x" * 100),
+            100,
+            dictionary=dictionary,
+        )
     with pytest.raises(CodecError, match="damaged zstd frame"):
         codecs.decode("zstd", stored, 100)
     with pytest.raises(ConfigError, match="codec 'zstd-dict' needs a dictionary"):
@@ -100,11 +105,13 @@ def test_other_bytes_are_no_dictionary(data):
 
 def test_sizes_and_samples_that_do_not_do():
     with pytest.raises(
-        ConfigError, match="a dictionary of 100 bytes is not allowed: 1024 to 1048576"
+        ConfigError,
+        match="a dictionary of 100 bytes is not allowed: 1024 to 1048576",
     ):
         train_dictionary(samples(0), 100, 3)
     with pytest.raises(
-        ConfigError, match="2 small members of 6 bytes in all are too little to train"
+        ConfigError,
+        match="2 small members of 6 bytes in all are too little to train",
     ):
         train_dictionary([b"abc", b"abd"], 4096, 3)
 
@@ -118,7 +125,10 @@ class TestDataset:
         raw = tiny_dataset({"train": (3,)}).raw
         dataset = open_dataset(root)
         assert dataset.dictionary.id == dictionary.id
-        assert [m.codec for m in dataset.index.row(0).members[:2]] == ["zstd-dict", "zstd-dict"]
+        assert [m.codec for m in dataset.index.row(0).members[:2]] == [
+            "zstd-dict",
+            "zstd-dict",
+        ]
         sample = SampleReader(dataset).sample(1)
         assert sample.key in raw
         assert sample.images["cam_front"] == raw[sample.key]["cam_front.jpg"]
@@ -145,6 +155,7 @@ class TestDataset:
             encode_manifest(msgspec.structs.replace(manifest, files=files))
         )
         with pytest.raises(
-            ManifestError, match=r"need zstd\.dict, which the manifest does not name"
+            ManifestError,
+            match=r"need zstd\.dict, which the manifest does not name",
         ):
             open_dataset(root)

@@ -15,7 +15,12 @@ import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, StorageError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    IndexFileError,
+    StorageError,
+)
 from fuelrail.pipeline.format import dataset as dataset_module
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -32,7 +37,10 @@ ALL = ["meta", "geometry", "boxes", *CAMERAS, LIDAR]
 @pytest.fixture(scope="module", params=["member", "frame"])
 def built(request, tiny_dataset):
     return tiny_dataset(
-        {"train": (4, 3)}, size=(64, 48), layout=request.param, missing=frozenset({(2, "cam_back")})
+        {"train": (4, 3)},
+        size=(64, 48),
+        layout=request.param,
+        missing=frozenset({(2, "cam_back")}),
     )
 
 
@@ -85,7 +93,8 @@ def test_any_channels_of_any_sample(built, data) -> None:
 
 def test_an_unknown_channel_is_named(built) -> None:
     with pytest.raises(
-        ConfigError, match="has no channel 'cam_top'; it has: meta, geometry, boxes, cam_front"
+        ConfigError,
+        match="has no channel 'cam_top'; it has: meta, geometry, boxes, cam_front",
     ):
         open_dataset(built[0]).read(0, ["cam_front", "cam_top"])
 
@@ -113,7 +122,11 @@ def test_damage_in_a_part_is_found_by_its_header_or_its_digest(
         dataset.read(1, ["cam_front"])
     with pytest.raises(ChecksumError):
         dataset.read(1)
-    assert set(dataset.read(1, ["boxes", "meta", "cam_back"])) == {"boxes", "meta", "cam_back"}
+    assert set(dataset.read(1, ["boxes", "meta", "cam_back"])) == {
+        "boxes",
+        "meta",
+        "cam_back",
+    }
 
 
 def test_a_damaged_key_in_the_index_is_not_a_missing_key(tiny_dataset, tmp_path) -> None:
@@ -123,9 +136,15 @@ def test_a_damaged_key_in_the_index_is_not_a_missing_key(tiny_dataset, tmp_path)
     data[data.index(b"clip-0000-000001")] ^= 1
     path.write_bytes(data)
     dataset = open_dataset(root)
-    for look in (dataset.find, dataset.position, dataset.__getitem__, dataset.__contains__):
+    for look in (
+        dataset.find,
+        dataset.position,
+        dataset.__getitem__,
+        dataset.__contains__,
+    ):
         with pytest.raises(
-            IndexFileError, match=r"its row 1 has the key 'blip-0000-000001', keys\.arrow"
+            IndexFileError,
+            match=r"its row 1 has the key 'blip-0000-000001', keys\.arrow",
         ):
             look("clip-0000-000001")
     assert (dataset.find("clip-0000-000002"), "clip-9" in dataset) == (2, False)
@@ -151,7 +170,11 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
         assert dataset["clip-0000-000002"].key == "clip-0000-000002"
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
         copy = pickle.loads(pickle.dumps(dataset))
-        assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, local[1].key)
+        assert (copy.url, copy.root, copy[1].key) == (
+            dataset.url,
+            dataset.root,
+            local[1].key,
+        )
 
 
 @pytest.mark.network
@@ -169,7 +192,10 @@ def test_one_request_for_a_sample_whose_tables_are_here(
 
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         # The index's only block came when the dataset was opened.
-        assert requested("clip-0000-000002") == ["keys.arrow", "train-000000.tar"]
+        assert requested("clip-0000-000002") == [
+            "keys.arrow",
+            "train-000000.tar",
+        ]
         assert (
             requested("clip-0000-000001")
             == requested(3, channels=["cam_back", "boxes"])
@@ -255,7 +281,10 @@ def test_a_sample_is_asked_for_again_as_the_tables_are(tiny_dataset, tmp_path) -
         assert len(server.requests) == opened + 3
         copy = pickle.loads(pickle.dumps(dataset))
         server.misbehave = lambda _: Misbehaviour(ignore_range=True)
-        with pytest.raises(StorageError, match="does not serve byte ranges, which datasets need"):
+        with pytest.raises(
+            StorageError,
+            match="does not serve byte ranges, which datasets need",
+        ):
             copy[1]
         server.misbehave = lambda _: Misbehaviour(status=503)
         with pytest.raises(
@@ -285,13 +314,24 @@ def test_a_wrong_place_in_the_table_of_keys_is_not_taken(
 def test_the_table(tiny_dataset, tmp_path) -> None:
     dataset = open_dataset(small_dataset(tmp_path / "d"))
     table = dataset.table
-    assert table.column_names == ["key", "clip_id", "split", "frame", "timestamp_ns", "night"]
+    assert table.column_names == [
+        "key",
+        "clip_id",
+        "split",
+        "frame",
+        "timestamp_ns",
+        "night",
+    ]
     assert table["key"].to_pylist() == dataset.index.strings("key")
     assert table["split"].to_pylist() == ["train"] * 8
     assert table["night"].to_pylist() == [True, False] * 4
     assert table.schema.field("split").type == pa.string()
     plain = tiny_dataset({"train": (2,), "val": (1,)}, size=(32, 24)).root
-    assert open_dataset(plain).table["split"].to_pylist() == ["train", "train", "val"]
+    assert open_dataset(plain).table["split"].to_pylist() == [
+        "train",
+        "train",
+        "val",
+    ]
 
 
 def test_a_dataset_can_be_pickled(built, tmp_path, monkeypatch) -> None:
@@ -323,7 +363,10 @@ def test_what_a_notebook_shows(built) -> None:
     figures = re.findall(r"data:image/jpeg;base64,([^\"]+)\"><figcaption>(\w+)<", page)
     assert [channel for _, channel in figures] == list(CAMERAS)
     for data, _ in figures:
-        assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)
+        assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (
+            150,
+            200,
+        )
 
 
 def test_a_notebook_shows_the_rest_of_a_dataset_whose_first_sample_is_damaged(

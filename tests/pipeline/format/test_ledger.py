@@ -55,7 +55,14 @@ def path(tmp_path):
         file.append(reach_record(0, place))
     file.append(start(0, 52))
     file.append(
-        SampleReplaced(since=(0, 52), rank=0, epoch=0, position=57, key="bad", replaced_by="good")
+        SampleReplaced(
+            since=(0, 52),
+            rank=0,
+            epoch=0,
+            position=57,
+            key="bad",
+            replaced_by="good",
+        )
     )
     file.append(reach_record(1, 0, "epoch"))
     file.append(start(1, 0))
@@ -100,7 +107,12 @@ def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
         else:  # two records that change places
             number = draw.randrange(len(lines) - 1)
             data = b"".join(
-                [*lines[:number], lines[number + 1], lines[number], *lines[number + 2 :]]
+                [
+                    *lines[:number],
+                    lines[number + 1],
+                    lines[number],
+                    *lines[number + 2 :],
+                ]
             )
         if (
             data == valid
@@ -216,11 +228,16 @@ def test_setups_are_limited_by_what_they_decode_to(tmp_path, monkeypatch):
     file = LedgerFile(tmp_path / "a.ledger")
     for _ in range(3):
         file.append(large, start(0, 0))
-    with pytest.raises(LedgerError, match=r"record 4, with the setups before it, takes \d+ bytes"):
+    with pytest.raises(
+        LedgerError,
+        match=r"record 4, with the setups before it, takes \d+ bytes",
+    ):
         read_ledger(file.path)
 
 
-def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_path):
+def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(
+    tmp_path,
+):
     """A search for the place before, back over all digests, took minutes."""
     file = LedgerFile(tmp_path / "a.ledger")
     digests = [BatchDigest((0, number), 0, 1, f"{number:016x}") for number in range(60_000)]
@@ -234,12 +251,23 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([reach_record(0, 4)], "record 0 is the first one, and must be a setup"),
-        ([SETUP, reach_record(0, 4)], "record 1 follows a setup, and must be a start"),
+        (
+            [reach_record(0, 4)],
+            "record 0 is the first one, and must be a setup",
+        ),
+        (
+            [SETUP, reach_record(0, 4)],
+            "record 1 follows a setup, and must be a start",
+        ),
         (
             [
                 RunSetup(
-                    version=2, identity={}, epoch_length=1, loader=None, decoder=None, versions={}
+                    version=2,
+                    identity={},
+                    epoch_length=1,
+                    loader=None,
+                    decoder=None,
+                    versions={},
                 ),
                 start(0, 0),
             ],
@@ -301,17 +329,31 @@ def test_what_the_weights_have_seen():
     )
     # Back behind the start of a segment: nothing of it is left.
     assert summarize_segments(
-        *run, start(0, 40), reach_record(0, 96), start(0, 20), reach_record(1, 4)
+        *run,
+        start(0, 40),
+        reach_record(0, 96),
+        start(0, 20),
+        reach_record(1, 4),
     ) == (
         [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)],
         [4],
     )
     # Fewer positions are left than a step takes: the next epoch comes, and nothing was skipped.
     assert summarize_segments(
-        first, reach_record(0, 98), start(0, 98, place=(1, 0)), reach_record(1, 8)
+        first,
+        reach_record(0, 98),
+        start(0, 98, place=(1, 0)),
+        reach_record(1, 8),
     )[0] == [
         ((0, 0), (0, 98), False),
         ((1, 0), (1, 8), False),
     ]
-    assert summarize_segments(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
-    assert summarize_segments(*run, first, reach_record(0, 4)) == ([((0, 0), (0, 4), False)], [1])
+    assert summarize_segments(*run, start(0, 80, place=(1, 0)))[0][1] == (
+        (1, 0),
+        (1, 0),
+        True,
+    )
+    assert summarize_segments(*run, first, reach_record(0, 4)) == (
+        [((0, 0), (0, 4), False)],
+        [1],
+    )

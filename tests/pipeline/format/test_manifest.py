@@ -62,16 +62,27 @@ def manifest(**changes: Any) -> Manifest:
         compression={"level": 3, "ratio": 0.5},
         splits={
             "train": SplitEntry(
-                first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2
+                first_sample=0,
+                num_samples=7,
+                first_shard=0,
+                num_shards=2,
+                num_clips=2,
             ),
             "val": SplitEntry(
-                first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1
+                first_sample=7,
+                num_samples=2,
+                first_shard=2,
+                num_shards=1,
+                num_clips=1,
             ),
         },
         num_bytes=12_288,
         lineage=Lineage(),
         files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
-        provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
+        provenance={
+            "source": "nuscenes",
+            "options": {"version": None, "nested": [1, "zwei"]},
+        },
     )
     return msgspec.structs.replace(example, **changes)
 
@@ -112,7 +123,10 @@ NOT_COVERED = (
 def test_fingerprint_is_what_plain_python_computes() -> None:
     content = json.loads(
         sign_manifest(
-            files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))
+            files=(
+                *manifest().files,
+                FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64),
+            )
         )
     )
     stated = content["fingerprint"]
@@ -146,7 +160,12 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
         {"format": "x"},
         {"version": 2},
         {"files": (FileEntry(name="index.arrow", bytes=100, sha256="3" * 64),)},
-        {"files": (*manifest().files, FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64))},
+        {
+            "files": (
+                *manifest().files,
+                FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64),
+            )
+        },
     ]
     parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
     uncovered: list[dict[str, Any]] = [
@@ -181,7 +200,11 @@ def test_digest_is_what_plain_python_computes() -> None:
 
 
 def test_channels_are_cameras_then_lidars_then_boxes() -> None:
-    assert [channel.name for channel in manifest().channels] == ["cam_front", "lidar_top", "boxes"]
+    assert [channel.name for channel in manifest().channels] == [
+        "cam_front",
+        "lidar_top",
+        "boxes",
+    ]
     assert [camera.channel for camera in manifest().cameras] == ["cam_front"]
     assert manifest().lidars == (TOP,)
     assert manifest().extra_channels == ()
@@ -213,7 +236,10 @@ def without(name: str) -> bytes:
 
 
 ANCESTOR = Ancestor(fingerprint="0" * 64, name="", num_samples=1, made_by="", parents=())
-TWICE = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
+TWICE = (
+    camera_channel(FRONT),
+    lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")),
+)
 NOT_FUELRAIL = "not a Fuelrail manifest"
 HEAD = b'{"format": "fuelrail-dataset", "version": '
 REFUSED = [
@@ -256,7 +282,11 @@ REFUSED = [
             splits=manifest().splits
             | {
                 "val": SplitEntry(
-                    first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1
+                    first_sample=7,
+                    num_samples=3,
+                    first_shard=2,
+                    num_shards=1,
+                    num_clips=1,
                 )
             }
         ),
@@ -281,8 +311,14 @@ REFUSED = [
         )
     ),
     (sign_with_file("a\x1b[2J"), "'a\\x1b[2J' is not a plain file name"),
-    (sign_with_file("a" * 300), "... (300 characters)' is not a plain file name"),
-    (sign_manifest(files=2 * manifest().files), "file 'index.arrow' occurs twice"),
+    (
+        sign_with_file("a" * 300),
+        "... (300 characters)' is not a plain file name",
+    ),
+    (
+        sign_manifest(files=2 * manifest().files),
+        "file 'index.arrow' occurs twice",
+    ),
     (sign_manifest(channels=TWICE), "channel 'cam_front' occurs twice"),
     *(
         (sign_with_camera(name), "' does not match [a-z0-9_]")
@@ -303,10 +339,22 @@ REFUSED = [
         sign_manifest(channels=2_000 * (camera_channel(FRONT),)),
         "at 'channels': must be a list of at most 1024 entries; got ",
     ),
-    (sign_manifest(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
-    (sign_manifest(provenance={"recipe": 5}), "provenance.recipe is not an object"),
-    (sign_manifest(compression={"codecs": 5}), "compression.codecs does not map"),
-    (sign_manifest(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
+    (
+        sign_manifest(channels=300 * (camera_channel(FRONT),)),
+        "300 cameras, at most 256",
+    ),
+    (
+        sign_manifest(provenance={"recipe": 5}),
+        "provenance.recipe is not an object",
+    ),
+    (
+        sign_manifest(compression={"codecs": 5}),
+        "compression.codecs does not map",
+    ),
+    (
+        sign_manifest(provenance={"a": "x" * (5 << 20)}),
+        "bytes, at most 4194304 are read",
+    ),
     (
         sign_manifest(lineage=Lineage(ancestors=(ANCESTOR,) * 129)),
         "at 'lineage.ancestors': must be a list of at most 128 entries; got ",
@@ -329,7 +377,10 @@ NOT_READY: list[tuple[Callable[[Path], Path], str]] = [
         lambda folder: folder,
         "has no dataset.json, so no dataset; make it with `fuelrail shard SOURCE",
     ),
-    (lambda folder: folder / "missing", "is not a folder; make it with `fuelrail shard SOURCE"),
+    (
+        lambda folder: folder / "missing",
+        "is not a folder; make it with `fuelrail shard SOURCE",
+    ),
     (lambda folder: Path(__file__), "is a file, not a dataset's folder"),
 ]
 
@@ -353,7 +404,8 @@ def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
 def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(
-        DatasetNotReadyError, match=r"is not a folder; make it with `fuelrail annotate DATASET"
+        DatasetNotReadyError,
+        match=r"is not a folder; make it with `fuelrail annotate DATASET",
     ):
         load_manifest(folder, LAYERS)
     for make, hint in (
@@ -377,7 +429,9 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
-def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> None:
+def test_it_never_proposes_to_write_into_a_folder_of_other_files(
+    tmp_path,
+) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
         DatasetNotReadyError,
@@ -401,7 +455,9 @@ def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     first = manifest(name="a", fingerprint=first_print)
     second = manifest(name="b", fingerprint=second_print)
     joined = manifest(
-        name="ab", fingerprint=joined_print, lineage=Lineage.from_parents([first, second])
+        name="ab",
+        fingerprint=joined_print,
+        lineage=Lineage.from_parents([first, second]),
     )
     lineage = Lineage.from_parents([joined, first])
     assert lineage.parents == (joined_print, first_print)
@@ -417,7 +473,10 @@ def test_a_lineage_keeps_the_nearest_ancestors() -> None:
     chain = [manifest(fingerprint=make_fingerprint(0))]
     for number in range(1, 200):
         chain.append(
-            manifest(fingerprint=make_fingerprint(number), lineage=Lineage.from_parents(chain[-1:]))
+            manifest(
+                fingerprint=make_fingerprint(number),
+                lineage=Lineage.from_parents(chain[-1:]),
+            )
         )
     ancestors = chain[-1].lineage.ancestors
     assert [ancestor.fingerprint for ancestor in ancestors] == [
@@ -429,7 +488,11 @@ def test_a_lineage_keeps_the_nearest_ancestors() -> None:
 @pytest.mark.parametrize("text", ["../../x", "", "1" * 63, "A" * 64, "1" * 64 + "\n"])
 def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
     good = Ancestor(
-        fingerprint=make_fingerprint(1), name="a", num_samples=1, made_by="x", parents=()
+        fingerprint=make_fingerprint(1),
+        name="a",
+        num_samples=1,
+        made_by="x",
+        parents=(),
     )
     for lineage in (
         Lineage(parents=(text,)),
@@ -448,7 +511,10 @@ def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
     [
         ('"seed": 7', '"seed": 8, "seed": 7'),
         ('"ratio": 0.5', '"ratio": 0.5, "nested": {"a": 1, "a": 1}'),
-        ('"name": "index.arrow"', '"na\\u006de": "other.arrow", "name": "index.arrow"'),
+        (
+            '"name": "index.arrow"',
+            '"na\\u006de": "other.arrow", "name": "index.arrow"',
+        ),
         ('"version": null', '"version": 1, "version": null'),
     ],
 )
@@ -498,14 +564,19 @@ RASTER = {
 def test_which_defaults_a_channel_and_its_law_may_state(more, law, is_taken) -> None:
     content = json.loads(GOOD)
     content["channels"].append(
-        {**RASTER, "law": {"name": "image", "camera": "cam_front", **law}, **more}
+        {
+            **RASTER,
+            "law": {"name": "image", "camera": "cam_front", **law},
+            **more,
+        }
     )
     data = plain_sealed(content)
     if is_taken:
         assert decode_manifest(data, "here").channels[-1].name == "mask"
     else:
         with pytest.raises(
-            ManifestError, match="its fingerprint or digest is not that of its content"
+            ManifestError,
+            match="its fingerprint or digest is not that of its content",
         ):
             decode_manifest(data, "here")
 
@@ -522,8 +593,10 @@ def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
         Channel,
     )
     with pytest.raises(
-        ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"
+        ManifestError,
+        match=f"channel '{name}' (is not as the format has boxes|has the name of an)",
     ):
         decode_manifest(
-            sign_manifest(channels=(camera_channel(FRONT), lidar_channel(TOP), entry)), "here"
+            sign_manifest(channels=(camera_channel(FRONT), lidar_channel(TOP), entry)),
+            "here",
         )

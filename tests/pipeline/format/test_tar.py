@@ -13,7 +13,11 @@ import webdataset
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, ShardError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    MemberTooLargeError,
+    ShardError,
+)
 from fuelrail.pipeline.format import tar
 from fuelrail.pipeline.format.tar import (
     BLOCK_BYTES,
@@ -45,7 +49,10 @@ CONTENTS = st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1100]).map(
     lambda size: bytes(i % 251 for i in range(size))
 )
 MEMBERS = st.dictionaries(
-    FIELDS | LONG_FIELDS, CONTENTS | st.binary(max_size=9), min_size=1, max_size=4
+    FIELDS | LONG_FIELDS,
+    CONTENTS | st.binary(max_size=9),
+    min_size=1,
+    max_size=4,
 )
 SHARDS = st.dictionaries(KEYS, MEMBERS, max_size=3)
 
@@ -73,7 +80,10 @@ EXAMPLE = {
         "cam_front.jpg": bytes(range(256)) * 2,
         "x_empty.bin": b"",
     },
-    "clip-0000-000001": {"meta.json": b"[" * 513, "x_" + "n" * 120 + ".bin": b"long name"},
+    "clip-0000-000001": {
+        "meta.json": b"[" * 513,
+        "x_" + "n" * 120 + ".bin": b"long name",
+    },
     "clip-0001-000000": {"meta.json": b"1"},
 }
 PACKED = pack(EXAMPLE)
@@ -101,7 +111,9 @@ def test_offsets_and_length_are_those_of_the_span(key, members) -> None:
 
 @settings(max_examples=50)
 @given(SHARDS)
-def test_pythons_tarfile_reads_every_member_with_normal_attributes(samples) -> None:
+def test_pythons_tarfile_reads_every_member_with_normal_attributes(
+    samples,
+) -> None:
     with tarfile.open(fileobj=io.BytesIO(pack(samples)), mode="r:") as tar:
         contents = {info.name: tar.extractfile(info).read() for info in tar}
         assert contents == {
@@ -110,7 +122,14 @@ def test_pythons_tarfile_reads_every_member_with_normal_attributes(samples) -> N
             for field, data in members.items()
         }
         for info in tar.getmembers():
-            assert (info.mode, info.uid, info.gid, info.mtime, info.uname, info.gname) == (
+            assert (
+                info.mode,
+                info.uid,
+                info.gid,
+                info.mtime,
+                info.uname,
+                info.gname,
+            ) == (
                 0o644,
                 0,
                 0,
@@ -138,7 +157,22 @@ def test_headers_are_those_that_tarfile_writes(length, size) -> None:
 
 
 @pytest.mark.parametrize(
-    "length", [*range(88, 105), 155, 156, 255, 256, 257, 488, 489, 490, 980, 990, 9_980, 9_990]
+    "length",
+    [
+        *range(88, 105),
+        155,
+        156,
+        255,
+        256,
+        257,
+        488,
+        489,
+        490,
+        980,
+        990,
+        9_980,
+        9_990,
+    ],
 )
 def test_names_of_any_length_are_read_back_by_tarfile(length) -> None:
     name = "n" * length
@@ -149,7 +183,13 @@ def test_names_of_any_length_are_read_back_by_tarfile(length) -> None:
     ]
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_characters="\0/\n"), min_size=1, max_size=200))
+@given(
+    st.text(
+        st.characters(codec="utf-8", exclude_characters="\0/\n"),
+        min_size=1,
+        max_size=200,
+    )
+)
 def test_names_outside_ascii_are_read_back_too(name) -> None:
     data = member_header(name, 3) + b"abc" + bytes(509) + END_OF_ARCHIVE
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
@@ -196,7 +236,17 @@ def test_gnu_tar_writes_the_same_bytes(tmp_path: Path) -> None:
         "--blocking-factor=1",
     ]
     pax = "--pax-option=exthdr.name=././@PaxHeader,exthdr.mtime=0,delete=atime,delete=ctime"
-    command = ["tar", "cf", "-", "--format=posix", pax, *normal, "-C", tmp_path, *members]
+    command = [
+        "tar",
+        "cf",
+        "-",
+        "--format=posix",
+        pax,
+        *normal,
+        "-C",
+        tmp_path,
+        *members,
+    ]
     assert subprocess.run(command, capture_output=True, check=True).stdout == PACKED
 
 
@@ -227,7 +277,20 @@ def test_illegal_keys_are_refused(key) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["", "jpg", ".jpg", "a.", "a..b", "A.jpg", "a/b.jpg", "__a.b", "a.b\n", "a-b.c", "a.ä"]
+    "field",
+    [
+        "",
+        "jpg",
+        ".jpg",
+        "a.",
+        "a..b",
+        "A.jpg",
+        "a/b.jpg",
+        "__a.b",
+        "a.b\n",
+        "a-b.c",
+        "a.ä",
+    ],
 )
 def test_illegal_fields_are_refused(field) -> None:
     with pytest.raises(ConfigError, match="field name"):
@@ -301,7 +364,8 @@ def test_members_are_known_by_their_headers(length) -> None:
     fields = ("meta.json", "cam_front.jpg.zst")
     sizes = [0o1234567, 0]
     packed = pack_sample(
-        key, [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)]
+        key,
+        [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)],
     )
     span = memoryview(b"".join(packed.pieces))
     offsets = packed.offsets
@@ -312,7 +376,11 @@ def test_members_are_known_by_their_headers(length) -> None:
     assert not are_members(span, key=key, fields=fields, offsets=offsets, sizes=sizes[::-1])
     assert not are_members(span, key=key, fields=fields, offsets=offsets, sizes=[sizes[0], -1])
     assert not are_members(
-        span, key=key, fields=fields, offsets=[offsets[0], len(span) + 512], sizes=sizes
+        span,
+        key=key,
+        fields=fields,
+        offsets=[offsets[0], len(span) + 512],
+        sizes=sizes,
     )
     assert not are_members(span, key="j" + key[1:], fields=fields, offsets=offsets, sizes=sizes)
     if length < 99:  # of longer names the rest is not compared

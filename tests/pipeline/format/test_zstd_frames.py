@@ -13,11 +13,21 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ConfigError, FrameError, IndexFileError, MemberTooLargeError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    FrameError,
+    IndexFileError,
+    MemberTooLargeError,
+)
 from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, iter_members, pack_sample
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    StoredMember,
+    iter_members,
+    pack_sample,
+)
 
 SHARD = "train-000000.tar.zst"
 
@@ -42,7 +52,8 @@ def build(samples):
     sizes = []
     for key, members in samples.items():
         packed = pack_sample(
-            key, [StoredMember(name, content) for name, content in members.items()]
+            key,
+            [StoredMember(name, content) for name, content in members.items()],
         )
         frame = zstd_frames.encode_frame(b"".join(packed.pieces), 3)
         entries = tuple(
@@ -79,7 +90,10 @@ def build(samples):
 
 @given(
     st.dictionaries(
-        st.from_regex(r"[a-z0-9]{1,8}-[0-9]{1,3}", fullmatch=True), FIELDS, min_size=1, max_size=4
+        st.from_regex(r"[a-z0-9]{1,8}-[0-9]{1,3}", fullmatch=True),
+        FIELDS,
+        min_size=1,
+        max_size=4,
     )
 )
 @settings(max_examples=60, deadline=None)
@@ -96,7 +110,10 @@ def test_arbitrary_samples_come_back_one_by_one_and_as_a_whole(samples):
         assert {name: bytes(data) for name, data in members.items()} == samples[row.key]
         first = row.members[0]
         head = zstd_frames.read_head(
-            io.BytesIO(stored), first.offset + first.stored_bytes, shard=SHARD, offset=0
+            io.BytesIO(stored),
+            first.offset + first.stored_bytes,
+            shard=SHARD,
+            offset=0,
         )
         assert head[first.offset :] == samples[row.key][first.name]
     tar = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
@@ -125,7 +142,10 @@ class TestTools:
         root, raw = tiny
         subprocess.run(["zstd", "--test", "-q", root / SHARD], check=True)
         listed = subprocess.run(
-            ["tar", "--zstd", "-tf", root / SHARD], check=True, capture_output=True, text=True
+            ["tar", "--zstd", "-tf", root / SHARD],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         keys = list(raw)[:3]
         assert listed.stdout.splitlines() == [f"{key}.{name}" for key in keys for name in raw[key]]
@@ -173,9 +193,13 @@ class TestDamage:
     def test_a_member_that_does_not_decode_is_placed(self, tiny):
         row = open_dataset(tiny[0]).index.row(1)
         stored = (tiny[0] / SHARD).read_bytes()[row.offset : row.offset + row.length]
-        entries = (row.members[0]._replace(offset=row.members[0].offset + 512), *row.members[1:])
+        entries = (
+            row.members[0]._replace(offset=row.members[0].offset + 512),
+            *row.members[1:],
+        )
         with pytest.raises(
-            IndexFileError, match=f"shard {SHARD}, frame at offset {row.offset}, 1024 bytes into it"
+            IndexFileError,
+            match=f"shard {SHARD}, frame at offset {row.offset}, 1024 bytes into it",
         ):
             read_members(row._replace(members=entries), stored, SHARD)
 
@@ -184,7 +208,8 @@ class TestDamage:
         with pytest.raises(FrameError, match="holds 100 bytes, wanted are 101"):
             zstd_frames.read_head(io.BytesIO(frame), 101, shard=SHARD, offset=7)
         with pytest.raises(
-            FrameError, match=r"damaged zstd frame: .* \(shard train-000000.tar.zst, offset 7\)"
+            FrameError,
+            match=r"damaged zstd frame: .* \(shard train-000000.tar.zst, offset 7\)",
         ):
             zstd_frames.read_head(io.BytesIO(b"x" * 50), 10, shard=SHARD, offset=7)
 

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import WorldError
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
+from fuelrail.pipeline.order.batching import (
+    Batching,
+    Cursor,
+    Walk,
+    WorkerShard,
+    World,
+)
 
 SIZES = st.integers(1, 64)
 
@@ -53,7 +59,9 @@ def test_any_step_of_any_rank_is_arithmetic(n, size, rank_batch, drop_last, data
 @given(
     st.integers(1, 600),
     st.lists(
-        st.tuples(st.integers(1, 64), st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=5
+        st.tuples(st.integers(1, 64), st.integers(1, 8), st.integers(0, 5)),
+        min_size=1,
+        max_size=5,
     ),
     SIZES,
     st.integers(1, 8),
@@ -98,7 +106,10 @@ def test_a_cursor_advanced_in_two_parts_stands_where_one_does(
 ):
     global_batch = size * rank_batch
     batching = Batching(
-        n + global_batch * drop_last, global_batch, World(0, size), drop_last=drop_last
+        n + global_batch * drop_last,
+        global_batch,
+        World(0, size),
+        drop_last=drop_last,
     )
     start = Cursor(1)
     assert advance(advance(start, batching, first), batching, second) == advance(
@@ -190,7 +201,11 @@ EPOCHS = {"equal": None, "varying": lambda epoch: 8 + epoch % 3}
 
 @pytest.mark.parametrize("name", EPOCHS)
 def test_a_share_without_a_step_has_no_place(name) -> None:
-    walk = Walk(Cursor(), Batching(8, 4, World(), lengths=EPOCHS[name]), WorkerShard(2, 3))
+    walk = Walk(
+        Cursor(),
+        Batching(8, 4, World(), lengths=EPOCHS[name]),
+        WorkerShard(2, 3),
+    )
     assert list(walk) == []
     with pytest.raises(WorldError, match=r"worker 2 of 3 has no step .* has 2; use at most 2"):
         walk.place(0)

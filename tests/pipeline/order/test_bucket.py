@@ -77,14 +77,21 @@ def bucket_plainly(samples, values, bounds, window, size, seed, epoch):
 def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bounds, seed, epoch):
     bounds = (0, 2, 3, 7, 9) if has_bounds else tuple(sorted(set(values)))
     spec = OrderSpec(
-        seed=seed, bucket=Bucket(by="v", bounds=bounds if has_bounds else (), window=window)
+        seed=seed,
+        bucket=Bucket(by="v", bounds=bounds if has_bounds else (), window=window),
     )
     order = BatchSampler({"v": values}, spec, global_batch=size)._rows.order
     samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(
         np.arange(len(values))
     ).tolist()
     expected = bucket_plainly(
-        samples, values=values, bounds=bounds, window=window, size=size, seed=seed, epoch=epoch
+        samples,
+        values=values,
+        bounds=bounds,
+        window=window,
+        size=size,
+        seed=seed,
+        epoch=epoch,
     )
     batches = order.epoch(epoch)
     entries = batches.entries(np.arange(len(batches)))
@@ -113,7 +120,8 @@ ORDERS = {
     "plain": OrderSpec(seed=1, bucket=BUCKET),
     "rigs": OrderSpec(seed=1, bucket=Bucket(by="rig", window=100)),
     "model": OrderSpec(
-        seed=1, bucket=Bucket(by=Cost(quadratic={"tokens": 1}), bounds=(400, 10_000, 400**2))
+        seed=1,
+        bucket=Bucket(by=Cost(quadratic={"tokens": 1}), bounds=(400, 10_000, 400**2)),
     ),
     "filter": OrderSpec(seed=1, bucket=BUCKET, filter="night"),
     "weights": OrderSpec(
@@ -123,7 +131,9 @@ ORDERS = {
         epoch_length=900,
     ),
     "parts": OrderSpec(
-        seed=1, bucket=BUCKET, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})
+        seed=1,
+        bucket=BUCKET,
+        mix=Mix(attribute="night", ratios={"true": 1, "false": 3}),
     ),
     "balanced": OrderSpec(seed=1, bucket=BUCKET, balance=Balance(cost="tokens", micro_batches=2)),
 }
@@ -133,7 +143,12 @@ ORDERS = {
 def make_ranks(spec, size, batch=24, **options):
     return [
         BatchSampler(
-            DATA, spec, global_batch=batch, world=World(rank, size), entries=True, **options
+            DATA,
+            spec,
+            global_batch=batch,
+            world=World(rank, size),
+            entries=True,
+            **options,
         )
         for rank in range(size)
     ]
@@ -174,7 +189,10 @@ def test_the_same_batches_of_one_bucket_come_on_any_ranks(name):
 
 def test_weighted_epochs_in_buckets_differ_in_length_and_are_whole():
     spec = OrderSpec(
-        seed=1, bucket=BUCKET, weights=(AttributeWeights(attribute="tokens"),), epoch_length=500
+        seed=1,
+        bucket=BUCKET,
+        weights=(AttributeWeights(attribute="tokens"),),
+        epoch_length=500,
     )
     (sampler,) = make_ranks(spec, 1)
     lengths = []
@@ -188,9 +206,18 @@ def test_weighted_epochs_in_buckets_differ_in_length_and_are_whole():
 
 
 def test_datasets_of_a_mix_share_their_buckets():
-    data = {"a": DATA, "b": {"tokens": TOKENS[:100] // 2 + 1, "rig": ["car"] * 90 + ["ship"] * 10}}
+    data = {
+        "a": DATA,
+        "b": {
+            "tokens": TOKENS[:100] // 2 + 1,
+            "rig": ["car"] * 90 + ["ship"] * 10,
+        },
+    }
     for by, num in (("tokens", len(BOUNDS)), ("rig", 5)):
-        spec = OrderSpec(seed=2, bucket=Bucket(by=by, bounds=BOUNDS if by == "tokens" else ()))
+        spec = OrderSpec(
+            seed=2,
+            bucket=Bucket(by=by, bounds=BOUNDS if by == "tokens" else ()),
+        )
         sampler = BatchSampler(data, spec, global_batch=8, mix={"a": 7, "b": 1}, entries=True)
         values = [*DATA["rig"], *data["b"]["rig"]]
         if by == "tokens":
@@ -268,7 +295,9 @@ def mixed_in_stages():
 
 def over(values, *bounds):
     return BatchSampler(
-        {"v": values, "key": [f"s{n}" for n in range(len(values))]}, by_v(*bounds), global_batch=1
+        {"v": values, "key": [f"s{n}" for n in range(len(values))]},
+        by_v(*bounds),
+        global_batch=1,
     )
 
 
@@ -281,9 +310,15 @@ def by_v(*bounds):
     [
         (lambda: Bucket(by="v", bounds=(4, 4)), "bounds ascend"),
         (lambda: Bucket(by="v", bounds=(-1, 4)), "bounds ascend"),
-        (lambda: Bucket(by="v", window=0), "window=0 must be a whole number from 1"),
+        (
+            lambda: Bucket(by="v", window=0),
+            "window=0 must be a whole number from 1",
+        ),
         (lambda: OrderSpec(kind="lanes", bucket=BUCKET), "no bucket"),
-        (lambda: OrderSpec(stages=(OrderStage(),), bucket=BUCKET), "no buckets"),
+        (
+            lambda: OrderSpec(stages=(OrderStage(),), bucket=BUCKET),
+            "no buckets",
+        ),
         (
             lambda: OrderSpec(pack=Pack(budget=9, cost="v"), bucket=BUCKET),
             "pack or bucket, not both",
@@ -293,7 +328,10 @@ def by_v(*bounds):
             lambda: over([1, 9, 12], 4, 9),
             "sample 's2' .* costs 12, above the last bound of 9; so do 0 others of 3",
         ),
-        (lambda: over(list(range(1025))), "has 1025 values, and 1024 buckets are allowed"),
+        (
+            lambda: over(list(range(1025))),
+            "has 1025 values, and 1024 buckets are allowed",
+        ),
         (lambda: over([1, None]), "is unknown"),
         (lambda: over(["a", None]), "is unknown"),
         (lambda: over(["a", "b"], 4), "needs whole numbers"),

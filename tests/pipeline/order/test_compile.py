@@ -28,7 +28,11 @@ from fuelrail.pipeline.order.keys import read_keys
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Table
-from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
+from fuelrail.pipeline.order.weights import (
+    AttributeWeights,
+    ClassBalance,
+    FileWeights,
+)
 from fuelrail.pipeline.order.windows import FrameWindow
 from support.sized_datasets import write_synthetic_index
 
@@ -46,7 +50,11 @@ def write(root, shuffle_seed):
         "num_bus": (rng.random(NUM) < 0.1).astype(int).tolist(),
     }
     write_synthetic_index(
-        root, LENGTHS, samples_per_shard=8, shuffle_seed=shuffle_seed, attributes=attributes
+        root,
+        LENGTHS,
+        samples_per_shard=8,
+        shuffle_seed=shuffle_seed,
+        attributes=attributes,
     )
     return open_dataset(root)
 
@@ -117,7 +125,11 @@ def test_an_orders_inputs_are_read_once_and_its_files_before_it_is_computed(tmp_
     assert [sorted(names) for names in table.reads] == [["cost", "key", "night"]]
 
 
-KINDS = [{"kind": "shuffled"}, {"kind": "windowed", "window": 3}, {"kind": "sequential"}]
+KINDS = [
+    {"kind": "shuffled"},
+    {"kind": "windowed", "window": 3},
+    {"kind": "sequential"},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,11 +148,18 @@ def test_a_filter_that_always_holds_selects_all(dataset, text):
     columns = {"night": [True, False, False]}
     rows = columns if "night" in text else 3
     assert compile_order(OrderSpec(filter=text), dataset).num_selected == NUM
-    stages = (OrderStage(filter=text, until=NUM), OrderStage(filter="num_car >= 1"))
+    stages = (
+        OrderStage(filter=text, until=NUM),
+        OrderStage(filter="num_car >= 1"),
+    )
     assert compile_order(OrderSpec(stages=stages), dataset).epoch_length == NUM
     spec = OrderSpec(kind="sequential", filter=text)
     table = Table(rows, spec, None, None)
-    assert read_epoch(compile_table(spec, table, table.lengths)).tolist() == [0, 1, 2]
+    assert read_epoch(compile_table(spec, table, table.lengths)).tolist() == [
+        0,
+        1,
+        2,
+    ]
     with pytest.raises(OrderError, match="selects no sample"):
         compile_order(OrderSpec(filter=f"not ({text})"), dataset)
 
@@ -148,11 +167,16 @@ def test_a_filter_that_always_holds_selects_all(dataset, text):
 def test_the_index_is_among_the_attributes(dataset):
     frames = dataset.index.column("frame")
     order = compile_order(
-        OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset
+        OrderSpec(
+            kind="sequential",
+            filter="frame % 5 == 0 and clip_id != 'clip-0000007'",
+        ),
+        dataset,
     )
     clips = np.array(dataset.index.texts("clip_id").to_pylist())
     assert np.array_equal(
-        read_epoch(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007"))
+        read_epoch(order),
+        np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007")),
     )
 
 
@@ -171,7 +195,8 @@ def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
 
 def test_class_balance_has_its_own_epoch_length(dataset):
     order = compile_order(
-        OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset
+        OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)),
+        dataset,
     )
     held = (attribute(dataset, "num_car") > 0).sum() + (attribute(dataset, "num_bus") > 0).sum()
     assert order.epoch_length == held // 2 * 2
@@ -181,11 +206,13 @@ def test_class_balance_has_its_own_epoch_length(dataset):
 
 def test_equal_weights_change_nothing_but_the_epoch_length(dataset):
     order = compile_order(
-        OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)), dataset
+        OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)),
+        dataset,
     )
     assert np.array_equal(read_epoch(order), read_epoch(compile_order(OrderSpec(), dataset)))
     twice = compile_order(
-        OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM), dataset
+        OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM),
+        dataset,
     )
     assert set(read_epoch(twice).tolist()) == set(
         np.flatnonzero(attribute(dataset, "night")).tolist()
@@ -227,8 +254,27 @@ def test_a_mix_of_one_value_and_weights_within_the_parts(dataset):
 def test_compositions_are_those_of_every_release(by_clip):
     # Saved training states rely on these, as on the values in test_permutation.py.
     mixed = compile_order(OrderSpec(seed=7, filter="num_car > 0", mix=MIX), by_clip)
-    assert read_epoch(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
-    spec = OrderSpec(kind="windowed", window=2, seed=7, filter="num_car > 0", weights=(NIGHT,))
+    assert read_epoch(mixed, 1)[:12].tolist() == [
+        57,
+        35,
+        94,
+        14,
+        88,
+        81,
+        84,
+        3,
+        9,
+        47,
+        58,
+        10,
+    ]
+    spec = OrderSpec(
+        kind="windowed",
+        window=2,
+        seed=7,
+        filter="num_car > 0",
+        weights=(NIGHT,),
+    )
     assert read_epoch(compile_order(spec, by_clip), 1)[:12].tolist() == [
         71,
         64,
@@ -258,7 +304,8 @@ def test_lanes_follow_clips_of_the_selection(dataset):
     order = compile_order(spec, dataset, global_batch=4)
     entries = order.epoch(1).entries(np.arange(order.epoch_length))
     assert np.array_equal(
-        np.sort(entries.samples[entries.valid]), np.flatnonzero(attribute(dataset, "night"))
+        np.sort(entries.samples[entries.valid]),
+        np.flatnonzero(attribute(dataset, "night")),
     )
     frames = dataset.index.column("frame")
     clips = dataset.index.clip_numbers()
@@ -284,7 +331,13 @@ SPECS = [
     OrderSpec(seed=1),
     OrderSpec(kind="windowed", window=3, filter="num_car > 0"),
     OrderSpec(weights=(NIGHT,), epoch_length=150),
-    OrderSpec(kind="windowed", window=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=97),
+    OrderSpec(
+        kind="windowed",
+        window=2,
+        filter="num_car > 0",
+        weights=(NIGHT,),
+        epoch_length=97,
+    ),
     OrderSpec(kind="windowed", window=2, filter="num_car > 0", mix=MIX),
 ]
 
@@ -308,7 +361,12 @@ def test_any_composition_resumes_anywhere_in_any_world(
     def batch(size):
         epoch = order.epoch(cursor.epoch)
         ranks = [
-            Batching(order.epoch_length, global_batch, World(r, size), drop_last=False)
+            Batching(
+                order.epoch_length,
+                global_batch,
+                World(r, size),
+                drop_last=False,
+            )
             for r in range(size)
         ]
         return np.concatenate([epoch(cursor.rest(rank).positions(0)) for rank in ranks]).tolist()
@@ -319,7 +377,11 @@ def test_any_composition_resumes_anywhere_in_any_world(
 
 def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
     keys = dataset.index.texts("key").to_pylist()
-    for name, chosen in (("a.txt", keys[:9]), ("b.txt", keys[:8]), ("c.txt", keys[:9])):
+    for name, chosen in (
+        ("a.txt", keys[:9]),
+        ("b.txt", keys[:8]),
+        ("c.txt", keys[:9]),
+    ):
         (tmp_path / name).write_text("\n".join(chosen))
     for name, weight in (("a.csv", 2), ("b.csv", 3), ("c.csv", 2)):
         (tmp_path / name).write_text(f"key,weight\n{keys[0]},{weight}\n")
@@ -369,14 +431,23 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
     ("fields", "text"),
     [
         ({"filter": "num_car > 99"}, "filter 'num_car > 99' selects no sample"),
-        ({"filter": "num_cars > 9"}, "no attribute 'num_cars'; did you mean num_car"),
+        (
+            {"filter": "num_cars > 9"},
+            "no attribute 'num_cars'; did you mean num_car",
+        ),
         ({"filter": "num_car > 'a'"}, "does not fit the attributes"),
         ({"kind": "lanes"}, "needs the global batch"),
         (
-            {"weights": (AttributeWeights(attribute="num_bus"),), "filter": "num_bus == 0"},
+            {
+                "weights": (AttributeWeights(attribute="num_bus"),),
+                "filter": "num_bus == 0",
+            },
             "weights are 0",
         ),
-        ({"weights": (AttributeWeights(attribute="speed"),)}, "no attribute 'speed'"),
+        (
+            {"weights": (AttributeWeights(attribute="speed"),)},
+            "no attribute 'speed'",
+        ),
         (
             {"mix": Mix(attribute="night", ratios={"maybe": 1})},
             "no selected sample has 'night' 'maybe'; there are: F",
@@ -402,7 +473,8 @@ def test_a_subset_outside_of_the_filter_leaves_nothing(by_clip, tmp_path):
     keys = np.array(by_clip.index.texts("key").to_pylist())[~attribute(by_clip, "night")]
     (tmp_path / "day.txt").write_text(keys[0])
     with pytest.raises(
-        OrderError, match=r"day.txt' selects no sample out of the .* selected before"
+        OrderError,
+        match=r"day.txt' selects no sample out of the .* selected before",
     ):
         compile_order(OrderSpec(filter="night", subset=str(tmp_path / "day.txt")), by_clip)
 
@@ -411,7 +483,8 @@ def test_unknown_keys_are_counted_and_named(tmp_path):
     index_keys = pa.chunked_array([["a", "b"], ["c"]])
     (tmp_path / "keys.txt").write_text("a\nx\ny\n")
     with pytest.raises(
-        OrderError, match="names 2 of 3 keys that are not in the split, such as 'x'"
+        OrderError,
+        match="names 2 of 3 keys that are not in the split, such as 'x'",
     ):
         read_keys(str(tmp_path / "keys.txt"), index_keys)
     (tmp_path / "keys.txt").write_text("# nothing\n")
@@ -430,7 +503,10 @@ def test_attributes_that_do_not_fit_the_index_are_refused(tmp_path):
         compile_order(OrderSpec(filter="night"), dataset)
     assert compile_order(OrderSpec(), dataset).epoch_length == NUM  # needs no attributes
     file.unlink()
-    with pytest.raises(IndexFileError, match=r"attributes\.parquet' cannot be read: No such file"):
+    with pytest.raises(
+        IndexFileError,
+        match=r"attributes\.parquet' cannot be read: No such file",
+    ):
         compile_order(OrderSpec(filter="night"), dataset)
 
 
@@ -452,7 +528,11 @@ def test_all_orders_answer_one_protocol(dataset, spec, shape):
     for part, whole_part in zip(entries[:3], all_entries[:3], strict=True):
         assert np.array_equal(part, whole_part[positions])
     assert len(epoch) == order.epoch_length
-    assert [column.dtype for column in entries[:3]] == [np.int64, np.int64, bool]
+    assert [column.dtype for column in entries[:3]] == [
+        np.int64,
+        np.int64,
+        bool,
+    ]
     assert all(column.shape == shape for column in (*entries[:3], *entries.flags.values()))
     assert np.array_equal(entries.samples, epoch(positions))
     assert not entries.parts.any()  # all of one dataset

@@ -25,17 +25,30 @@ KINDS = {
     "sequential": ({"kind": "sequential"}, None),
     "windowed": ({"kind": "windowed", "window": 2}, (3, 9, 1, 4, 2, 11, 7)),
     "lanes": ({"kind": "lanes"}, None),
-    "pieces": ({"kind": "lanes", "pieces_per_clip": 2, "filter": "loss > 0.5"}, None),
+    "pieces": (
+        {"kind": "lanes", "pieces_per_clip": 2, "filter": "loss > 0.5"},
+        None,
+    ),
     "filter": ({"filter": "night or loss > 2"}, None),
     "weights": ({"weights": LOSS}, None),
-    "weights and filter": ({"weights": LOSS, "filter": "night", "epoch_length": 90}, None),
+    "weights and filter": (
+        {"weights": LOSS, "filter": "night", "epoch_length": 90},
+        None,
+    ),
     "weights in windows": (
         {"kind": "windowed", "window": 3, "weights": LOSS, "epoch_length": 23},
         6,
     ),
-    "mix of parts": ({"mix": Mix(attribute="night", ratios={"true": 3, "false": 2})}, None),
+    "mix of parts": (
+        {"mix": Mix(attribute="night", ratios={"true": 3, "false": 2})},
+        None,
+    ),
     "weighted mix": (
-        {"mix": Mix(attribute="night", ratios={"false": 1}), "weights": LOSS, "epoch_length": 60},
+        {
+            "mix": Mix(attribute="night", ratios={"false": 1}),
+            "weights": LOSS,
+            "epoch_length": 60,
+        },
         None,
     ),
 }
@@ -71,7 +84,8 @@ def check(order, epoch, sizes):
             for sample in samples
         ]
         assert np.array_equal(
-            indices, np.repeat(np.arange(len(samples)), [len(places) for places in expected])
+            indices,
+            np.repeat(np.arange(len(samples)), [len(places) for places in expected]),
         )
         assert np.array_equal(positions, np.concatenate(expected))
         assert len(plan.find([], part).indices) == 0
@@ -79,11 +93,20 @@ def check(order, epoch, sizes):
 
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**20), global_batch=st.integers(1, 8))
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 2**20),
+    global_batch=st.integers(1, 8),
+)
 def test_find_is_a_search_through_the_epoch(name, seed, epoch, global_batch):
     fields, blocks = KINDS[name]
     check(
-        rows(COLUMNS, OrderSpec(seed=seed, **fields), blocks, global_batch=global_batch),
+        rows(
+            COLUMNS,
+            OrderSpec(seed=seed, **fields),
+            blocks,
+            global_batch=global_batch,
+        ),
         epoch,
         [NUM],
     )
@@ -96,7 +119,11 @@ def test_find_in_stages(epoch):
         OrderStage(filter="night", weights=LOSS, until=110, ramp=True),
         OrderStage(weights=LOSS),
     )
-    check(rows(COLUMNS, OrderSpec(seed=1, stages=stages, epoch_length=37)), epoch, [NUM])
+    check(
+        rows(COLUMNS, OrderSpec(seed=1, stages=stages, epoch_length=37)),
+        epoch,
+        [NUM],
+    )
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -129,7 +156,10 @@ def test_a_sample_that_does_not_exist_is_refused():
         (
             OrderSpec(),
             None,
-            [MixStage({"a": 3, "b": 1}, until=2**27, ramp=True), MixStage({"a": 1, "b": 1})],
+            [
+                MixStage({"a": 3, "b": 1}, until=2**27, ramp=True),
+                MixStage({"a": 1, "b": 1}),
+            ],
         ),
     ],
     ids=["shuffled", "windowed", "stages"],

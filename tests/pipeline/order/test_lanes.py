@@ -49,7 +49,10 @@ def test_a_selection_cuts_clips_where_it_leaves_frames_out(lengths, data):
     assert np.array_equal(np.sort(samples), selected)
     for before, now, exists in zip(samples[:-1], samples[1:], prev_exists[1:], strict=True):
         if exists:
-            assert (clips[now], frames[now]) == (clips[before], frames[before] + 1)
+            assert (clips[now], frames[now]) == (
+                clips[before],
+                frames[before] + 1,
+            )
     chosen = set(selected.tolist())
     place = {
         pair: row for row, pair in enumerate(zip(clips.tolist(), frames.tolist(), strict=True))

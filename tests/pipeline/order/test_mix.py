@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.compile import CompiledOrder, mix_orders
-from fuelrail.pipeline.order.mix import MAX_BLOCK, MixedOrder, MixSchedule, MixStage
+from fuelrail.pipeline.order.mix import (
+    MAX_BLOCK,
+    MixedOrder,
+    MixSchedule,
+    MixStage,
+)
 from fuelrail.pipeline.order.spec import OrderSpec
 
 
 def order(num_samples, seed=0, kind="shuffled"):
     return CompiledOrder(
-        OrderSpec(kind=kind, seed=seed), {"seed": seed, "n": num_samples}, [num_samples]
+        OrderSpec(kind=kind, seed=seed),
+        {"seed": seed, "n": num_samples},
+        [num_samples],
     )
 
 
@@ -163,7 +170,10 @@ def test_each_dataset_continues_through_the_stages_of_a_schedule():
         assert mixed.tolist() == alone[: len(mixed)].tolist()
         assert (parts.reshape(-1, block) == part).sum(axis=1).tolist() == counts[:, part].tolist()
     entry = mix.epoch(1).entries(np.array([30]))
-    assert (entry.parts[0], entry.samples[0]) == (entries[1].parts[30], entries[1].samples[30])
+    assert (entry.parts[0], entry.samples[0]) == (
+        entries[1].parts[30],
+        entries[1].samples[30],
+    )
 
 
 def test_a_schedule_of_one_stage_is_a_plain_mix():
@@ -202,7 +212,10 @@ def stage(a, b, c, **options):
         ([stage(1, 1, 1, until=7), stage(1, 1, 1)], "block of 3"),
         ([stage(1, 1, 1), stage(1, 1, 1)], "end in turn"),
         ([stage(999, 1, 1, until=3), stage(1, 1, 0)], "at most 1024"),
-        ([stage(1, 0, 0, until=2**32, ramp=True), stage(0, 1, 0)], "may have 2147483648"),
+        (
+            [stage(1, 0, 0, until=2**32, ramp=True), stage(0, 1, 0)],
+            "may have 2147483648",
+        ),
         (
             [stage(1023, 1, 0, until=2**37, ramp=True), stage(0, 1, 0)],
             "134217728 blocks of 1024, and may have 67141",

@@ -33,7 +33,11 @@ from fuelrail.pipeline.order.weights import AttributeWeights
 RNG = np.random.default_rng(7)
 NUM = 900
 TOKENS = np.clip(RNG.lognormal(5, 1, NUM), 16, 1024).astype(int)
-DATA = {"tokens": TOKENS, "night": np.arange(NUM) % 3 == 0, "key": [f"s{n}" for n in range(NUM)]}
+DATA = {
+    "tokens": TOKENS,
+    "night": np.arange(NUM) % 3 == 0,
+    "key": [f"s{n}" for n in range(NUM)],
+}
 PACK = Pack(budget=1024, cost="tokens", window=100)
 VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="utf-8"))
 
@@ -44,7 +48,11 @@ def pack_plainly(costs, budget, max_samples=None):
     packs = [[] for _ in range(max(-(-sum(costs) // budget), -(-len(costs) // max_samples)))]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
         open_packs = [pack for pack in packs if len(pack) < max_samples]
-        emptiest = min(open_packs, key=lambda pack: sum(costs[i] for i in pack), default=None)
+        emptiest = min(
+            open_packs,
+            key=lambda pack: sum(costs[i] for i in pack),
+            default=None,
+        )
         if emptiest is None or sum(costs[i] for i in emptiest) + costs[row] > budget:
             emptiest = []
             packs.append(emptiest)
@@ -106,7 +114,10 @@ def test_no_positions_have_no_samples():
     entries = (
         BatchSampler(DATA, OrderSpec(pack=PACK), global_batch=1)._rows.order.epoch(0).entries([])
     )
-    assert [entries.samples.tolist(), entries.flags["pack"].tolist()] == [[], []]
+    assert [entries.samples.tolist(), entries.flags["pack"].tolist()] == [
+        [],
+        [],
+    ]
 
 
 def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
@@ -181,7 +192,9 @@ ORDERS = {
         epoch_length=2000,
     ),
     "parts": OrderSpec(
-        seed=1, pack=PACK, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})
+        seed=1,
+        pack=PACK,
+        mix=Mix(attribute="night", ratios={"true": 1, "false": 3}),
     ),
     "balanced": OrderSpec(seed=1, pack=PACK, balance=Balance(cost=Cost(quadratic={"tokens": 1}))),
     "samples": OrderSpec(seed=1, balance=Balance(cost="tokens")),
@@ -236,11 +249,18 @@ def test_each_sample_comes_once_though_epochs_differ_in_length(spec):
 
 def test_the_packs_of_a_mix_of_datasets():
     spec = OrderSpec(
-        seed=2, pack=Pack(budget=2048, cost="tokens", window=100), balance=Balance(cost="tokens")
+        seed=2,
+        pack=Pack(budget=2048, cost="tokens", window=100),
+        balance=Balance(cost="tokens"),
     )
     data = {"a": DATA, "b": {"tokens": TOKENS[:150] + 300}}
     sampler = BatchSampler(
-        data, spec, global_batch=4, mix={"a": 2, "b": 1}, drop_last=False, entries=True
+        data,
+        spec,
+        global_batch=4,
+        mix={"a": 2, "b": 1},
+        drop_last=False,
+        entries=True,
     )
     costs = np.concatenate([TOKENS, TOKENS[:150] + 300])
     rows = []
@@ -256,11 +276,16 @@ def test_fill_and_balance_of_the_lengths_of_a_text_model():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 16_384), 16, 1024).astype(int)
     for budget in (1024, 8192, 32768):
         order = BatchSampler(
-            {"c": lengths}, OrderSpec(pack=Pack(budget=budget, cost="c")), global_batch=1
+            {"c": lengths},
+            OrderSpec(pack=Pack(budget=budget, cost="c")),
+            global_batch=1,
         )._rows.order
         assert lengths.sum() / (budget * order.epoch_length) >= 0.97
     packed = OrderSpec(pack=Pack(budget=8192, cost="c"), balance=Balance(cost="c"))
-    for spec, batch in ((packed, 64), (OrderSpec(balance=Balance(cost="c")), 1024)):
+    for spec, batch in (
+        (packed, 64),
+        (OrderSpec(balance=Balance(cost="c")), 1024),
+    ):
         sampler = BatchSampler({"c": lengths}, spec, global_batch=batch)
         loads = [
             [lengths[rank_sampler[step]].sum() for rank_sampler in split_by_rank(sampler, 64)]
@@ -273,7 +298,11 @@ def test_balance_cannot_help_where_one_sample_fills_a_pack():
     """The figures of docs/packing.md, in small: one pack a rank, and four."""
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 12_000), 16, 8192).astype(int)
     attention = Cost(linear={"tokens": 1200}, quadratic={"tokens": 1})
-    spec = OrderSpec(seed=3, pack=Pack(budget=8192, cost="tokens"), balance=Balance(cost=attention))
+    spec = OrderSpec(
+        seed=3,
+        pack=Pack(budget=8192, cost="tokens"),
+        balance=Balance(cost=attention),
+    )
     dearest = {}
     for packs_a_rank in (1, 4):
         sampler = BatchSampler({"tokens": lengths}, spec, global_batch=8 * packs_a_rank)
@@ -399,7 +428,11 @@ def test_a_run_without_any_further_full_batch_ends_with_an_error(monkeypatch):
 def test_an_epoch_of_which_nothing_is_left_is_passed_over():
     """With weights an epoch may show only samples that are left out; without drop_last, too."""
     data = {"key": ["a", "b", "c"], "w": [1, 1, 1]}
-    spec = OrderSpec(weights=(AttributeWeights(attribute="w"),), epoch_length=1, without=(("a",),))
+    spec = OrderSpec(
+        weights=(AttributeWeights(attribute="w"),),
+        epoch_length=1,
+        without=(("a",),),
+    )
     sampler = BatchSampler(data, spec, global_batch=1, drop_last=False)
     order = sampler._rows.order
     lengths = [order.length(epoch) for epoch in range(30)]
@@ -463,7 +496,10 @@ def over(costs, **spec):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Pack(budget=0, cost="c"), "budget=0 must be a whole number from 1"),
+        (
+            lambda: Pack(budget=0, cost="c"),
+            "budget=0 must be a whole number from 1",
+        ),
         (
             lambda: Pack(budget=9, cost="c", window=0),
             "window=0 must be a whole number from 1",
@@ -480,7 +516,10 @@ def over(costs, **spec):
             lambda: Pack(budget=9, cost="c", max_samples=0),
             "max_samples=0 must be a whole number >= 1",
         ),
-        (lambda: Pack(budget=9, cost=Cost(linear={"c": 1}), truncate=True), "one attribute"),
+        (
+            lambda: Pack(budget=9, cost=Cost(linear={"c": 1}), truncate=True),
+            "one attribute",
+        ),
         (lambda: Cost(), "needs columns"),
         (
             lambda: Cost(linear={"c": -1}),
@@ -491,12 +530,20 @@ def over(costs, **spec):
             "micro_batches=0 must be a whole number >= 1",
         ),
         (lambda: OrderSpec(kind="lanes", pack=PACK), "no pack"),
-        (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "stages count positions"),
+        (
+            lambda: OrderSpec(stages=(OrderStage(),), pack=PACK),
+            "stages count positions",
+        ),
         (lambda: mixed_in_stages(), "stages of a mix count"),
-        (lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4), "use BatchSampler"),
+        (
+            lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4),
+            "use BatchSampler",
+        ),
         (
             lambda: BatchSampler(
-                DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1
+                DATA,
+                OrderSpec(pack=Pack(budget=1000, cost="tokens")),
+                global_batch=1,
             ),
             "sample 's",
         ),

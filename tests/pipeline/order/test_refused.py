@@ -27,7 +27,11 @@ from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.pack import Pack
-from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, derive_key
+from fuelrail.pipeline.order.permutation import (
+    MAX_LENGTH,
+    KeyedPermutation,
+    derive_key,
+)
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage, position_map
 from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import (
@@ -70,15 +74,27 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
                 "kind='random' must be one of lanes, sequential, shuffled, windowed",
             ),
             ({"seed": -1}, "seed=-1 must be a whole number"),
-            ({"seed": 2**63}, "must be a whole number from 0 to 9223372036854775807"),
+            (
+                {"seed": 2**63},
+                "must be a whole number from 0 to 9223372036854775807",
+            ),
             ({"seed": 1.5}, "seed=1.5"),
             ({"kind": "windowed"}, "needs window >= 1"),
-            ({"kind": "windowed", "window": 0}, "window=0 must be a whole number >= 1"),
-            ({"window": 4}, "window=4 requires order kind 'windowed', got 'shuffled'"),
+            (
+                {"kind": "windowed", "window": 0},
+                "window=0 must be a whole number >= 1",
+            ),
+            (
+                {"window": 4},
+                "window=4 requires order kind 'windowed', got 'shuffled'",
+            ),
             ({"kind": "lanes", "weights": BY_A}, "take no weights"),
             ({"kind": "lanes", "mix": MIX_A}, "no mix"),
             ({"kind": "lanes", "stages": (OrderStage(),)}, "no stages"),
-            ({"mix": MIX_A, "stages": (OrderStage(),)}, "a mix or stages, not both"),
+            (
+                {"mix": MIX_A, "stages": (OrderStage(),)},
+                "a mix or stages, not both",
+            ),
             ({"stages": ("v1",)}, "stages=.* is not allowed"),
             (
                 {"pieces_per_clip": 2},
@@ -97,7 +113,10 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
             ({"weights": ("cbgs",)}, "weights=.* is not allowed"),
             ({"mix": 3}, "mix=3 must be a Mix, a dict of its fields"),
             ({"epoch_length": "9"}, "epoch_length='9' must be"),
-            ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' must be"),
+            (
+                {"kind": "lanes", "pieces_per_clip": "2"},
+                "pieces_per_clip='2' must be",
+            ),
         )
     ),
     (partial(OrderStage, until="9"), OrderError, "until='9' must be"),
@@ -132,7 +151,11 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     *(
         (partial(make, epoch), OrderError, f"{words}.*got {epoch}")
         for words, make, epochs in (
-            ("epoch must be in 0", partial(position_map, OrderSpec(), SMALL), (-1, 2**63)),
+            (
+                "epoch must be in 0",
+                partial(position_map, OrderSpec(), SMALL),
+                (-1, 2**63),
+            ),
             ("epoch must be in 0", order(5).epoch, (-1, 2**63)),
             ("epoch must be in 0", lanes(5, 2).epoch, (-1, 2**63)),
             ("", MixedOrder([order(5)], [1]).epoch, (-1, 2**62)),
@@ -157,11 +180,19 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
         for position in (-1, last + 1, 2**40)
     ),
     *(
-        (partial(call, np.array([2**63], np.uint64)), OrderError, rf"{2**63} is outside 0 .. 9")
+        (
+            partial(call, np.array([2**63], np.uint64)),
+            OrderError,
+            rf"{2**63} is outside 0 .. 9",
+        )
         for call in (KeyedPermutation(10, 1), KeyedPermutation(10, 1).inverse)
     ),
     *(
-        (partial(KeyedPermutation(10, 1), bad), OrderError, "must be integers, got dtype")
+        (
+            partial(KeyedPermutation(10, 1), bad),
+            OrderError,
+            "must be integers, got dtype",
+        )
         for bad in ([0.5], [True], ["1"])
     ),
     *(
@@ -181,7 +212,12 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     *(
         (partial(MixedOrder, orders, ratios, **options), OrderError, words)
         for orders, ratios, options, words in (
-            ([order(5), order(5)], [1, 0], {}, r"integers >= 1, at most 1024 in sum, got \[1, 0\]"),
+            (
+                [order(5), order(5)],
+                [1, 0],
+                {},
+                r"integers >= 1, at most 1024 in sum, got \[1, 0\]",
+            ),
             ([order(5)], [MAX_BLOCK + 1], {}, r"got \[1025\]"),
         )
     ),
@@ -195,7 +231,10 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     *(
         (partial(FrameWindow, **window), OrderError, words)
         for window, words in (
-            ({"frames": (-1, 0), "stride": 0}, "stride=0 must be a whole number >= 1"),
+            (
+                {"frames": (-1, 0), "stride": 0},
+                "stride=0 must be a whole number >= 1",
+            ),
             ({"frames": ()}, r"0 among them, got \[\]"),
             ({"frames": (-2, -1)}, r"0 among them, got \[-2, -1\]"),
             ({"frames": (0, -1, -1)}, "different offsets"),
@@ -205,7 +244,11 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
     *(
         (partial(ClipTable.build, clips, frames), IndexFileError, words)
         for clips, frames, words in (
-            ([0, 1, 0], [4, 4, 4], "samples 0 and 2 of the split are the same frame"),
+            (
+                [0, 1, 0],
+                [4, 4, 4],
+                "samples 0 and 2 of the split are the same frame",
+            ),
             ([0], [-1], r"frame numbers must be in 0 .. 2\*\*31 - 1, got -1"),
             ([0], [2**31], "got 2147483648"),
         )
@@ -227,14 +270,26 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
         for weighting, words in (
             (ClassBalance(classes=()), r"needs different classes, got \[\]"),
             (ClassBalance(classes=("n", "n")), "needs different classes"),
-            (ClassBalance(classes=("n", "none")), "no selected sample has 'none' above 0"),
+            (
+                ClassBalance(classes=("n", "none")),
+                "no selected sample has 'none' above 0",
+            ),
             (
                 ClassBalance(classes=("city",)),
                 "attribute 'city' is string, and a weight needs a number",
             ),
-            (AttributeWeights(attribute="gap"), r"'gap' is unknown \(null\) for . of"),
-            (AttributeWeights(attribute="city", values={"a": -1}), "weights of 'city'.*got -1.0"),
-            (AttributeWeights(attribute="city", values={}, default=float("nan")), "got nan"),
+            (
+                AttributeWeights(attribute="gap"),
+                r"'gap' is unknown \(null\) for . of",
+            ),
+            (
+                AttributeWeights(attribute="city", values={"a": -1}),
+                "weights of 'city'.*got -1.0",
+            ),
+            (
+                AttributeWeights(attribute="city", values={}, default=float("nan")),
+                "got nan",
+            ),
         )
     ),
     *(
@@ -246,11 +301,23 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
             (lambda: World(0.0, 1), "must be an integer"),
             (lambda: Batching(0, 1, World()), r"1 .. 2\*\*62 positions, got 0"),
             (lambda: Batching(10, 0, World()), "got 0"),
-            (lambda: Batching(10, 2**31 + 1, World()), "a global batch must have"),
-            (lambda: Batching(10, 11, World()), "no full global batch of 11.*drop_last=False"),
-            (lambda: BATCH(start=11), "11 samples consumed in an epoch that has 10"),
+            (
+                lambda: Batching(10, 2**31 + 1, World()),
+                "a global batch must have",
+            ),
+            (
+                lambda: Batching(10, 11, World()),
+                "no full global batch of 11.*drop_last=False",
+            ),
+            (
+                lambda: BATCH(start=11),
+                "11 samples consumed in an epoch that has 10",
+            ),
             (lambda: BATCH(start=-1), "-1 samples consumed"),
-            (lambda: BATCH().positions(5), "step 5 is outside the 5 steps left"),
+            (
+                lambda: BATCH().positions(5),
+                "step 5 is outside the 5 steps left",
+            ),
             (lambda: BATCH().valid(-1), "step -1"),
             (lambda: BATCH().consumed(6), "6 steps done of the 5"),
             (lambda: Cursor(-1), "cannot be negative"),
@@ -268,10 +335,18 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
             ),
         )
         for batch, size, hints in (
-            (16, 7, "a global batch of 14 or 21 on 7 ranks, or 4 or 8 ranks for 16"),
+            (
+                16,
+                7,
+                "a global batch of 14 or 21 on 7 ranks, or 4 or 8 ranks for 16",
+            ),
             (3, 7, "a global batch of 7 on 7 ranks, or 3 ranks for 3"),
             (7, 64, "a global batch of 64 on 64 ranks, or 7 ranks for 7"),
-            (12, 5, "a global batch of 10 or 15 on 5 ranks, or 4 or 6 ranks for 12"),
+            (
+                12,
+                5,
+                "a global batch of 10 or 15 on 5 ranks, or 4 or 6 ranks for 12",
+            ),
             (
                 2_147_483_647,
                 2,
@@ -307,7 +382,10 @@ def test_the_page_states_the_limits_that_hold() -> None:
     (most_window,) = re.findall(r"W being `window`, from 1 to 2\^(\d+)", page)
     (most_budget,) = re.findall(r"budget C, from 1 to 2\^(\d+)", page)
     Pack(budget=2 ** int(most_budget), cost="c", window=2 ** int(most_window))
-    for past in ({"budget": 2 ** int(most_budget) + 1}, {"window": 2 ** int(most_window) + 1}):
+    for past in (
+        {"budget": 2 ** int(most_budget) + 1},
+        {"window": 2 ** int(most_window) + 1},
+    ):
         with pytest.raises(OrderError, match="must be a whole number from 1 to"):
             Pack(**{"budget": 1, "cost": "c"} | past)
     assert f"There are at most {MAX_BUCKETS:,} buckets" in page

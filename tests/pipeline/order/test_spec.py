@@ -21,8 +21,17 @@ SHARDS = st.lists(st.integers(1, 60), min_size=1, max_size=30).map(tuple)
 
 def specs(seeds=SEEDS):
     return st.one_of(
-        st.builds(OrderSpec, kind=st.sampled_from(["shuffled", "sequential"]), seed=seeds),
-        st.builds(OrderSpec, kind=st.just("windowed"), seed=seeds, window=st.integers(1, 40)),
+        st.builds(
+            OrderSpec,
+            kind=st.sampled_from(["shuffled", "sequential"]),
+            seed=seeds,
+        ),
+        st.builds(
+            OrderSpec,
+            kind=st.just("windowed"),
+            seed=seeds,
+            window=st.integers(1, 40),
+        ),
     )
 
 
@@ -32,8 +41,16 @@ LARGE = (10**6,) * 1000
 # Everybody who has saved a training state relies on these; see the same note in test_permutation.py. A change of
 # them needs another ORDER_VERSION, which makes older states refused.
 GOLDEN = [
-    ({"kind": "shuffled", "seed": 7}, 0, [7, 8, 9, 12, 6, 1, 4, 13, 10, 0, 14, 2, 3, 11, 5]),
-    ({"kind": "shuffled", "seed": 7}, 1, [13, 12, 7, 1, 9, 11, 0, 2, 6, 4, 5, 8, 10, 14, 3]),
+    (
+        {"kind": "shuffled", "seed": 7},
+        0,
+        [7, 8, 9, 12, 6, 1, 4, 13, 10, 0, 14, 2, 3, 11, 5],
+    ),
+    (
+        {"kind": "shuffled", "seed": 7},
+        1,
+        [13, 12, 7, 1, 9, 11, 0, 2, 6, 4, 5, 8, 10, 14, 3],
+    ),
     (
         {"kind": "windowed", "seed": 7, "window": 2},
         0,
@@ -59,8 +76,20 @@ def test_a_billion_samples_are_ordered_as_in_every_release():
     positions = [0, 1, 2, 10**9 // 2, 10**9 - 1]
     shuffled = position_map(OrderSpec(seed=7), LARGE, 3)
     windowed = position_map(OrderSpec(kind="windowed", seed=7, window=2), LARGE, 3)
-    assert shuffled(positions).tolist() == [473407553, 887283042, 622802318, 979023553, 357266510]
-    assert windowed(positions).tolist() == [555671733, 396774567, 396904436, 57589754, 305200159]
+    assert shuffled(positions).tolist() == [
+        473407553,
+        887283042,
+        622802318,
+        979023553,
+        357266510,
+    ]
+    assert windowed(positions).tolist() == [
+        555671733,
+        396774567,
+        396904436,
+        57589754,
+        305200159,
+    ]
 
 
 @given(specs(), SHARDS, EPOCHS)

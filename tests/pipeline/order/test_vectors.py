@@ -60,7 +60,10 @@ FILTERS = VECTORS_READ["filters"]
 SLIPS = {
     "half a tick is rounded up": ("(u64)rint(", "(u64)floor(0.5 + "),
     "half a tick is cut off": ("(u64)rint(", "(u64)ceil(-0.5 + "),
-    "an ended lane stays at its last frame": ("past % size", "(past < size ? past : size - 1)"),
+    "an ended lane stays at its last frame": (
+        "past % size",
+        "(past < size ? past : size - 1)",
+    ),
     "an ended lane shows all of its pieces again": (
         "while (size < num_frames[lane] && !frames[lane][size].is_first) size++;",
         "size = num_frames[lane];",
@@ -76,7 +79,10 @@ SLIPS = {
         "place[to - 1] > at_place",
         "place[to - 1] >= at_place",
     ),
-    "a ramp that is early": ("i = num * c * c / (2 * n)", "i = (num * c * c + n) / (2 * n)"),
+    "a ramp that is early": (
+        "i = num * c * c / (2 * n)",
+        "i = (num * c * c + n) / (2 * n)",
+    ),
     "parts with the seed of the mix": (
         'Permutation p = permutation(n, key2("order shuffled", part_seed, turn));',
         'Permutation p = permutation(n, key2("order shuffled", seed, turn));',
@@ -85,7 +91,10 @@ SLIPS = {
         "u64 u = block * ratio[d];",
         "u64 u = block % blocks * ratio[d];",
     ),
-    "a window that repeats the clip's first frame": ("stored < nearest) row = j;", "1) row = j;"),
+    "a window that repeats the clip's first frame": (
+        "stored < nearest) row = j;",
+        "1) row = j;",
+    ),
     "a window that counts in stored frames": (
         "frame < stored && stored",
         "frame + 1 < stored && stored",
@@ -159,7 +168,10 @@ def compute_results(case) -> dict:
             mixed = MixedOrder(orders, ratios, seed=case["seed"], schedule=schedule)
             assert mixed.num_blocks == case["blocks_per_epoch"]
             entries = mixed.epoch(case["epoch"]).entries(case["positions"])
-            return {"datasets": entries.parts.tolist(), "samples": entries.samples.tolist()}
+            return {
+                "datasets": entries.parts.tolist(),
+                "samples": entries.samples.tolist(),
+            }
         case "stages":
             columns = {}
             for d, stage in enumerate(case["stages"]):
@@ -182,7 +194,9 @@ def compute_results(case) -> dict:
                 for d, stage in enumerate(case["stages"])
             ]
             spec = OrderSpec(
-                seed=case["seed"], stages=tuple(stages), epoch_length=case["epoch_length"]
+                seed=case["seed"],
+                stages=tuple(stages),
+                epoch_length=case["epoch_length"],
             )
             order = compile_table(spec, Table(columns, spec, None, None), [case["rows"]])
             assert [stage_order.epoch_length for stage_order in order.orders] == [
@@ -199,16 +213,21 @@ def compute_results(case) -> dict:
                 weights=(AttributeWeights(attribute="weight"),) if case["weights"] else (),
             )
             order = compile_table(
-                spec, Table(columns, spec, None, None), [len(case["attribute_values"])]
+                spec,
+                Table(columns, spec, None, None),
+                [len(case["attribute_values"])],
             )
             assert order.num_blocks == case["blocks_per_epoch"]
             return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
         case "window":
             window = FrameWindow(
-                frames=tuple(case["offsets"]), stride=case["stride"], pad=case["pad"]
+                frames=tuple(case["offsets"]),
+                stride=case["stride"],
+                pad=case["pad"],
             )
             rows, present = window_lookup(
-                ClipTable.build(np.array(case["clips"]), np.array(case["frames"])), window
+                ClipTable.build(np.array(case["clips"]), np.array(case["frames"])),
+                window,
             )(case["samples_shown"])
             return {"frame_rows": rows.tolist(), "present": present.tolist()}
         case "batch":
@@ -269,7 +288,11 @@ def line(case) -> str:
             return f"permutation {case['n']} {case['key']} {counted(case['positions'])}"
         case "lanes":
             head = f"lanes {case['seed']} {case['epoch']} {case['global_batch']} {case['pieces_per_clip']}"
-            lists = (case["clip_lengths"], case.get("hidden", []), case["positions"])
+            lists = (
+                case["clip_lengths"],
+                case.get("hidden", []),
+                case["positions"],
+            )
             return f"{head} {' '.join(map(counted, lists))}"
         case "mix":
             stages = case["stages"] or [{"ratios": case["ratios"], "until": None, "ramp": False}]
@@ -281,7 +304,11 @@ def line(case) -> str:
                 len(stages),
             ]
             for stage in stages:
-                numbers += [*stage["ratios"], stage["until"] or 0, int(stage["ramp"])]
+                numbers += [
+                    *stage["ratios"],
+                    stage["until"] or 0,
+                    int(stage["ramp"]),
+                ]
             return f"mix {' '.join(map(str, [*numbers, *case['lengths']]))} {counted(case['positions'])}"
         case "parts":
             ratios = [ratio for _, ratio in case["ratios"]]
@@ -307,7 +334,14 @@ def line(case) -> str:
                 text += f" {head} {counted(mix_stage['weights'] or [])} {mix_stage['epoch_length']}"
             return f"{text} {counted(case['positions'])}"
         case "batch":
-            names = ("epoch_length", "global_batch", "ranks", "rank", "step", "start")
+            names = (
+                "epoch_length",
+                "global_batch",
+                "ranks",
+                "rank",
+                "step",
+                "start",
+            )
             return f"batch {' '.join(str(case[name]) for name in names)}"
         case kind:
             lists = " ".join(
@@ -322,7 +356,18 @@ def compile_program(compiler: str, program: Path, source: str, *options: str) ->
     file.write_text(source, encoding="utf-8")
     warnings = ("-Wall", "-Wextra", "-Werror")
     subprocess.run(
-        [compiler, "-std=c11", "-O1", *warnings, *options, "-o", program, file, "-lm"], check=True
+        [
+            compiler,
+            "-std=c11",
+            "-O1",
+            *warnings,
+            *options,
+            "-o",
+            program,
+            file,
+            "-lm",
+        ],
+        check=True,
     )
     return program
 
@@ -330,7 +375,10 @@ def compile_program(compiler: str, program: Path, source: str, *options: str) ->
 def run_program(program: Path, cases: list) -> list[list[str]]:
     """What a program prints for some cases, in words; fewer where it stops."""
     text = "".join(f"{line(case)}\n" for case in cases)
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # it frees nothing, on purpose
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }  # it frees nothing, on purpose
     run = subprocess.run([program], input=text, capture_output=True, text=True, env=environment)
     assert not run.stderr, run.stderr
     return [words.split() for words in run.stdout.splitlines()]
@@ -409,8 +457,18 @@ def test_the_reference_in_c_takes_a_ramp_of_any_number_of_changes(
         {"ratios": [3000, 0], "until": 4 * 3000, "ramp": True},
         {"ratios": [0, 3000], "until": None, "ramp": False},
     ]
-    case = {"kind": "mix", "seed": 1, "epoch": 0, "ratios": None, "stages": stages}
-    case |= {"lengths": [50, 60], "blocks_per_epoch": 4, "positions": list(range(0, 12000, 999))}
+    case = {
+        "kind": "mix",
+        "seed": 1,
+        "epoch": 0,
+        "ratios": None,
+        "stages": stages,
+    }
+    case |= {
+        "lengths": [50, 60],
+        "blocks_per_epoch": 4,
+        "positions": list(range(0, 12000, 999)),
+    }
     (words,) = run_program(program, [case])
     assert len(words) == 2 * len(case["positions"])
     assert set(words[::2]) == {"0", "1"}

@@ -65,7 +65,10 @@ def test_the_search_finds_what_bisection_finds(ticks, data):
     assert np.array_equal(TickSearch(ends)(sought), np.searchsorted(ends, sought, side="right"))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 40))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    st.integers(1, 40),
+)
 def test_over_all_phases_the_counts_are_exactly_the_expected_ones(weights, length):
     ends = np.cumsum(weights)
     total = int(ends[-1])
@@ -134,7 +137,12 @@ def test_texts_may_be_coded_and_columns_are_named_once():
     coded = table.set_column(0, "city", table["city"].dictionary_encode())
     for columns in (table, coded):
         assert compute_weights([by_city], columns).tolist() == [3, 1, 1, 0]
-        assert compute_weights([by_city, by_night], columns).tolist() == [6, 0.5, 0.5, 0]
+        assert compute_weights([by_city, by_night], columns).tolist() == [
+            6,
+            0.5,
+            0.5,
+            0,
+        ]
     assert columns_of([by_city, by_night, by_city]) == ("city", "night")
 
 
@@ -147,7 +155,11 @@ def test_file_weights_by_key(tmp_path):
         file = str(tmp_path / name)
         weighting = FileWeights(file=file, default=0.5)
         files = {file: read_columns(file, ("key", "weight"))}
-        assert compute_weights([weighting], keys, files).tolist() == [0.5, 0.5, 2.5]
+        assert compute_weights([weighting], keys, files).tolist() == [
+            0.5,
+            0.5,
+            2.5,
+        ]
     assert columns_of([weighting]) == ("key",)
 
 
@@ -158,7 +170,11 @@ def test_file_weights_by_key(tmp_path):
         ("w.csv", "key,share\na,1\n", "no column 'weight'; it has: key, share"),
         ("w.csv", "key,weight\nk0,1\nk0,2\n", "names a key twice"),
         ("w.csv", "key,weight\nz,1\n", "names none of the 1 selected samples"),
-        ("w.csv", "key,weight\nk0,-1\n", "weights must be finite numbers >= 0, got -1.0"),
+        (
+            "w.csv",
+            "key,weight\nk0,-1\n",
+            "weights must be finite numbers >= 0, got -1.0",
+        ),
         ("w.csv", "key,weight\nk0,heavy\n", "attribute 'weight' is string"),
         ("w.parquet", "no parquet", "cannot be read"),
         (None, None, "cannot be read"),
@@ -184,4 +200,7 @@ def test_weightings_come_from_settings():
         OrderSpec,
         "order.yaml",
     )
-    assert spec.weights == (ClassBalance(classes=("num_car",)), AttributeWeights(attribute="night"))
+    assert spec.weights == (
+        ClassBalance(classes=("num_car",)),
+        AttributeWeights(attribute="night"),
+    )

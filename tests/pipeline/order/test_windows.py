@@ -39,7 +39,9 @@ def frame_windows(draw, pads=PADS):
     frames = draw(st.lists(st.integers(-6, 6).filter(bool), max_size=4, unique=True))
     frames.insert(draw(st.integers(0, len(frames))), 0)
     return FrameWindow(
-        frames=tuple(frames), stride=draw(st.integers(1, 3)), pad=draw(st.sampled_from(pads))
+        frames=tuple(frames),
+        stride=draw(st.integers(1, 3)),
+        pad=draw(st.sampled_from(pads)),
     )
 
 
@@ -112,7 +114,11 @@ def test_a_window_comes_from_settings():
 def timed_clips(draw):
     """(clip, time in ms) of each stored sample, in any order, at any rates, and the number of each in its clip."""
     times = draw(
-        st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12), min_size=1, max_size=5)
+        st.lists(
+            st.sets(st.integers(0, 400), min_size=1, max_size=12),
+            min_size=1,
+            max_size=5,
+        )
     )
     rows = [
         (clip, number, ms * 1_000_000)
@@ -159,7 +165,8 @@ def find_time_window(rows, window, sample):
             )
         else:
             time, row = min(
-                clip_rows, key=lambda clip_row: (abs(clip_row[0] - sought), clip_row[0])
+                clip_rows,
+                key=lambda clip_row: (abs(clip_row[0] - sought), clip_row[0]),
             )
             steps = [b[0] - a[0] for a, b in pairwise(clip_rows)] or [0]
             is_present = (
@@ -168,7 +175,12 @@ def find_time_window(rows, window, sample):
             is_present = is_present or images.max_staleness_s is not None
         if images.max_staleness_s is not None:
             is_present = is_present and abs(time - sought) <= images.max_staleness_s * 1e9
-        frames.append((row if is_present or images.pad == "repeat_edge" else sample, is_present))
+        frames.append(
+            (
+                row if is_present or images.pad == "repeat_edge" else sample,
+                is_present,
+            )
+        )
     return frames
 
 
@@ -176,7 +188,8 @@ def find_time_window(rows, window, sample):
 def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
     clips, numbers, times = zip(*rows, strict=True)
     lookup = window_lookup(
-        ClipTable.build(np.array(clips), np.array(numbers)).at_times(times), window
+        ClipTable.build(np.array(clips), np.array(numbers)).at_times(times),
+        window,
     )
     samples, present = lookup(np.arange(len(rows)))
     num_frames = len(window.frames)
@@ -198,8 +211,14 @@ def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
         for offset in window.own_offsets:
             sought = times[sample] + offset
             for near in (
-                max((time for time in row_by_time if time <= sought), default=None),
-                min((time for time in row_by_time if time >= sought), default=None),
+                max(
+                    (time for time in row_by_time if time <= sought),
+                    default=None,
+                ),
+                min(
+                    (time for time in row_by_time if time >= sought),
+                    default=None,
+                ),
             ):
                 assert near is None or row_by_time[near] in neighbours
 
@@ -236,7 +255,10 @@ def test_times_that_do_not_ascend_are_refused_with_the_samples():
 
 def test_a_window_of_seconds_comes_from_a_dict_by_name():
     window = as_window(
-        {"img": [-0.5, 0], "speed": {"from": -0.2, "to": 0, "hz": 10, "interpolation": "hold"}}
+        {
+            "img": [-0.5, 0],
+            "speed": {"from": -0.2, "to": 0, "hz": 10, "interpolation": "hold"},
+        }
     )
     assert window.frames == (-500_000_000, 0)
     assert window.own_offsets == (-200_000_000, -100_000_000, 0)
@@ -249,7 +271,10 @@ def test_a_window_of_seconds_comes_from_a_dict_by_name():
     ("value", "words"),
     [
         ({"img": [-0.5]}, "needs the offset 0"),
-        ({"img": {"seconds": [0], "interpolation": "linear"}}, "is 'nearest' or 'hold'"),
+        (
+            {"img": {"seconds": [0], "interpolation": "linear"}},
+            "is 'nearest' or 'hold'",
+        ),
         ({"img": [0, 0]}, "each once"),
         ({"img": []}, "has seconds="),
         ({"speed": {"from": -1, "to": 0}}, "all of from, to and hz"),

@@ -41,7 +41,12 @@ ORDERS = {
     "pieces": {"kind": "lanes", "pieces_per_clip": 2, "filter": "loss > 0.5"},
     "filter": {"filter": "night or loss > 2"},
     "weights": {"weights": LOSS},
-    "weights in windows": {"kind": "windowed", "window": 3, "weights": LOSS, "epoch_length": 67},
+    "weights in windows": {
+        "kind": "windowed",
+        "window": 3,
+        "weights": LOSS,
+        "epoch_length": 67,
+    },
     "mix of parts": {"mix": Mix(attribute="night", ratios={"true": 3, "false": 2})},
     "stages": {"stages": STAGES, "epoch_length": NUM},
     "packs": {"pack": PACK},
@@ -51,10 +56,16 @@ ORDERS = {
 }
 MIXES = {
     "ratios": {"a": 2, "b": 1},
-    "stages": [MixStage({"a": 3, "b": 0}, until=60), MixStage({"a": 1, "b": 2})],
+    "stages": [
+        MixStage({"a": 3, "b": 0}, until=60),
+        MixStage({"a": 1, "b": 2}),
+    ],
 }
 NAMES = st.lists(
-    st.sampled_from([*dict.fromkeys(CLIPS), *COLUMNS["key"]]), min_size=1, max_size=4, unique=True
+    st.sampled_from([*dict.fromkeys(CLIPS), *COLUMNS["key"]]),
+    min_size=1,
+    max_size=4,
+    unique=True,
 )
 
 
@@ -156,11 +167,19 @@ def test_what_is_left_keeps_its_order(name, names, seed, epoch, global_batch):
 
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=8, deadline=None)
-@given(names=NAMES, second_names=NAMES, seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 9))
+@given(
+    names=NAMES,
+    second_names=NAMES,
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 9),
+)
 def test_names_may_be_of_any_dataset_of_a_mix(mix, names, second_names, seed, epoch):
     second = {name: column[5:30] for name, column in COLUMNS.items() if name in ("key", "clip_id")}
     second = {name: [f"b {text}" for text in column] for name, column in second.items()}
-    data = {"a": {name: COLUMNS[name] for name in ("key", "clip_id")}, "b": second}
+    data = {
+        "a": {name: COLUMNS[name] for name in ("key", "clip_id")},
+        "b": second,
+    }
     hidden_of_second = {
         row
         for row in range(25)
@@ -188,7 +207,15 @@ def test_names_may_be_of_any_dataset_of_a_mix(mix, names, second_names, seed, ep
         make_order({}, ((*names, "c"),), seed, data=data, mix=MIXES[mix])
 
 
-def sampler(fields, without=(), rank=0, size=1, global_batch=4, drop_last=True, **options):
+def sampler(
+    fields,
+    without=(),
+    rank=0,
+    size=1,
+    global_batch=4,
+    drop_last=True,
+    **options,
+):
     spec = OrderSpec(seed=5, without=without, **fields)
     given_blocks = {} if blocks(fields) is None else {"blocks": blocks(fields)}
     world = World(rank, size)
@@ -220,7 +247,10 @@ def test_a_run_that_continues_without_them_is_one_that_never_had_them(name, drop
         state = json.loads(json.dumps(undivided.state_dict()))
         tail = sampler(fields, (names,), drop_last=drop_last)
         if rows_shown & hidden:
-            with pytest.raises(StateMismatchError, match="showed what `without` names at position"):
+            with pytest.raises(
+                StateMismatchError,
+                match="showed what `without` names at position",
+            ):
                 tail.load_state_dict(state)
         else:
             num_clean += 1
@@ -247,7 +277,13 @@ def test_any_number_of_ranks_continues(name):
         expected = [never[step] for step in range(3)]
         for size in (2, 4, 8):
             ranks = [
-                sampler(fields, without=(names,), rank=rank, size=size, global_batch=8)
+                sampler(
+                    fields,
+                    without=(names,),
+                    rank=rank,
+                    size=size,
+                    global_batch=8,
+                )
                 for rank in range(size)
             ]
             assert [
@@ -340,7 +376,8 @@ def test_a_second_deletion_continues_a_run_with_the_first():
             ]
         else:
             with pytest.raises(
-                StateMismatchError, match="showed what `without` names at position 18 of epoch 0"
+                StateMismatchError,
+                match="showed what `without` names at position 18 of epoch 0",
             ):
                 second_sampler.load_state_dict(state)
     for deletions in ((second,), (), (second, first)):
@@ -353,7 +390,13 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
     file.write_text(f"# a comment\nclip 4\n\n{COLUMNS['key'][2]}\n")
     spec = OrderSpec(without=(str(file), ("clip 1",)))
     rows = OrderedRows(
-        data=COLUMNS, spec=spec, blocks=None, mix=None, window=None, global_batch=4, entries=False
+        data=COLUMNS,
+        spec=spec,
+        blocks=None,
+        mix=None,
+        window=None,
+        global_batch=4,
+        entries=False,
     ).order
     assert set(rows.selected()) == set(range(NUM)) - set(
         find_rows(["clip 4", "clip 1", COLUMNS["key"][2]])
@@ -361,7 +404,8 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
     with pytest.raises(OrderError, match="nothing is left"):
         make_order({}, (tuple(CLIPS),))
     with pytest.raises(
-        OrderError, match=r"2 names are neither a key nor a clip of .*, such as 'nobody'"
+        OrderError,
+        match=r"2 names are neither a key nor a clip of .*, such as 'nobody'",
     ):
         make_order({}, (("nobody", "nowhere", "clip 1"),))
     with pytest.raises(OrderError, match="cannot be read"):

@@ -13,7 +13,13 @@ import pytest
 
 from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.metrics import HELP, Metric, MetricsServer, loader_metrics, parse
+from fuelrail.pipeline.runtime.metrics import (
+    HELP,
+    Metric,
+    MetricsServer,
+    loader_metrics,
+    parse,
+)
 from fuelrail.pipeline.runtime.stages import StageClock
 
 
@@ -86,7 +92,11 @@ def test_the_text_is_what_prometheus_reads():
 @pytest.mark.parametrize("label", ["plain", 'a"b', "a\\b\\n", "two\nlines", "\u00fc\u20ac"])
 def test_what_is_served_is_read_back(label):
     (metric,) = parse(served(Metric("fuelrail_stage_queue", {"stage": label, "rank": "0"}, 1 / 3)))
-    assert metric == ("fuelrail_stage_queue", {"stage": label, "rank": "0"}, 1 / 3)
+    assert metric == (
+        "fuelrail_stage_queue",
+        {"stage": label, "rank": "0"},
+        1 / 3,
+    )
 
 
 class TestServer:
@@ -112,7 +122,10 @@ class TestServer:
         with MetricsServer(list, port=0) as server:
             host, port = server.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
             silent = socket.create_connection((host, int(port)), timeout=10)
-            with silent, urllib.request.urlopen(server.url, timeout=10) as answer:
+            with (
+                silent,
+                urllib.request.urlopen(server.url, timeout=10) as answer,
+            ):
                 assert answer.status == 200
 
     @pytest.mark.costly

@@ -53,7 +53,8 @@ def test_a_short_command_prints_nothing(clock):
 
 
 @pytest.mark.parametrize(
-    ("passed_s", "remaining"), [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")]
+    ("passed_s", "remaining"),
+    [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")],
 )
 def test_the_time_left_is_that_of_the_rate_so_far(clock, passed_s, remaining):
     stream = io.StringIO()

@@ -58,7 +58,11 @@ def refuse(value):
 class TestOrder:
     @given(
         num_items=st.integers(0, 40),
-        threads=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4),
+        threads=st.lists(
+            st.tuples(st.integers(1, 5), st.integers(1, 6)),
+            min_size=1,
+            max_size=4,
+        ),
         group=st.none() | st.integers(1, 7),
         in_bursts=st.booleans(),
     )
@@ -78,11 +82,18 @@ class TestOrder:
         assert thread_names() == []
 
     @given(
-        changes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=12)
+        changes=st.lists(
+            st.tuples(st.integers(1, 6), st.integers(1, 5)),
+            min_size=1,
+            max_size=12,
+        )
     )
     @settings(max_examples=25, deadline=None)
     def test_nor_does_changing_them_while_it_runs(self, changes):
-        stages = [Stage("a", jitter, 2, 2, in_bursts=True), Stage("b", jitter, 1, 3)]
+        stages = [
+            Stage("a", jitter, 2, 2, in_bursts=True),
+            Stage("b", jitter, 1, 3),
+        ]
         pipeline = Pipeline(iter(range(60)), stages, name="test")
         got = []
         for value, (threads, capacity) in zip(pipeline, itertools.cycle(changes), strict=False):
@@ -104,7 +115,11 @@ class TestOrder:
                 pulled.append(number)
                 yield number
 
-        pipeline = Pipeline(source(), [Stage("a", int, 3, 2), Stage("b", int, 1, 2)], name="test")
+        pipeline = Pipeline(
+            source(),
+            [Stage("a", int, 3, 2), Stage("b", int, 1, 2)],
+            name="test",
+        )
         next(pipeline)
         # Behind the one taken: 2 in the last link, 1 at "b", 2 in the first link, 3 at "a".
         wait_until(lambda: len(pulled) == 9)
@@ -112,9 +127,19 @@ class TestOrder:
         assert len(pulled) == 9
         pipeline.close()
 
-    def test_a_thread_that_waited_makes_half_of_what_there_is_room_for_in_a_row(self):
+    def test_a_thread_that_waited_makes_half_of_what_there_is_room_for_in_a_row(
+        self,
+    ):
         items = []
-        work = [Stage("a", lambda item: items.append(item) or item, 1, 6, in_bursts=True)]
+        work = [
+            Stage(
+                "a",
+                lambda item: items.append(item) or item,
+                1,
+                6,
+                in_bursts=True,
+            )
+        ]
         pipeline = Pipeline(iter(range(20)), work, name="test")
         # The one after those that have room is made, too, and waits.
         for num_taken, number in ((0, 7), (2, 7), (3, 10), (5, 10), (6, 13)):
@@ -147,9 +172,13 @@ class TestFailures:
         with pytest.raises(error, match=words):
             run(range(3), Stage("a", lambda _: raise_(raised), 2, 2))
 
-    def test_an_exception_takes_its_items_place_and_tells_stage_item_and_line(self):
+    def test_an_exception_takes_its_items_place_and_tells_stage_item_and_line(
+        self,
+    ):
         pipeline = Pipeline(
-            iter(range(5)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 4)], name="test"
+            iter(range(5)),
+            [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 4)],
+            name="test",
         )
         got = []
         with pytest.raises(
@@ -165,7 +194,9 @@ class TestFailures:
 
     def test_items_before_it_are_handed_out(self):
         pipeline = Pipeline(
-            iter(range(9)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 9)], name="test"
+            iter(range(9)),
+            [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 9)],
+            name="test",
         )
         got = []
         with pytest.raises(StageError):
@@ -191,11 +222,18 @@ class TestFailures:
         with pytest.raises(StageError, match="on 4"):
             next(pipeline)
 
-    def test_a_failure_waits_neither_for_the_rest_of_its_group_nor_for_what_is_under_way(self):
+    def test_a_failure_waits_neither_for_the_rest_of_its_group_nor_for_what_is_under_way(
+        self,
+    ):
         reported = threading.Event()
         in_time = []
         stages = [
-            Stage("a", lambda v: refuse(v) if v == 0 else in_time.append(reported.wait(200)), 2, 3),
+            Stage(
+                "a",
+                lambda v: refuse(v) if v == 0 else in_time.append(reported.wait(200)),
+                2,
+                3,
+            ),
             Stage("g", list, 1, 2, group=3),
         ]
         pipeline = Pipeline(iter(range(9)), stages, name="test")
@@ -212,7 +250,9 @@ class TestClocks:
     def test_what_is_under_way_counts(self):
         gate = threading.Event()
         pipeline = Pipeline(
-            iter(range(3)), [Stage("slow", lambda v: gate.wait(200), 1, 1)], name="test"
+            iter(range(3)),
+            [Stage("slow", lambda v: gate.wait(200), 1, 1)],
+            name="test",
         )
         wait_until(lambda: pipeline.clocks()[0].busy_s > 0.01)
         first = pipeline.clocks()[0]
@@ -237,10 +277,20 @@ class TestClocks:
         assert pipeline.clocks()[0].starved_s > 0.03
         pipeline.close()
 
-    def test_the_observer_sees_every_item_with_the_batch_it_becomes_a_part_of(self):
+    def test_the_observer_sees_every_item_with_the_batch_it_becomes_a_part_of(
+        self,
+    ):
         reports = []
-        stages = [Stage("a", int, 3, 4), Stage("g", list, 1, 2, group=4), Stage("t", list, 1, 2)]
-        run(range(10), *stages, observer=lambda *reported: reports.append(reported))
+        stages = [
+            Stage("a", int, 3, 4),
+            Stage("g", list, 1, 2, group=4),
+            Stage("t", list, 1, 2),
+        ]
+        run(
+            range(10),
+            *stages,
+            observer=lambda *reported: reports.append(reported),
+        )
         assert all(begin <= end for _, _, _, begin, end in reports)
         assert sorted((stage, item, batch) for stage, item, batch, _, _ in reports) == sorted(
             [("a", n, n // 4) for n in range(10)]
@@ -251,7 +301,9 @@ class TestClocks:
 class TestEnding:
     def test_close_in_the_middle_is_prompt_and_may_be_repeated(self):
         pipeline = Pipeline(
-            itertools.count(), [Stage("a", jitter, 3, 2), Stage("b", jitter, 2, 2)], name="test"
+            itertools.count(),
+            [Stage("a", jitter, 3, 2), Stage("b", jitter, 2, 2)],
+            name="test",
         )
         next(pipeline)
         assert len(thread_names()) == 5
@@ -296,7 +348,9 @@ class TestEnding:
         monkeypatch.setattr("fuelrail.pipeline.runtime.stages._JOIN_TIMEOUT_S", 0.05)
         gate = threading.Event()
         pipeline = Pipeline(
-            iter(range(3)), [Stage("a", lambda v: gate.wait(200), 1, 1)], name="test"
+            iter(range(3)),
+            [Stage("a", lambda v: gate.wait(200), 1, 1)],
+            name="test",
         )
         wait_until(lambda: pipeline.clocks()[0].busy_s > 0)
         pipeline.close()
@@ -336,7 +390,9 @@ next(pipeline)
 
 class TestProcess:
     @pytest.mark.process
-    def test_a_fork_says_what_is_wrong_and_both_interpreters_exit_while_it_runs(self):
+    def test_a_fork_says_what_is_wrong_and_both_interpreters_exit_while_it_runs(
+        self,
+    ):
         done = _python(
             SETUP
             + """
@@ -420,7 +476,8 @@ class TestForeignCode:
         pipeline = Pipeline(iter(range(5)), stages, name="test", observer=observer)
         assert [next(pipeline), next(pipeline)] == [0, 2]
         with pytest.raises(
-            StageError, match="the observer failed at stage 'double': RefusalError: full disk"
+            StageError,
+            match="the observer failed at stage 'double': RefusalError: full disk",
         ) as caught:
             next(pipeline)
         assert isinstance(caught.value.__cause__, RefusalError)
@@ -441,9 +498,14 @@ class TestForeignCode:
                 raise RefusalError("here")
 
         with pytest.raises(
-            StageError, match="the observer failed at stage 'wait': RefusalError: here"
+            StageError,
+            match="the observer failed at stage 'wait': RefusalError: here",
         ):
-            run(range(3), Stage("pass", lambda value: value, 1, 1), observer=observer)
+            run(
+                range(3),
+                Stage("pass", lambda value: value, 1, 1),
+                observer=observer,
+            )
         assert thread_names() == []
 
     @pytest.mark.parametrize("group", [None, 2])
@@ -456,9 +518,16 @@ class TestForeignCode:
             raise Mute
 
         with pytest.raises(
-            StageError, match=r"failed on a Mute without a text.*: Mute: a Mute without a text"
+            StageError,
+            match=r"failed on a Mute without a text.*: Mute: a Mute without a text",
         ):
             run(
                 [Mute(), Mute()],
-                Stage(name="fail", work=fail, num_threads=1, capacity=1, group=group),
+                Stage(
+                    name="fail",
+                    work=fail,
+                    num_threads=1,
+                    capacity=1,
+                    group=group,
+                ),
             )

@@ -68,27 +68,43 @@ def make_metrics(second, waiting):
 
 def view(waiting):
     return top.compare(
-        top.digest(make_metrics(3, waiting), 100.0), top.digest(make_metrics(5, waiting), 102.0)
+        top.digest(make_metrics(3, waiting), 100.0),
+        top.digest(make_metrics(5, waiting), 102.0),
     )
 
 
 def test_rates_and_shares_are_those_of_the_interval():
     figures = view(0.4)
-    assert (figures.rank, figures.batches_per_s, figures.samples_per_s, figures.images_per_s) == (
+    assert (
+        figures.rank,
+        figures.batches_per_s,
+        figures.samples_per_s,
+        figures.images_per_s,
+    ) == (
         "2",
         5,
         20,
         120,
     )
     assert figures.waiting == pytest.approx(0.4)
-    assert figures.stages[0] == ("decode", 2, 20, pytest.approx(0.95), pytest.approx(0.05), 0, 6, 8)
+    assert figures.stages[0] == (
+        "decode",
+        2,
+        20,
+        pytest.approx(0.95),
+        pytest.approx(0.05),
+        0,
+        6,
+        8,
+    )
     assert figures.bottleneck == "decode"
     assert view(0.01).bottleneck is None, "a trainer that is fed is not held up"
 
 
 def test_a_loader_that_began_again_does_not_count_backwards():
     figures = top.compare(
-        top.digest(make_metrics(5, 0.1), 100.0), top.digest(make_metrics(1, 0.1), 101.0)
+        top.digest(make_metrics(5, 0.1), 100.0),
+        top.digest(make_metrics(1, 0.1), 101.0),
     )
     assert figures.batches_per_s == 0
     assert all(row.items_per_s == 0 for row in figures.stages)
@@ -148,7 +164,8 @@ def test_it_ends_with_the_trainer():
 
 
 @pytest.mark.parametrize(
-    ("address", "said"), [("127.0.0.1:1", "is the trainer running"), ("file:///etc/x", "http URL")]
+    ("address", "said"),
+    [("127.0.0.1:1", "is the trainer running"), ("file:///etc/x", "http URL")],
 )
 def test_nobody_there(address, said, capsys):
     assert main(["top", address]) == 2

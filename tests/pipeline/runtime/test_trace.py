@@ -85,7 +85,11 @@ def test_it_keeps_to_the_trace_event_format(tmp_path):
         assert all(end <= begin for (_, end), (begin, _) in pairwise(track))
     for steps in arrows.values():
         steps.sort()
-        assert [kind for _, kind, _ in steps] == ["s", *"t" * (len(steps) - 2), "f"]
+        assert [kind for _, kind, _ in steps] == [
+            "s",
+            *"t" * (len(steps) - 2),
+            "f",
+        ]
         for ts, _, place in steps:
             assert any(begin <= ts < end or begin == ts for begin, end in slices[place]), (
                 "an arrow is tied to work"

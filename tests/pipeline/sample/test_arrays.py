@@ -28,7 +28,20 @@ from fuelrail.pipeline.sample.arrays import (
 
 DTYPES = [
     np.dtype(code)
-    for code in ("?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
+    for code in (
+        "?",
+        "u1",
+        "i1",
+        "<u2",
+        "<i2",
+        "<f2",
+        "<u4",
+        "<i4",
+        "<f4",
+        "<u8",
+        "<i8",
+        "<f8",
+    )
 ]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
@@ -41,7 +54,9 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @given(TENSORS)
-def test_bytes_are_those_of_the_library_in_any_order_and_are_read_back(named) -> None:
+def test_bytes_are_those_of_the_library_in_any_order_and_are_read_back(
+    named,
+) -> None:
     ours = write_tensors(named)
     assert ours == safetensors.numpy.save(named) == write_tensors(dict(reversed(named.items())))
     arrays = read_tensors(ours)
@@ -50,7 +65,8 @@ def test_bytes_are_those_of_the_library_in_any_order_and_are_read_back(named) ->
 
 
 @given(
-    st.dictionaries(st.text("abc", max_size=3), ARRAYS, min_size=1, max_size=4), st.integers(1, 3)
+    st.dictionaries(st.text("abc", max_size=3), ARRAYS, min_size=1, max_size=4),
+    st.integers(1, 3),
 )
 def test_stacked_records_are_those_written_one_by_one(named, num_records) -> None:
     records = [
@@ -109,7 +125,11 @@ def test_equal_headers_are_parsed_once() -> None:
 
 
 STRUCTURED = np.dtype([("x", "<f4"), ("ring", "u1"), ("t", "<i8")])
-NPY_DTYPES = [*DTYPES, *map(np.dtype, (">f4", "<c8", "<M8[ns]", "S3", "<U2")), STRUCTURED]
+NPY_DTYPES = [
+    *DTYPES,
+    *map(np.dtype, (">f4", "<c8", "<M8[ns]", "S3", "<U2")),
+    STRUCTURED,
+]
 
 
 @given(st.sampled_from(NPY_DTYPES), SHAPES, st.data())
@@ -152,7 +172,8 @@ def test_what_numpy_writes_is_read_as_numpy_reads_it(dtype, shape, fortran) -> N
             read_npy(buffer.getvalue())
     if buffer.getvalue()[6] == 1:
         assert same(
-            read_npy(buffer.getvalue(), any_order=True), np.load(io.BytesIO(buffer.getvalue()))
+            read_npy(buffer.getvalue(), any_order=True),
+            np.load(io.BytesIO(buffer.getvalue())),
         )
 
 

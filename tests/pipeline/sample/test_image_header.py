@@ -61,7 +61,11 @@ def replace_bytes(encoded: bytes, marker: int, offset: int, new: bytes) -> bytes
 
 @pytest.mark.parametrize(
     ("options", "subsampling"),
-    [({}, "4:4:4"), ({"subsampling": "4:2:2"}, "4:2:2"), ({"subsampling": "4:2:0"}, "4:2:0")],
+    [
+        ({}, "4:4:4"),
+        ({"subsampling": "4:2:2"}, "4:2:2"),
+        ({"subsampling": "4:2:0"}, "4:2:0"),
+    ],
 )
 def test_jpeg_headers_are_read(options: dict, subsampling: str) -> None:
     encoded = encode(PICTURE, **options)
@@ -94,7 +98,13 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x31, "other")],
+    [
+        (0x21, "4:2:2"),
+        (0x12, "4:4:0"),
+        (0x41, "4:1:1"),
+        (0x42, "4:1:0"),
+        (0x31, "other"),
+    ],
 )
 def test_sampling_factors_have_names(value: int, name: str) -> None:
     # The luma's factors in the frame header: marker, length 2, precision 1, size 4, count 1, id 1.
@@ -155,11 +165,23 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
         (encode(PICTURE)[:20], "ends inside its header: the file was cut"),
         (encode(PICTURE)[:200], "segment 0xffc4 at byte 177 claims 31 bytes"),
         (b"\xff\xd8\xff", "ends inside its header"),
-        (b"\xff\xd8\x00\x00\x00\x00", "expected a marker at byte 2, found 0x00"),
-        (b"\xff\xd8\xff\x01\x00\x04\x00\x00", "marker 0xff01 at byte 2 is not allowed there"),
-        (b"\xff\xd8\xff\xe0\x00\x01\x00\x00", "segment 0xffe0 at byte 2 claims 1 bytes"),
+        (
+            b"\xff\xd8\x00\x00\x00\x00",
+            "expected a marker at byte 2, found 0x00",
+        ),
+        (
+            b"\xff\xd8\xff\x01\x00\x04\x00\x00",
+            "marker 0xff01 at byte 2 is not allowed there",
+        ),
+        (
+            b"\xff\xd8\xff\xe0\x00\x01\x00\x00",
+            "segment 0xffe0 at byte 2 claims 1 bytes",
+        ),
         (b"\xff\xd8\xff\xe0\xff\xff\x00\x00", "claims 65535 bytes"),
-        (b"\xff\xd8\xff\xda\x00\x04\x00\x00", "pixel data start without a frame header"),
+        (
+            b"\xff\xd8\xff\xda\x00\x04\x00\x00",
+            "pixel data start without a frame header",
+        ),
         (
             b"\xff\xd8\xff\xc0\x00\x05\x08\x00\x10\xff\xda\x00\x04\x00\x00",
             "frame header of 5 bytes",
@@ -168,14 +190,26 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
             replace_bytes(encode(PICTURE), SOF, 2, b"\x0c"),
             "12-bit JPEG is not supported: re-encode",
         ),
-        (replace_bytes(encode(PICTURE), SOF, 3, b"\0\0"), "size of 49x0 pixels"),
-        (replace_bytes(encode(PICTURE), SOF, 5, b"\0\0"), "size of 0x35 pixels"),
-        (replace_bytes(encode(PICTURE), SOF, 9, b"\x05"), "sampling factors 05 11 11"),
+        (
+            replace_bytes(encode(PICTURE), SOF, 3, b"\0\0"),
+            "size of 49x0 pixels",
+        ),
+        (
+            replace_bytes(encode(PICTURE), SOF, 5, b"\0\0"),
+            "size of 0x35 pixels",
+        ),
+        (
+            replace_bytes(encode(PICTURE), SOF, 9, b"\x05"),
+            "sampling factors 05 11 11",
+        ),
         (
             replace_bytes(encode(PICTURE), SOF, 3, b"\xff\xff\xff\xff"),
             f"65535x65535 pixels is over the limit of {MAX_PIXELS}",
         ),
-        (encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc3", 1), "lossless JPEG is not supported"),
+        (
+            encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc3", 1),
+            "lossless JPEG is not supported",
+        ),
         (
             encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc9", 1),
             "arithmetic-coded JPEG is not supported",
@@ -195,8 +229,14 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
         (b"II*\0" + b"\0" * 20, "TIFF; JPEG and PNG are supported"),
         (b"\xff\x0a" + b"\0" * 20, "JPEG XL"),
         (b"\0" * 30, "image starts with zero bytes"),
-        (b"\xff\xd8" + TWO + b"\xff\xda\0\x04\0\0", "2 components is not supported"),
-        (b"\xff\xd8" + TWO + TWO + b"\xff\xda\0\x04\0\0", "a second frame header"),
+        (
+            b"\xff\xd8" + TWO + b"\xff\xda\0\x04\0\0",
+            "2 components is not supported",
+        ),
+        (
+            b"\xff\xd8" + TWO + TWO + b"\xff\xda\0\x04\0\0",
+            "a second frame header",
+        ),
         (
             encode(PICTURE, progressive=True) + b"\xff\xda\0\x02" * 200,
             f"more than {MAX_SCANS}: refused as hostile",
@@ -223,7 +263,8 @@ def test_scans_times_pixels_are_limited() -> None:
         assert probe(add_scans(set_size(progressive, width, height), num_scans)).progressive
     hostile = add_scans(set_size(progressive, 8000, 8000), 95)
     with pytest.raises(
-        ImageError, match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}"
+        ImageError,
+        match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}",
     ):
         probe(hostile)
 
@@ -247,9 +288,18 @@ def set_pixel_data(encoded: bytes, packed: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: zlib.compress(raw + b"\0"), "more data than its 49x35 pixels"),
-        (lambda raw: zlib.compress(raw + bytes(64 << 20)), "more data than its 49x35 pixels"),
-        (lambda raw: zlib.compress(raw) + b"x", "more data than its 49x35 pixels"),
+        (
+            lambda raw: zlib.compress(raw + b"\0"),
+            "more data than its 49x35 pixels",
+        ),
+        (
+            lambda raw: zlib.compress(raw + bytes(64 << 20)),
+            "more data than its 49x35 pixels",
+        ),
+        (
+            lambda raw: zlib.compress(raw) + b"x",
+            "more data than its 49x35 pixels",
+        ),
         (
             lambda raw: zlib.compress(raw[:-1]),
             "PNG has 5179 of 5180 bytes of pixel data: the file was cut",
@@ -265,7 +315,10 @@ def test_png_data_are_as_many_as_the_header_says(
     raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
     encoded = encode(PICTURE, "png")
     hostile = set_pixel_data(encoded, change(raw))
-    for refuse in (unpack_png, lambda png: pictures.check_pixels(png, "png", None)):
+    for refuse in (
+        unpack_png,
+        lambda png: pictures.check_pixels(png, "png", None),
+    ):
         with pytest.raises(ImageError, match=message):
             refuse(hostile)
     for name in ("turbo", "pillow"):
@@ -386,6 +439,7 @@ def test_backends_are_chosen_by_name() -> None:
         with pytest.raises(ConfigError, match=r"pip install -e '\.\[dali\]' in a checkout"):
             make_decoder("dali")
     with pytest.raises(
-        ConfigError, match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}"
+        ConfigError,
+        match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}",
     ):
         make_decoder("gpu")

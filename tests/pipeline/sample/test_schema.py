@@ -40,7 +40,11 @@ finite = st.floats(-1e6, 1e6)
 
 def geometry() -> Geometry:
     return make_geometry(
-        np.random.default_rng(3), width=160, height=90, timestamp_ns=10**18, valid=(1, 1)
+        np.random.default_rng(3),
+        width=160,
+        height=90,
+        timestamp_ns=10**18,
+        valid=(1, 1),
     )
 
 
@@ -99,7 +103,9 @@ class TestMeta:
 
 class TestArrays:
     @pytest.mark.parametrize(
-        "record", [geometry(), boxes(), boxes(0)], ids=["geometry", "boxes", "no boxes"]
+        "record",
+        [geometry(), boxes(), boxes(0)],
+        ids=["geometry", "boxes", "no boxes"],
     )
     def test_round_trip_is_exact_nan_included(self, record) -> None:
         assert same_bits(decode_arrays(encode_arrays(record), type(record)), record)
@@ -115,7 +121,10 @@ class TestArrays:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"cam_valid": np.ones(2, np.int64)}, "'cam_valid' is int64[2]; wanted uint8[2]"),
+            (
+                {"cam_valid": np.ones(2, np.int64)},
+                "'cam_valid' is int64[2]; wanted uint8[2]",
+            ),
             (
                 {"cam_valid": np.ones((2, 1), np.uint8)},
                 "'cam_valid' is uint8[2, 1]; wanted uint8[2]",
@@ -161,7 +170,10 @@ class TestArrays:
         with pytest.raises(SchemaError, match="array 'label' is missing"):
             decode_arrays(write_tensors({**arrays, "labels": label}), Boxes)
         with pytest.raises(SchemaError, match="unknown array 'labels'; known: boxes3d, "):
-            decode_arrays(write_tensors({**arrays, "labels": label, "label": label}), Boxes)
+            decode_arrays(
+                write_tensors({**arrays, "labels": label, "label": label}),
+                Boxes,
+            )
 
     def test_a_record_of_the_other_kind_is_refused(self) -> None:
         with pytest.raises(SchemaError):
@@ -179,7 +191,8 @@ class TestPoints:
         )
 
     @pytest.mark.parametrize(
-        "points", [np.zeros((2, 5)), np.zeros(5, "f4"), np.zeros((1, 2, 3), "f4")]
+        "points",
+        [np.zeros((2, 5)), np.zeros(5, "f4"), np.zeros((1, 2, 3), "f4")],
     )
     def test_other_arrays_are_refused_both_ways(self, points) -> None:
         with pytest.raises(SchemaError, match="wanted float32"):
@@ -210,7 +223,10 @@ class TestSample:
         assert same_bits(sample.geometry, geometry())
         assert sample.boxes is not None
         assert same_bits(sample.boxes, boxes())
-        assert list(sample.images.items()) == [("cam_front", b"jpeg"), ("cam_back", b"png")]
+        assert list(sample.images.items()) == [
+            ("cam_front", b"jpeg"),
+            ("cam_back", b"png"),
+        ]
         assert sample.points["lidar_top"].shape == (3, 5)
         assert sample.extra == {
             "x_note.json": b"not JSON",
@@ -243,7 +259,8 @@ class TestSample:
 
     def test_the_metadata_of_another_sample_is_refused(self) -> None:
         with pytest.raises(
-            SchemaError, match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key"
+            SchemaError,
+            match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key",
         ):
             decode_sample("clip-9", members())
 
@@ -278,10 +295,20 @@ class TestGeometry:
 
     def test_the_camera_ahead_sees_what_is_ahead(self) -> None:
         rig = geometry()
-        u, v, depth, _ = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 0.0, 1.5, 1.0]
+        u, v, depth, _ = rig.ego2img()[CAMERAS.index("cam_front")] @ [
+            20.0,
+            0.0,
+            1.5,
+            1.0,
+        ]
         assert depth == pytest.approx(20 - 1.5)
         assert (u / depth, v / depth) == pytest.approx((79.5, 44.5))  # the image's centre, 160 x 90
-        pixel = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 3.0, 1.5, 1.0]
+        pixel = rig.ego2img()[CAMERAS.index("cam_front")] @ [
+            20.0,
+            3.0,
+            1.5,
+            1.0,
+        ]
         assert pixel[0] / pixel[2] < 79.5  # y is left
         assert (rig.ego2img()[CAMERAS.index("cam_back")] @ [20.0, 0.0, 1.5, 1.0])[2] < 0
 
@@ -289,7 +316,11 @@ class TestGeometry:
         rng = np.random.default_rng(3)
         turns = rigid(rng.normal(size=(6, 4)), rng.normal(size=(6, 3)) * 1000)
         single = [
-            replace(geometry(), ego2global=turn, cam_ego2global=turn @ turns[: len(CAMERAS)])
+            replace(
+                geometry(),
+                ego2global=turn,
+                cam_ego2global=turn @ turns[: len(CAMERAS)],
+            )
             for turn in turns
         ]
         methods = (
@@ -320,7 +351,13 @@ class TestGeometry:
         lidars = ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
         without = replace(rig, **{name: getattr(rig, name)[:0] for name in lidars})
         assert Geometry.stack([rig, rig]).lidar2ego.shape == (2, 1, 4, 4)
-        assert Geometry.stack([rig, without], 2, 1).lidar2ego.shape == (2, 1, 0, 4, 4)
+        assert Geometry.stack([rig, without], 2, 1).lidar2ego.shape == (
+            2,
+            1,
+            0,
+            4,
+            4,
+        )
 
 
 class TestBoxes:
@@ -341,7 +378,8 @@ class TestBoxes:
     def test_corners_are_a_box(self, seed) -> None:
         rng = np.random.default_rng(seed)
         boxes = replace(
-            make_boxes(rng, 3), rotation_wxyz=rng.normal(size=(3, 4)).astype(np.float32)
+            make_boxes(rng, 3),
+            rotation_wxyz=rng.normal(size=(3, 4)).astype(np.float32),
         )
         corners = boxes.corners().astype(np.float64)
         np.testing.assert_allclose(corners.mean(1), boxes.boxes3d[:, :3], atol=1e-4)
@@ -364,13 +402,19 @@ class TestNuScenes:
         folder = shared_data("nuscenes-mini") / "v1.0-derived"
         return {
             name: json.loads((folder / f"{name}.json").read_text())
-            for name in ("calibrated_sensor", "ego_pose", "sample_data", "sensor")
+            for name in (
+                "calibrated_sensor",
+                "ego_pose",
+                "sample_data",
+                "sensor",
+            )
         }
 
     def test_every_calibration_and_pose_is_rigid(self, tables) -> None:
         rows = tables["calibrated_sensor"] + tables["ego_pose"]
         matrices = rigid(
-            np.array([r["rotation"] for r in rows]), np.array([r["translation"] for r in rows])
+            np.array([r["rotation"] for r in rows]),
+            np.array([r["translation"] for r in rows]),
         )
         rotations = matrices[:, :3, :3]
         np.testing.assert_allclose(
@@ -383,7 +427,8 @@ class TestNuScenes:
 
     def test_matrices_are_those_of_the_devkit(self, tables) -> None:
         devkit = pytest.importorskip(
-            "nuscenes.utils.geometry_utils", reason="nuscenes-devkit is not installed"
+            "nuscenes.utils.geometry_utils",
+            reason="nuscenes-devkit is not installed",
         )
         quaternion = pytest.importorskip("pyquaternion").Quaternion
         for row in tables["calibrated_sensor"] + tables["ego_pose"]:

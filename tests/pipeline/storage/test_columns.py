@@ -59,7 +59,10 @@ def test_columns_of_texts(tmp_path_factory, parts):
 def test_rows_of_a_table(tmp_path):
     disk = Disk(tmp_path)
     in_memory = pa.table(
-        {"n": pa.array([0, None, 2, 3, 4], pa.int16()), "text": ["a", "b", None, "", "e"]}
+        {
+            "n": pa.array([0, None, 2, 3, 4], pa.int16()),
+            "text": ["a", "b", None, "", "e"],
+        }
     )
     table = disk.table(in_memory.slice(first, 2) for first in (0, 2, 4))
     for rows in ([], [3], [0, 1, 2, 3, 4], [4, 0, 1, 1, 3, 4]):

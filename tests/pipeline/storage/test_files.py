@@ -45,7 +45,12 @@ def test_regular_files_and_links_within_the_folder(tmp_path) -> None:
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "c").symlink_to(tmp_path / "a")
     (tmp_path / "folder").symlink_to(tmp_path)
-    for place in (tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "folder" / "b"):
+    for place in (
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "c",
+        tmp_path / "folder" / "b",
+    ):
         assert read_file(place, 5) == b"12345"
     with pytest.raises(OSError, match="has 5 bytes, at most 4 are read"):
         open_file(tmp_path / "a", 4)
@@ -57,7 +62,8 @@ def test_too_many_open_files_says_the_limit_and_the_cure(tmp_path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
     try:
         with pytest.raises(
-            OSError, match=r"as many open files as it may, 1: allow 1024 or more \(`ulimit -n"
+            OSError,
+            match=r"as many open files as it may, 1: allow 1024 or more \(`ulimit -n",
         ):
             open_file(tmp_path / "a")
     finally:
@@ -169,7 +175,10 @@ READERS: dict[str, Callable[[], object]] = {
     "loader, filtered": partial(epoch, "DS", order=OrderSpec(filter="night")),
     **{
         f"loader, {name}": partial(
-            epoch, place, layers={"teacher": {"path": "LAYER", "missing": "mask"}}, order=order
+            epoch,
+            place,
+            layers={"teacher": {"path": "LAYER", "missing": "mask"}},
+            order=order,
         )
         for name, place, order in (
             ("LAYER of DS", "DS", None),
@@ -207,7 +216,10 @@ def go_through(readers: dict[str, Callable[[], object]], outside: Path) -> None:
             done.flush()
             error = ""
             said = io.StringIO()
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with (
+                contextlib.redirect_stdout(said),
+                contextlib.redirect_stderr(said),
+            ):
                 try:
                     read()
                 except (FuelrailError, SystemExit):
@@ -283,7 +295,9 @@ EVERY = (
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("folder", "name", "kind"), CASES[::EVERY], ids=["-".join(one) for one in CASES[::EVERY]]
+    ("folder", "name", "kind"),
+    CASES[::EVERY],
+    ids=["-".join(one) for one in CASES[::EVERY]],
 )
 def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(
     datasets_folder, tmp_path, folder, name, kind

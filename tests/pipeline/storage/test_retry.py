@@ -29,7 +29,10 @@ obstore = pytest.importorskip("obstore.exceptions")
 def http(status: int) -> Exception:
     url = yarl.URL("http://host/a?sig=deadbeef")
     return aiohttp.ClientResponseError(
-        aiohttp.RequestInfo(url, "GET", None, url), (), status=status, message="no"
+        aiohttp.RequestInfo(url, "GET", None, url),
+        (),
+        status=status,
+        message="no",
     )
 
 
@@ -80,7 +83,10 @@ def s3fs_error(status: int) -> Exception:
         (http(502), "transient"),
         (http(408), "transient"),
         (s3fs_error(500), "transient"),
-        (obstore.GenericError("error sending request: connection refused"), "transient"),
+        (
+            obstore.GenericError("error sending request: connection refused"),
+            "transient",
+        ),
         (TimeoutError(), "transient"),
         (ConnectionResetError("x"), "transient"),
         (OSError(errno.ESTALE, "x"), "transient"),
@@ -102,7 +108,12 @@ def test_faults_are_distinguished(error, kind):
         ("RequestTimeTooSkewed", 403, "refused", "set the clock"),
         ("RequestExpired", 400, "refused", "set the clock"),
         ("ExpiredToken", 400, "refused", "the credentials have expired"),
-        ("AccessDenied", 403, "refused", "check credentials, profile and endpoint"),
+        (
+            "AccessDenied",
+            403,
+            "refused",
+            "check credentials, profile and endpoint",
+        ),
         ("RequestTimeout", 400, "transient", ""),
         ("SlowDown", 400, "throttled", ""),
     ],
@@ -111,7 +122,10 @@ def test_faults_are_distinguished(error, kind):
 def test_the_storages_own_code_is_kept_and_says_what_to_do(library, code, status, kind, advice):
     head = "Error performing GET http://host/bucket/" + "a" * 300
     answer = f"HTTP status code: {status}: <Error><Code>{code}</Code></Error>"
-    stated = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    stated = {
+        "Error": {"Code": code},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     error = obstore.GenericError(f"{head} {answer}")
     if library != "obstore":
         error = botocore.ClientError(stated, "GetObject")
@@ -174,7 +188,9 @@ class TestCalls:
 
         assert (
             call_with_retries(
-                work, self.POLICY, lambda fault, pause: calls.append((fault.kind, pause is None))
+                work,
+                self.POLICY,
+                lambda fault, pause: calls.append((fault.kind, pause is None)),
             )
             == 7
         )
@@ -194,7 +210,8 @@ class TestCalls:
         pauses = []
         now_s = [0.0]
         clock = SimpleNamespace(
-            monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s)
+            monotonic=lambda: now_s[0],
+            sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s),
         )
         monkeypatch.setattr(retry, "time", clock)
 
@@ -237,7 +254,8 @@ class TestReadChecked:
         assert len(answers) - len([*remaining]) == num_reads
 
     @pytest.mark.parametrize(
-        ("answers", "num_reads"), [([b"a", b"a", b"right"], 2), ([b"%d" % n for n in range(9)], 6)]
+        ("answers", "num_reads"),
+        [([b"a", b"a", b"right"], 2), ([b"%d" % n for n in range(9)], 6)],
     )
     def test_the_same_bytes_again_are_wrong_in_storage(self, answers, num_reads) -> None:
         remaining = iter(answers)

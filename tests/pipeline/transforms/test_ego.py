@@ -12,10 +12,18 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import IDENTITY, BevAugment, BevMap
 
 BEVDET = BevAugment(
-    train=True, rotate_deg=(-22.5, 22.5), scale=(0.95, 1.05), flip_x_prob=0.5, flip_y_prob=0.5
+    train=True,
+    rotate_deg=(-22.5, 22.5),
+    scale=(0.95, 1.05),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
 )
 BEVFUSION = BevAugment(
-    train=True, rotate_deg=(-45, 45), scale=(0.9, 1.1), flip_x_prob=0.5, translate_std_m=0.5
+    train=True,
+    rotate_deg=(-45, 45),
+    scale=(0.9, 1.1),
+    flip_x_prob=0.5,
+    translate_std_m=0.5,
 )
 
 maps = st.builds(
@@ -27,7 +35,11 @@ maps = st.builds(
     translation_m=st.tuples(*[st.floats(-5, 5)] * 3),
 )
 boxes = st.lists(
-    st.tuples(*[st.floats(-60, 60)] * 3, *[st.floats(0.2, 12)] * 3, st.floats(-3.1, 3.1)),
+    st.tuples(
+        *[st.floats(-60, 60)] * 3,
+        *[st.floats(0.2, 12)] * 3,
+        st.floats(-3.1, 3.1),
+    ),
     min_size=1,
     max_size=4,
 ).map(lambda rows: np.array(rows, np.float32))
@@ -51,12 +63,18 @@ def rigid(yaw: float, pitch: float, place: tuple[float, float, float]) -> np.nda
 
 
 @given(maps)
-def test_the_matrix_is_rotation_then_scale_then_flip_then_translation(bev: BevMap) -> None:
+def test_the_matrix_is_rotation_then_scale_then_flip_then_translation(
+    bev: BevMap,
+) -> None:
     cos = math.cos(bev.rotation_rad)
     sin = math.sin(bev.rotation_rad)
     rotation = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
     flip = np.diag([-1.0 if bev.flip_x else 1.0, -1.0 if bev.flip_y else 1.0, 1.0])
-    assert_allclose(bev.matrix[:3, :3], flip @ (bev.scale * np.eye(3)) @ rotation, atol=1e-12)
+    assert_allclose(
+        bev.matrix[:3, :3],
+        flip @ (bev.scale * np.eye(3)) @ rotation,
+        atol=1e-12,
+    )
     assert tuple(bev.matrix[:3, 3]) == bev.translation_m
     assert_allclose(bev.inverse @ bev.matrix, np.eye(4), atol=1e-9)
 
@@ -79,7 +97,12 @@ def test_unknown_velocities_stay_unknown() -> None:
     ).all()
 
 
-@given(maps, st.floats(-3, 3), st.floats(-0.2, 0.2), st.tuples(*[st.floats(-3, 3)] * 3))
+@given(
+    maps,
+    st.floats(-3, 3),
+    st.floats(-0.2, 0.2),
+    st.tuples(*[st.floats(-3, 3)] * 3),
+)
 def test_points_stay_in_the_lidars_frame_and_meet_the_boxes(
     bev: BevMap, yaw: float, pitch: float, place
 ) -> None:
@@ -97,11 +120,18 @@ def test_points_stay_in_the_lidars_frame_and_meet_the_boxes(
 def test_pixels_do_not_move_when_the_world_does(bev: BevMap) -> None:
     # ego2img' = ego2img B^-1 sees a moved point on the same pixel, and at the same depth.
     ego2img = np.array(
-        [[816.0, -1266.0, 0, 4], [491.0, 0, -1266.0, 9], [1.0, 0, 0, -1.7], [0, 0, 0, 1]]
+        [
+            [816.0, -1266.0, 0, 4],
+            [491.0, 0, -1266.0, 9],
+            [1.0, 0, 0, -1.7],
+            [0, 0, 0, 1],
+        ]
     )
     points = homogeneous(np.random.default_rng(0).uniform((5, -10, -2), (60, 10, 3), (9, 3)))
     assert_allclose(
-        (points @ bev.matrix.T) @ (ego2img @ bev.inverse).T, points @ ego2img.T, atol=1e-6
+        (points @ bev.matrix.T) @ (ego2img @ bev.inverse).T,
+        points @ ego2img.T,
+        atol=1e-6,
     )
 
 
@@ -149,7 +179,10 @@ def test_draws_cover_their_ranges() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rotate_deg": (5.0, -5.0)}, r"rotate_deg=\[5.0, -5.0\] must be \[low, high\]"),
+        (
+            {"rotate_deg": (5.0, -5.0)},
+            r"rotate_deg=\[5.0, -5.0\] must be \[low, high\]",
+        ),
         ({"rotate_deg": (0.0, float("inf"))}, "rotate_deg"),
         ({"scale": (0.0, 1.0)}, r"scale=\[0.0, 1.0\] must be factors above 0"),
         ({"flip_x_prob": 1.1}, "flip_x_prob=1.1 must be a probability"),

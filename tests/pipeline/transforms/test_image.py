@@ -26,7 +26,12 @@ BEVDET = ImageAugment(
     rotate_deg=(-5.4, 5.4),
 )
 STREAMPETR = ImageAugment(
-    height=256, width=704, train=True, resize_range=(0.38, 0.55), flip_prob=0.5, scope="sample"
+    height=256,
+    width=704,
+    train=True,
+    resize_range=(0.38, 0.55),
+    flip_prob=0.5,
+    scope="sample",
 )
 
 
@@ -48,7 +53,14 @@ def bevdet_reference(wh: tuple[int, int], draws: np.ndarray) -> ImageMap:
 @settings(max_examples=50)
 def test_training_draws_are_bevdets(seed: int, epoch: int, sample: int) -> None:
     maps = BEVDET.draw(RIG, seed=seed, epoch=epoch, sample=sample)
-    draws = uniforms(seed, epoch=epoch, sample=sample, cameras=range(6), stream=STREAM, count=5)
+    draws = uniforms(
+        seed,
+        epoch=epoch,
+        sample=sample,
+        cameras=range(6),
+        stream=STREAM,
+        count=5,
+    )
     for image_map, row in zip(maps, draws, strict=True):
         expected = bevdet_reference((1600, 900), row)
         assert_allclose(image_map.matrix, expected.matrix, rtol=0, atol=1e-9)
@@ -96,10 +108,30 @@ def test_scope_says_who_shares_a_draw() -> None:
 @pytest.mark.parametrize(
     ("augment", "wh", "resized", "left_top"),
     [
-        (ImageAugment(height=256, width=704), (1600, 900), (704, 396), (0, 140)),  # cover
-        (ImageAugment(height=256, width=704, resize="width"), (1600, 900), (704, 396), (0, 140)),
-        (ImageAugment(height=256, width=704), (1550, 2048), (704, 930), (0, 674)),  # portrait
-        (ImageAugment(height=480, width=480, crop_x="center"), (1600, 900), (853, 480), (186, 0)),
+        (
+            ImageAugment(height=256, width=704),
+            (1600, 900),
+            (704, 396),
+            (0, 140),
+        ),  # cover
+        (
+            ImageAugment(height=256, width=704, resize="width"),
+            (1600, 900),
+            (704, 396),
+            (0, 140),
+        ),
+        (
+            ImageAugment(height=256, width=704),
+            (1550, 2048),
+            (704, 930),
+            (0, 674),
+        ),  # portrait
+        (
+            ImageAugment(height=480, width=480, crop_x="center"),
+            (1600, 900),
+            (853, 480),
+            (186, 0),
+        ),
         (
             ImageAugment(height=256, width=704, resize=0.48),
             (1600, 900),
@@ -118,14 +150,24 @@ def test_scope_says_who_shares_a_draw() -> None:
             (193, 256),
             (0, 0),
         ),
-        (ImageAugment(height=256, width=704, resize="stretch"), (1600, 900), (704, 256), (0, 0)),
+        (
+            ImageAugment(height=256, width=704, resize="stretch"),
+            (1600, 900),
+            (704, 256),
+            (0, 0),
+        ),
         (
             ImageAugment(height=256, width=704, train=False, crop_bottom=(0.0, 0.2)),
             (1600, 900),
             (704, 396),
             (0, 100),
         ),
-        (ImageAugment(height=256, width=704, crop_y="center"), (1600, 900), (704, 396), (0, 70)),
+        (
+            ImageAugment(height=256, width=704, crop_y="center"),
+            (1600, 900),
+            (704, 396),
+            (0, 70),
+        ),
         (
             ImageAugment(height=300, width=500, train=False, resize=1.0, crop_y="random"),
             (600, 400),
@@ -141,7 +183,10 @@ def test_scope_says_who_shares_a_draw() -> None:
     ],
 )
 def test_evaluation_sizes_and_crops(
-    augment: ImageAugment, wh: tuple[int, int], resized: tuple[int, int], left_top: tuple[int, int]
+    augment: ImageAugment,
+    wh: tuple[int, int],
+    resized: tuple[int, int],
+    left_top: tuple[int, int],
 ) -> None:
     (image_map,) = augment.draw([wh], seed=0, epoch=0, sample=0)
     expected = ImageMap.identity(wh).resize(*resized).crop(*left_top, augment.width, augment.height)
@@ -184,7 +229,13 @@ def test_a_camera_without_an_image_has_the_identity(train: bool) -> None:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("resize", ["width", "cover", "contain", "stretch", 0.48])
 def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: bool) -> None:
-    settings_ = {"height": 256, "width": 704, "resize": resize, "train": train, "flip_prob": 0.5}
+    settings_ = {
+        "height": 256,
+        "width": 704,
+        "resize": resize,
+        "train": train,
+        "flip_prob": 0.5,
+    }
     for sample in range(5):
         for wh in ((1600, 900), (1597, 901)):
             draws = [
@@ -211,7 +262,12 @@ def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: b
 
 
 def test_settings_read_from_a_file_say_what_is_allowed() -> None:
-    good = {"height": 256, "width": 704, "train": True, "resize_range": [0.38, 0.55]}
+    good = {
+        "height": 256,
+        "width": 704,
+        "train": True,
+        "resize_range": [0.38, 0.55],
+    }
     assert convert(good, ImageAugment, "here.yaml").resize_range == (0.38, 0.55)
     with pytest.raises(ConfigError, match=r"here\.yaml"):
         convert({**good, "scope": "rig"}, ImageAugment, "here.yaml")
@@ -221,25 +277,55 @@ def test_settings_read_from_a_file_say_what_is_allowed() -> None:
     ("wrong", "message"),
     [
         ({"height": 0}, "height=0 must be 1 to 16384 pixels"),
-        ({"height": 40_000, "width": 40_000}, "height=40000 must be 1 to 16384 pixels"),
+        (
+            {"height": 40_000, "width": 40_000},
+            "height=40000 must be 1 to 16384 pixels",
+        ),
         ({"width": 10**9}, "width=1000000000 must be 1 to 16384 pixels"),
-        ({"height": 16_384, "width": 16_384}, "has 268435456 pixels: at most 67108864 are allowed"),
-        ({"resize": 0.0}, "resize=0.0 must be width, cover, contain, stretch, or a factor"),
-        ({"resize_jitter": (-0.1, 0.1), "resize_range": (0.3, 0.5)}, "exclude each other"),
-        ({"resize": "stretch", "resize_jitter": (-0.1, 0.1)}, "no factor to vary"),
-        ({"resize": math.nan}, "resize=nan must be .* or a factor from 0.001 to 1000"),
+        (
+            {"height": 16_384, "width": 16_384},
+            "has 268435456 pixels: at most 67108864 are allowed",
+        ),
+        (
+            {"resize": 0.0},
+            "resize=0.0 must be width, cover, contain, stretch, or a factor",
+        ),
+        (
+            {"resize_jitter": (-0.1, 0.1), "resize_range": (0.3, 0.5)},
+            "exclude each other",
+        ),
+        (
+            {"resize": "stretch", "resize_jitter": (-0.1, 0.1)},
+            "no factor to vary",
+        ),
+        (
+            {"resize": math.nan},
+            "resize=nan must be .* or a factor from 0.001 to 1000",
+        ),
         ({"resize": 1e300}, "or a factor from 0.001 to 1000"),
         ({"resize_range": (0.5, 1e300)}, "factors from 0.001 to 1000"),
         ({"resize_jitter": (0.0, 1e300)}, "factors from -1000 to 1000"),
         ({"rotate_deg": (0.0, math.inf)}, "both finite"),
         ({"resize_range": (0.0, 0.5)}, "factors from 0.001 to 1000"),
-        ({"rotate_deg": (5.0, -5.0)}, r"rotate_deg=\[5.0, -5.0\] must be \[low, high\]"),
-        ({"crop_bottom": (0.2, 1.0)}, r"crop_bottom=\[0.2, 1.0\] must lie in \[0, 1\)"),
+        (
+            {"rotate_deg": (5.0, -5.0)},
+            r"rotate_deg=\[5.0, -5.0\] must be \[low, high\]",
+        ),
+        (
+            {"crop_bottom": (0.2, 1.0)},
+            r"crop_bottom=\[0.2, 1.0\] must lie in \[0, 1\)",
+        ),
         ({"flip_prob": 1.5}, "flip_prob=1.5 must be a probability"),
         ({"rotate_deg": (float("nan"), 1.0)}, "rotate_deg"),
-        ({"height": "256"}, "ImageAugment: height='256' must be 1 to 16384 pixels"),
+        (
+            {"height": "256"},
+            "ImageAugment: height='256' must be 1 to 16384 pixels",
+        ),
         ({"resize": None}, "ImageAugment: resize=None must be width, cover"),
-        ({"flip_prob": "half"}, "ImageAugment: flip_prob='half' must be a probability"),
+        (
+            {"flip_prob": "half"},
+            "ImageAugment: flip_prob='half' must be a probability",
+        ),
         ({"rotate_deg": 5.4}, "ImageAugment: rotate_deg=.* must be"),
     ],
 )

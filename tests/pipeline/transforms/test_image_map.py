@@ -23,7 +23,13 @@ SOURCE = (1600, 900)
 _size = st.integers(1, 60)
 _straight = st.one_of(
     st.tuples(st.just("resize"), _size, _size),
-    st.tuples(st.just("crop"), st.integers(-20, 50), st.integers(-20, 50), _size, _size),
+    st.tuples(
+        st.just("crop"),
+        st.integers(-20, 50),
+        st.integers(-20, 50),
+        _size,
+        _size,
+    ),
     st.tuples(st.just("flip")),
 )
 _operation = _straight | st.tuples(st.just("rotate"), st.floats(-180, 180))
@@ -73,7 +79,9 @@ def test_operations_compose_as_matrices(wh, operations):
     edge = oracle(wh, operations)
     assert_allclose(image_map.matrix, edge[:2], rtol=1e-9, atol=1e-9)
     assert_allclose(
-        image_map.centre_matrix(), translation(-0.5, -0.5) @ edge @ translation(0.5, 0.5), atol=1e-9
+        image_map.centre_matrix(),
+        translation(-0.5, -0.5) @ edge @ translation(0.5, 0.5),
+        atol=1e-9,
     )
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
     inverse = np.array([[a, b, tx], [c, d, ty], [0.0, 0.0, 1.0]])
@@ -89,7 +97,9 @@ def test_operations_compose_as_matrices(wh, operations):
     st.tuples(_size, _size),
     st.lists(_operation, max_size=4),
     st.lists(
-        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.5, 80)), min_size=1, max_size=5
+        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.5, 80)),
+        min_size=1,
+        max_size=5,
     ),
 )
 def test_points_project_where_the_map_takes_their_pixel(wh, operations, points):
@@ -109,7 +119,10 @@ def test_points_project_where_the_map_takes_their_pixel(wh, operations, points):
 
 
 def test_matrices_of_a_rig_are_those_of_its_maps():
-    maps = [ImageMap.identity(SOURCE), ImageMap.identity((1920, 886)).resize(704, 320).rotate(3)]
+    maps = [
+        ImageMap.identity(SOURCE),
+        ImageMap.identity((1920, 886)).resize(704, 320).rotate(3),
+    ]
     stacked = ida_mats(maps)
     assert stacked.shape == (2, 4, 4)
     assert stacked.dtype == np.float64
@@ -169,7 +182,10 @@ def test_the_source_region_holds_every_place_sampled(wh, operations, support):
     x = a * u + b * v + tx
     y = c * u + d * v + ty
     surely, _ = sees(image_map)
-    for place, low, high, size in ((x, left, right, wh[0]), (y, top, bottom, wh[1])):
+    for place, low, high, size in (
+        (x, left, right, wh[0]),
+        (y, top, bottom, wh[1]),
+    ):
         reached = place[surely]
         if reached.size:
             assert low <= max(0.0, reached.min() - support) + 1e-6
@@ -199,7 +215,13 @@ def test_flips_and_alignment_are_reported():
 
 @pytest.mark.parametrize(
     ("size", "numerator", "denominator", "scaled"),
-    [(1597, 1, 2, 799), (1597, 1, 8, 200), (8, 1, 8, 1), (9, 1, 8, 2), (900, 3, 8, 338)],
+    [
+        (1597, 1, 2, 799),
+        (1597, 1, 8, 200),
+        (8, 1, 8, 1),
+        (9, 1, 8, 2),
+        (900, 3, 8, 338),
+    ],
 )
 def test_scaled_sizes_are_those_of_libjpeg(size, numerator, denominator, scaled):
     assert scaled_size(size, numerator, denominator) == scaled
@@ -225,7 +247,12 @@ def test_the_map_is_the_product_that_the_documents_state():
     top = 9
     settings = ImageAugment(height=32, width=64)
     matrix = settings._map(
-        (160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0
+        (160, 100),
+        (0.5, 0.5),
+        (wide, high),
+        (left, top),
+        flip=True,
+        degrees=30.0,
     ).centre_matrix()
     u = 23.0
     v = 41.0
@@ -239,5 +266,7 @@ def test_the_map_is_the_product_that_the_documents_state():
     right = x * math.cos(angle) + y * math.sin(angle)
     down = y * math.cos(angle) - x * math.sin(angle)
     assert_allclose(
-        (matrix @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9
+        (matrix @ (23.0, 41.0, 1.0))[:2],
+        ((64 - 1) / 2 + right, (32 - 1) / 2 + down),
+        atol=1e-9,
     )

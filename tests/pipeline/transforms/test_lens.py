@@ -40,7 +40,10 @@ PAIRS = {
         make_lens("ftheta", 0, 1, 0, FISHEYE[0], 0, FISHEYE[1]),
         make_lens("kannala_brandt", *FISHEYE),
     ),
-    "Mei and the pinhole": (make_lens("mei", 0, *RADTAN), make_lens("opencv_radtan", *RADTAN)),
+    "Mei and the pinhole": (
+        make_lens("mei", 0, *RADTAN),
+        make_lens("opencv_radtan", *RADTAN),
+    ),
 }
 
 
@@ -60,13 +63,20 @@ def test_a_lens_that_opencv_has_is_as_opencv_has_it(name):
     tight = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 200, 1e-12)
     undo = cv2.fisheye.undistortPoints if theirs.kind == "fisheye" else cv2.undistortPoints
     expected = undo(
-        grid[:, None], K, np.array(theirs.coefficients), R=np.eye(3), P=K, criteria=tight
+        grid[:, None],
+        K,
+        np.array(theirs.coefficients),
+        R=np.eye(3),
+        P=K,
+        criteria=tight,
     )[:, 0]
     np.testing.assert_allclose(rectified_places(grid, lens), expected, atol=1e-6)
     for alpha in (0.0, 1.0):
         if theirs.kind == "pinhole":  # the fisheye's own rule is another
             np.testing.assert_allclose(
-                rectified_camera(lens, WH, alpha), rectified_camera(theirs, WH, alpha), rtol=0.01
+                rectified_camera(lens, WH, alpha),
+                rectified_camera(theirs, WH, alpha),
+                rtol=0.01,
             )
 
 
@@ -87,14 +97,19 @@ def test_there_and_back_is_where_it_began(values, xi, turn, theta, kind):
 
 
 def test_the_centre_and_what_lies_behind_have_places():
-    for lens in (make_lens("ftheta", 0.0, 0.9, 0.01), make_lens("mei", 1.4, *RADTAN)):
+    for lens in (
+        make_lens("ftheta", 0.0, 0.9, 0.01),
+        make_lens("mei", 1.4, *RADTAN),
+    ):
         assert bent(np.zeros((1, 2)), lens).tolist() == [[0.0, 0.0]]
         assert straight(np.zeros((1, 2)), lens).tolist() == [[0.0, 0.0]]
         assert np.isfinite(rectified_places(np.array([[0.0, 0.0], [1e4, -1e4]]), lens)).all()
         # A small step at the centre is as long in the straightened image as in the stored one.
         step = np.array([[K[0, 2], K[1, 2]], [K[0, 2] + 0.01, K[1, 2]]])
         np.testing.assert_allclose(
-            np.diff(rectified_places(step, lens), axis=0), [[0.01, 0.0]], atol=1e-5
+            np.diff(rectified_places(step, lens), axis=0),
+            [[0.01, 0.0]],
+            atol=1e-5,
         )
 
 
@@ -113,9 +128,16 @@ def test_mei_is_the_projection_from_a_point_above_the_sphere():
 
 def test_f_theta_is_that_of_the_physical_ai_developer_kit():
     models = pytest.importorskip(
-        "physical_ai_av.utils.camera_models", reason="pip install physical_ai_av"
+        "physical_ai_av.utils.camera_models",
+        reason="pip install physical_ai_av",
     )
-    forward = [0.0, 930.0, 4.0, -21.0, 3.0]  # pixels per radian^n, as its calibration has them
+    forward = [
+        0.0,
+        930.0,
+        4.0,
+        -21.0,
+        3.0,
+    ]  # pixels per radian^n, as its calibration has them
     row = {
         "width": 1920,
         "height": 1080,
@@ -149,7 +171,12 @@ def test_f_theta_is_that_of_the_physical_ai_developer_kit():
 def test_what_is_shown_with_alpha():
     lens = make_lens("ftheta", 0.0, 1.0, 0.0, -0.05)
     corners = np.array(
-        [[0.0, 0.0], [WH[0] - 1.0, 0.0], [0.0, WH[1] - 1.0], [WH[0] - 1.0, WH[1] - 1.0]]
+        [
+            [0.0, 0.0],
+            [WH[0] - 1.0, 0.0],
+            [0.0, WH[1] - 1.0],
+            [WH[0] - 1.0, WH[1] - 1.0],
+        ]
     )
     full_view = dataclasses.replace(lens, rectified=rectified_camera(lens, WH, 1.0))
     assert (rectified_places(corners, full_view) >= -1e-6).all()

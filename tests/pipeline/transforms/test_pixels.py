@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.transforms.pixels import NO_CHANGE, PixelAugment, PixelChange
+from fuelrail.pipeline.transforms.pixels import (
+    NO_CHANGE,
+    PixelAugment,
+    PixelChange,
+)
 
 BEVFORMER = PixelAugment(
     train=True,
@@ -44,7 +48,15 @@ def test_distortions_cover_their_ranges_each_with_its_probability() -> None:
         0.38 < np.mean([change.order != (0, 1, 2) for change in changes]) < 0.46
     )  # 1 in 6 orders is none
     switches = np.array(
-        [[c.brightness != 0, c.contrast != 1, c.saturation != 1, c.hue_deg != 0] for c in changes]
+        [
+            [
+                c.brightness != 0,
+                c.contrast != 1,
+                c.saturation != 1,
+                c.hue_deg != 0,
+            ]
+            for c in changes
+        ]
     )
     assert np.abs(np.corrcoef(switches.T) - np.eye(4)).max() < 0.08
 
@@ -87,7 +99,8 @@ def test_golden_draw() -> None:
 
 
 @pytest.mark.parametrize(
-    "augment", [BEVFORMER.evaluation(), PixelAugment(train=True), PixelAugment()]
+    "augment",
+    [BEVFORMER.evaluation(), PixelAugment(train=True), PixelAugment()],
 )
 def test_nothing_changes_where_nothing_is_asked(augment: PixelAugment) -> None:
     assert augment.changes_nothing
@@ -105,11 +118,17 @@ def test_what_changes_something_says_so() -> None:
     [
         ({"brightness": -1.0}, "brightness=-1.0 must be from 0 to 255"),
         ({"hue_deg": 200.0}, "hue_deg=200.0 must be from 0 to 180"),
-        ({"contrast": (1.5, 0.5)}, r"contrast=\[1.5, 0.5\] must be \[low, high\]"),
+        (
+            {"contrast": (1.5, 0.5)},
+            r"contrast=\[1.5, 0.5\] must be \[low, high\]",
+        ),
         ({"saturation": (-0.5, 0.5)}, "saturation"),
         ({"prob": 2.0}, "prob=2.0 must be a probability"),
         ({"grid_mask_prob": -1.0}, "grid_mask_prob"),
-        ({"grid_mask_ratio": 1.0}, "grid_mask_ratio=1.0 must be between 0 and 1"),
+        (
+            {"grid_mask_ratio": 1.0},
+            "grid_mask_ratio=1.0 must be between 0 and 1",
+        ),
         ({"grid_mask_fill": (0, 0, 256)}, "three grey levels"),
     ],
 )

@@ -17,7 +17,12 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 def test_golden_values() -> None:
     # Frozen: runs in the world resume on these numbers. If this fails, augmentation of every old run changes.
     got = uniforms(
-        7, epoch=3, sample=12345, cameras=(0, 5, ALL_CAMERAS), stream="image-augment", count=5
+        7,
+        epoch=3,
+        sample=12345,
+        cameras=(0, 5, ALL_CAMERAS),
+        stream="image-augment",
+        count=5,
     )
     assert got.tolist() == [
         [
@@ -48,7 +53,12 @@ def test_golden_values() -> None:
         == 0.41058997102063555
     )
     assert uniforms(
-        -1, epoch=2**63 - 1, sample=-(2**63), cameras=(2,), stream="image-augment", count=2
+        -1,
+        epoch=2**63 - 1,
+        sample=-(2**63),
+        cameras=(2,),
+        stream="image-augment",
+        count=2,
     ).tolist() == [[0.6465054496679133, 0.6923204386626459]]
 
 
@@ -61,7 +71,14 @@ def test_golden_values() -> None:
     st.integers(1, 20),
 )
 def test_is_what_the_definition_says(seed, epoch, sample, cameras, stream, count) -> None:
-    got = uniforms(seed, epoch=epoch, sample=sample, cameras=cameras, stream=stream, count=count)
+    got = uniforms(
+        seed,
+        epoch=epoch,
+        sample=sample,
+        cameras=cameras,
+        stream=stream,
+        count=count,
+    )
     assert (got.shape, got.dtype) == ((len(cameras), count), np.float64)
     for camera, row in zip(cameras, got, strict=True):
         for i, value in enumerate(row):
@@ -74,6 +91,8 @@ def test_is_what_the_definition_says(seed, epoch, sample, cameras, stream, count
 
 
 @pytest.mark.parametrize("address", [(2**63, 0, 0), (0, -(2**63) - 1, 0), (0, 0, 2**64)])
-def test_addresses_beyond_64_bits_are_refused(address: tuple[int, int, int]) -> None:
+def test_addresses_beyond_64_bits_are_refused(
+    address: tuple[int, int, int],
+) -> None:
     with pytest.raises(ConfigError, match="signed 64 bits"):
         uniforms(*address, (0,), "s", 1)

@@ -48,7 +48,11 @@ def test_a_random_field_asks_for_train(kind, required, field, tmp_path) -> None:
         kind(**required, **field)
     file = tmp_path / "settings.yaml"
     file.write_bytes(msgspec.yaml.encode({**required, **field}))
-    argument = {fr.ImageAugment: "image", fr.BevAugment: "ego", fr.PixelAugment: "pixels"}[kind]
+    argument = {
+        fr.ImageAugment: "image",
+        fr.BevAugment: "ego",
+        fr.PixelAugment: "pixels",
+    }[kind]
     for value in ({**required, **field}, str(file)):
         with pytest.raises(ConfigError, match=rf"{name}=.*train is not given"):
             fr.Transforms(**{argument: value})
@@ -86,7 +90,9 @@ def test_without_random_fields_train_is_false(kind) -> None:
     assert hash(settings) == hash(msgspec.structs.replace(settings, train=False))
 
 
-def test_validation_shares_transforms_of_training_without_a_word(recwarn) -> None:
+def test_validation_shares_transforms_of_training_without_a_word(
+    recwarn,
+) -> None:
     for kind, argument in (
         (fr.ImageAugment, "image"),
         (fr.BevAugment, "ego"),

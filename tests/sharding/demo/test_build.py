@@ -14,7 +14,11 @@ import pytest
 import simplejpeg
 
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetExistsError,
+)
 from fuelrail.sharding.demo import synth as synth_module
 from fuelrail.sharding.demo.capture import record
 from fuelrail.sharding.demo.options import MAX_THREADS, VERSION, SynthOptions
@@ -37,13 +41,19 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path: Path, workers: int) -> Non
     alone = msgspec.structs.replace(TINY, clips=2, frames=2)
     synth(tmp_path / "alone", alone)
     options = msgspec.structs.replace(alone, workers=workers)
-    synth(tmp_path / "again", options, progress=lambda done, total: calls.append((done, total)))
+    synth(
+        tmp_path / "again",
+        options,
+        progress=lambda done, total: calls.append((done, total)),
+    )
     assert digests(tmp_path / "again") == digests(tmp_path / "alone")
     total = sum(len(captures(alone, make_clip(alone, index))) for index in range(2))
     assert calls == [(done, total) for done in range(total + 1)]
 
 
-def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_world: Path) -> None:
+def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(
+    small_world: Path,
+) -> None:
     pictures = sorted(small_world.glob("s*/CAM_*/*.jpg"))
     rows = json.loads((small_world / VERSION / "sample_data.json").read_text())
     files = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
@@ -101,13 +111,20 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         ("clips", 0, "an integer from 1 to 999"),
         ("frames", -1, "an integer from 1 to 400"),
         ("seed", -5, "an integer from 0 to"),
-        ("size", (8, 90), r"\(width, height\) in pixels, from \(64, 36\) to \(4096, 2304\)"),
+        (
+            "size",
+            (8, 90),
+            r"\(width, height\) in pixels, from \(64, 36\) to \(4096, 2304\)",
+        ),
     ],
 )
 def test_worlds_that_cannot_be_are_refused(
     field: str, value: object, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{field}={re.escape(repr(value))} must be {message}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{field}={re.escape(repr(value))} must be {message}",
+    ):
         SynthOptions(**{field: value})
     with pytest.raises(ConfigError, match=field):
         synth(tmp_path / "out", **{field: value})
@@ -164,7 +181,11 @@ def test_ctrl_c_while_it_renders_ends_with_one_line(tmp_path: Path) -> None:
         "2",
     ]
     process = subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while process.poll() is None and not any(tmp_path.glob(".world.partial-*/samples/CAM_FRONT/*")):
         time.sleep(0.02)

@@ -176,4 +176,8 @@ def test_tokens_say_what_is_around_the_nearest_cells_first() -> None:
     assert len(near) > 3
     for place in near:
         cell = np.flatnonzero(np.abs(middles - place).max(1) <= 1.6)[0]
-        assert tokens[1 + cell] % 6 in (1, 2, 3)  # a vehicle, or who stands in the same cell
+        assert tokens[1 + cell] % 6 in (
+            1,
+            2,
+            3,
+        )  # a vehicle, or who stands in the same cell

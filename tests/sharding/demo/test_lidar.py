@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
+from fuelrail.sharding.demo.lidar import (
+    NUM_COLUMNS,
+    NUM_RINGS,
+    cast,
+    points_in_box,
+)
 from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 from support.synth_rays import first_met
@@ -63,7 +68,11 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
         ray = lidar2global[:3, :3] @ point[:3] / distance
         ground = -lidar2global[2, 3] / ray[2] if ray[2] < 0 else np.inf
         nearest, _ = first_met(
-            lidar2global[:3, 3], ray=ray, solids=solids, nearest=1.0, farthest=ground
+            lidar2global[:3, 3],
+            ray=ray,
+            solids=solids,
+            nearest=1.0,
+            farthest=ground,
         )
         assert distance == pytest.approx(nearest, abs=0.02)
 
@@ -80,7 +89,11 @@ def test_nobody_near_has_its_points_outside_its_box() -> None:
     without = _global(
         clip,
         capture_us,
-        cast(clip, [neighbour for neighbour in solids if neighbour is not solid], capture_us),
+        cast(
+            clip,
+            [neighbour for neighbour in solids if neighbour is not solid],
+            capture_us,
+        ),
     )
     assert points_in_box(without, solid) == 0
     remaining = {tuple(place) for place in without}

@@ -46,7 +46,10 @@ def _shot(index: int, channel: str, frame: int = 2) -> _Shot:
     capture = [candidate for candidate in captures(SPEC, clip) if candidate.is_key_frame][frame]
     camera = next(sensor for sensor in clip.rig.cameras if sensor.channel == channel)
     return _Shot(
-        clip, camera, clip.solids(capture.timestamp_us), capture.timestamp_us - camera.lead_us
+        clip,
+        camera,
+        clip.solids(capture.timestamp_us),
+        capture.timestamp_us - camera.lead_us,
     )
 
 
@@ -62,7 +65,12 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     s = np.sin(solid.yaw_rad)
     x, y, z = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
     corners = np.array(
-        [c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)]
+        [
+            c * x * length - s * y * width,
+            s * x * length + c * y * width,
+            z * height,
+            np.zeros(8),
+        ]
     )
     corners = corners + np.array([[*solid.centre, 1.0]]).T
     global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)
@@ -113,7 +121,9 @@ def test_pixels_of_every_object_lie_in_its_projected_box(index: int, channel: st
 
 
 @pytest.mark.parametrize("index", [CLEAR, DUSK])
-def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) -> None:
+def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(
+    index: int,
+) -> None:
     shot = _shot(index, "CAM_FRONT")
     num_checked = 0
     for solid in shot.solids:
@@ -128,7 +138,13 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         assert rows.min() - low[1] < 2 + 0.13 * size[1], solid.kind
         assert high[1] - rows.max() < 2 + 0.14 * size[1], solid.kind
         # Shapes taper; people are flat pictures that turn to the camera inside a squarish box, cycles turn little.
-        flat = ("human", "bicycle", "vehicle.bicycle", "vehicle.motorcycle", "movable")
+        flat = (
+            "human",
+            "bicycle",
+            "vehicle.bicycle",
+            "vehicle.motorcycle",
+            "movable",
+        )
         slack = (0.6 if "cycle" in solid.kind else 0.36) if solid.kind.startswith(flat) else 0.12
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind
         assert high[0] - columns.max() < 2 + slack * size[0], solid.kind
@@ -142,7 +158,9 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
 
 
 @pytest.mark.parametrize("channel", ["CAM_FRONT", "CAM_BACK_LEFT"])
-def test_what_is_beside_a_camera_is_met_in_its_window_only(channel: str) -> None:
+def test_what_is_beside_a_camera_is_met_in_its_window_only(
+    channel: str,
+) -> None:
     """Also what lies across the plane of the camera: a window leaves out no pixel that shows it."""
     shot = _shot(DUSK, channel)
     rays = pixel_rays(shot.camera.intrinsics, shot.camera.size)
@@ -209,7 +227,10 @@ def test_what_may_hide_another_is_painted_after_it(index: int) -> None:
         for (near_m, near), (far_m, far) in pairwise(met):
             # On the inside of a bend the backs of houses run into one another.
             if far_m - near_m > 0.01 and not _touch(shot.solids[near], shot.solids[far]):
-                assert rank[far] < rank[near], (shot.solids[far], shot.solids[near])
+                assert rank[far] < rank[near], (
+                    shot.solids[far],
+                    shot.solids[near],
+                )
                 num_checked += 1
     assert num_checked > 200
 

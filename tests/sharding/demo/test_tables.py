@@ -85,12 +85,16 @@ def test_instances_count_their_annotations(tables: Tables) -> None:
         while annotations[token]["next"]:
             token = annotations[token]["next"]
             count = count + 1
-        assert (token, count) == (row["last_annotation_token"], row["nbr_annotations"])
+        assert (token, count) == (
+            row["last_annotation_token"],
+            row["nbr_annotations"],
+        )
     assert sum(row["num_lidar_pts"] > 0 for row in annotations.values()) > 0.7 * len(annotations)
 
 
 @pytest.mark.parametrize(
-    ("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))]
+    ("num_clips", "expected"),
+    [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))],
 )
 def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]]) -> None:
     scenes_by_split = splits(SynthOptions(clips=num_clips, frames=1))
@@ -157,7 +161,15 @@ def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
 
 @pytest.mark.parametrize(
     ("share", "level"),
-    [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")],
+    [
+        (0.0, "1"),
+        (0.4, "1"),
+        (0.41, "2"),
+        (0.61, "3"),
+        (0.8, "3"),
+        (0.81, "4"),
+        (1.0, "4"),
+    ],
 )
 def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
     assert visibility_level(share) == level

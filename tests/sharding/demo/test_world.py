@@ -14,8 +14,19 @@ from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.picture import owners, visible_shares
 from fuelrail.sharding.demo.rig import make_rig
 from fuelrail.sharding.demo.shapes import Solid
-from fuelrail.sharding.demo.street import check_times, corners, footprint_track, footprints_overlap
-from fuelrail.sharding.demo.world import KEYFRAME_US, SynthClip, captures, make_clip, token
+from fuelrail.sharding.demo.street import (
+    check_times,
+    corners,
+    footprint_track,
+    footprints_overlap,
+)
+from fuelrail.sharding.demo.world import (
+    KEYFRAME_US,
+    SynthClip,
+    captures,
+    make_clip,
+    token,
+)
 from support.synth_rays import first_met
 
 SPEC = SynthOptions(seed=11, clips=6, frames=5, lidar_sweeps=2)
@@ -66,7 +77,10 @@ def test_nothing_ever_touches_anything(index: int) -> None:
     for a in range(len(tracks)):
         near = np.abs(centres[a + 1 :] - centres[a]).max(-1).min(-1) < 12.0
         for b in np.nonzero(near)[0] + a + 1:
-            assert not footprints_overlap(tracks[a], tracks[b]), (clip.actors[a], clip.actors[b])
+            assert not footprints_overlap(tracks[a], tracks[b]), (
+                clip.actors[a],
+                clip.actors[b],
+            )
     assert len(tracks) > 40
 
 
@@ -125,7 +139,11 @@ def test_overlap_of_turned_rectangles_agrees_with_sampled_points(
 ) -> None:
     first = corners(np.zeros(1), y=np.zeros(1), yaw_rad=np.zeros(1), length=4.0, width=2.0)
     second = corners(
-        np.full(1, distance), y=np.zeros(1), yaw_rad=np.full(1, yaw), length=3.0, width=1.0
+        np.full(1, distance),
+        y=np.zeros(1),
+        yaw_rad=np.full(1, yaw),
+        length=3.0,
+        width=1.0,
     )
     u, v = np.meshgrid(np.linspace(-0.499, 0.499, 60), np.linspace(-0.499, 0.499, 60))
     c = math.cos(yaw)
@@ -161,7 +179,11 @@ def test_each_pixel_shows_what_its_ray_meets_first() -> None:
 
 
 def _ahead(
-    clip: SynthClip, metres: float, left_m: float, actor: int, size: tuple[float, float, float]
+    clip: SynthClip,
+    metres: float,
+    left_m: float,
+    actor: int,
+    size: tuple[float, float, float],
 ) -> Solid:
     (x, y, _), _ = clip.ego(clip.start_us)
     forward = clip.ego2global(clip.start_us)[:3, 0]
@@ -185,7 +207,9 @@ def test_what_is_hidden_is_not_seen() -> None:
     large = (8.0, 3.0, 3.0)
     small = (2.0, 1.0, 1.0)
     alone = visible_shares(
-        clip, [_ahead(clip, metres=30.0, left_m=0.0, actor=0, size=small)], clip.start_us
+        clip,
+        [_ahead(clip, metres=30.0, left_m=0.0, actor=0, size=small)],
+        clip.start_us,
     )
     assert alone == {0: 1.0}
     behind = [

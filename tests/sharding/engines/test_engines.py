@@ -42,13 +42,19 @@ def test_a_ctrl_c_while_locks_of_results_are_held_ends_the_run(dataroot, tmp_pat
     monkeypatch.setattr(_base, "_AcquireFutures", Interrupted)
     engine = make_engine(EngineOptions(engine="threads", workers=2))
     with pytest.raises(KeyboardInterrupt):
-        shard_nuscenes(source.root, tmp_path / "out", engine=engine, shard_size_bytes=10_000)
+        shard_nuscenes(
+            source.root,
+            tmp_path / "out",
+            engine=engine,
+            shard_size_bytes=10_000,
+        )
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        ConfigError, match=r"--engine ray needs ray, .*: pip install -e '\.\[ray\]' in a checkout"
+        ConfigError,
+        match=r"--engine ray needs ray, .*: pip install -e '\.\[ray\]' in a checkout",
     ):
         make_engine(EngineOptions(engine="ray"))
 
@@ -57,7 +63,9 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
 def job(tmp_path):
     (tmp_path / "source").mkdir()
     return write_job(
-        tmp_path / "out" / ".fuelrail", str(tmp_path / "out"), str(tmp_path / "source")
+        tmp_path / "out" / ".fuelrail",
+        str(tmp_path / "out"),
+        str(tmp_path / "source"),
     )
 
 

@@ -44,7 +44,10 @@ def cluster():
 
 def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
     outcome = shard_nuscenes(
-        source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS
+        source.root,
+        tmp_path / "out",
+        engine=RayEngine(cluster.address, 0),
+        **OPTIONS,
     )
     assert digests(tmp_path / "out") == expected
     assert outcome.num_written == outcome.manifest.num_shards > 6
@@ -85,10 +88,14 @@ def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(
     monkeypatch.setattr(ray, "NO_NODE_S", 0.5)
     monkeypatch.setattr(ray, "_LOOK_S", 0.1)
     with pytest.raises(
-        FuelrailError, match=r"no node with 1 CPU and [\d,]+ memory for 0 s, which each task needs"
+        FuelrailError,
+        match=r"no node with 1 CPU and [\d,]+ memory for 0 s, which each task needs",
     ):
         shard_nuscenes(
-            source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS
+            source.root,
+            tmp_path / "out",
+            engine=RayEngine(cluster.address, 0),
+            **OPTIONS,
         )
 
 
@@ -111,7 +118,10 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(
     )
     variables = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
     run = subprocess.Popen(
-        command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        env=variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 280
     while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
@@ -132,7 +142,10 @@ def test_what_is_wrong_with_the_source_is_said_once_and_with_the_node(source, cl
     shutil.copytree(source.root, root)
     victim = sorted((root / "samples" / "CAM_BACK").iterdir())[5]
     victim.write_bytes(victim.read_bytes()[:-9])
-    with pytest.raises(SourceError, match=rf"{victim.name}.*truncated JPEG.*\(on node [0-9.]+\)"):
+    with pytest.raises(
+        SourceError,
+        match=rf"{victim.name}.*truncated JPEG.*\(on node [0-9.]+\)",
+    ):
         shard_nuscenes(root, out, engine=RayEngine(cluster.address, 0), **OPTIONS)
     assert not (out / "dataset.json").exists()
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
@@ -140,4 +153,9 @@ def test_what_is_wrong_with_the_source_is_said_once_and_with_the_node(source, cl
 
 def test_a_cluster_that_is_not_there(source, tmp_path):
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
-        shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine("127.0.0.1:1", 0), **OPTIONS)
+        shard_nuscenes(
+            source.root,
+            tmp_path / "out",
+            engine=RayEngine("127.0.0.1:1", 0),
+            **OPTIONS,
+        )

@@ -23,7 +23,11 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.sharding.append import append
-from fuelrail.sharding.engines.ray import forget_inputs, inputs_here, share_inputs
+from fuelrail.sharding.engines.ray import (
+    forget_inputs,
+    inputs_here,
+    share_inputs,
+)
 from fuelrail.sharding.output import lock as object_lock
 from fuelrail.sharding.output import url as url_output
 from fuelrail.sharding.output.folder import open_output
@@ -182,7 +186,10 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     assert download_digests(bucket, url, tmp_path / "got") == expected
     assert [upload["Key"] for upload in uploads(bucket)] == ["other/thing"]
     bucket.call_s3(
-        "abort_multipart_upload", Bucket="drives", Key="other/thing", UploadId=foreign["UploadId"]
+        "abort_multipart_upload",
+        Bucket="drives",
+        Key="other/thing",
+        UploadId=foreign["UploadId"],
     )
 
 
@@ -262,7 +269,8 @@ def test_a_bucket_that_is_not_there_and_foreign_objects(source, bucket, url):
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
         shard_nuscenes(source.root, url, **OPTIONS)
     with pytest.raises(
-        DatasetError, match=r"output 's3://nowhere/x' cannot be written: the bucket is not there"
+        DatasetError,
+        match=r"output 's3://nowhere/x' cannot be written: the bucket is not there",
     ):
         shard_nuscenes(source.root, "s3://nowhere/x", **OPTIONS)
 
@@ -273,7 +281,8 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
     assert digests(tmp_path / "out") == expected
     bucket.rm_file(f"{url}/v1.0-mini/scene.json")
     with pytest.raises(
-        SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"
+        SourceError,
+        match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing",
     ):
         shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
     with pytest.raises(ConfigError, match=r"has no nuScenes tables: no folder such as v1"):
@@ -354,7 +363,10 @@ def test_a_whole_run_at_any_store(source, expected, store, tmp_path):
         "num_workers": 1,
         "image": image,
     }
-    with make_loader(out, 2, **options) as remote, make_loader(copy, 2, **options) as local:
+    with (
+        make_loader(out, 2, **options) as remote,
+        make_loader(copy, 2, **options) as local,
+    ):
         assert [batch["sample_key"] for batch in remote] == [batch["sample_key"] for batch in local]
 
 
@@ -364,7 +376,10 @@ def test_a_whole_run_at_any_store(source, expected, store, tmp_path):
 def test_what_fails_leaves_no_object(store):
     """A file that is half-written when something fails never gets its name."""
     out = open_output(f"{store}/out")
-    with pytest.raises(RuntimeError, match="something fails"), out.publish("half.tar") as file:
+    with (
+        pytest.raises(RuntimeError, match="something fails"),
+        out.publish("half.tar") as file,
+    ):
         file.write(b"x" * 100_000)
         raise RuntimeError("something fails")
     assert out.size("half.tar") is None

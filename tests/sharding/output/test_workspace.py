@@ -44,7 +44,10 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_a_second_run_is_refused_and_names_the_first(tmp_path):
-    with workspace(tmp_path / "out"), pytest.raises(DatasetError, match=f"process {os.getpid()}"):
+    with (
+        workspace(tmp_path / "out"),
+        pytest.raises(DatasetError, match=f"process {os.getpid()}"),
+    ):
         workspace(tmp_path / "out")
     with workspace(tmp_path / "out"):
         pass
@@ -61,7 +64,8 @@ def test_the_lock_of_a_dead_process_is_stale(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     dead = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out")], env={**os.environ, "PYTHONPATH": _SRC}
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": _SRC},
     )
     assert dead.returncode == -signal.SIGKILL
     assert (tmp_path / "out" / WORK_FOLDER / "tmp" / "half").exists()

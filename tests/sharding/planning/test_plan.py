@@ -60,7 +60,11 @@ def plan_of(lengths, size=1000, **values):
 def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_size, share):
     splits = {"train": share, "val": 1 - share}
     plan, clips_by_split = plan_of(
-        lengths, seed=seed, order=order, shard_size_bytes=shard_size, splits=splits
+        lengths,
+        seed=seed,
+        order=order,
+        shard_size_bytes=shard_size,
+        splits=splits,
     )
     clip, frame, _ = columns(lengths)
     assert sorted(plan.rows.tolist()) == list(range(len(clip)))
@@ -79,7 +83,13 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
         numbers[shard.split] = shard.number + 1
         rows = plan.rows[position : position + shard.num_samples]
         assert set(clip[rows].tolist()) <= set(clips_by_split[shard.split])
-        units = list(zip(clip[rows].tolist(), (frame[rows] // frames).tolist(), strict=True))
+        units = list(
+            zip(
+                clip[rows].tolist(),
+                (frame[rows] // frames).tolist(),
+                strict=True,
+            )
+        )
         for unit in set(units):
             assert home.setdefault(unit, shard.stem) == shard.stem, "a unit is in two shards"
             inside = rows[[n for n, unit_of_row in enumerate(units) if unit_of_row == unit]]
@@ -95,7 +105,10 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
     assert list(numbers) == ["train", "val"]
 
 
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=300), st.integers(1024, 20_000))
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=300),
+    st.integers(1024, 20_000),
+)
 def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
     clip, frame, _ = columns([len(sizes)])
     size_bytes = np.array(sizes, np.int64)
@@ -171,13 +184,17 @@ def test_own_splits_of_the_source():
         "train": ["Clip 0", "Clip 3", "elsewhere"],
         "test": ["nowhere"],
     }
-    assert assign_splits(clips, make_recipe(), source_splits) == {"val": [2], "train": [0, 3]}
+    assert assign_splits(clips, make_recipe(), source_splits) == {
+        "val": [2],
+        "train": [0, 3],
+    }
     assert assign_splits(clips, make_recipe(), None) == {"train": [0, 1, 2, 3]}
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         assign_splits(clips, make_recipe(), {"train": ["nowhere"]})
     for name in ("Train", "../x", ""):
         with pytest.raises(
-            ConfigError, match=r"split name .* is not allowed; .* overrides the source's own"
+            ConfigError,
+            match=r"split name .* is not allowed; .* overrides the source's own",
         ):
             assign_splits(clips, make_recipe(), {name: ["Clip 0"]})
 
@@ -204,7 +221,10 @@ def test_clips_without_selected_samples_are_not_dealt():
     assert sorted([*shares["train"], *shares["val"]]) == present
     assert len(shares["train"]) == 2
     lists = {"a": ["clip-0", "clip-1"], "b": ["clip-2"], "c": ["clip-8"]}
-    assert assign_splits(clips, make_recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
+    assert assign_splits(clips, make_recipe(splits=lists), None, present) == {
+        "a": [1],
+        "c": [8],
+    }
     with pytest.raises(ConfigError, match="none of the 4 clips"):
         assign_splits(clips, make_recipe(splits={"b": ["clip-2"]}), None, present)
 

@@ -16,7 +16,9 @@ from fuelrail.sharding.planning.recipe import (
 )
 
 LIDAR = LidarEntry(
-    channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")
+    channel="lidar_top",
+    source_name="LIDAR_TOP",
+    columns=("x", "y", "z", "intensity", "ring"),
 )
 
 
@@ -77,7 +79,8 @@ def test_lists_of_clips_come_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("order", "frames"), [("frame", 1), ("clip", 0), ("window:1", 1), ("window:40", 40)]
+    ("order", "frames"),
+    [("frame", 1), ("clip", 0), ("window:1", 1), ("window:40", 40)],
 )
 def test_order_units(order, frames):
     assert unit_frames(order) == frames

@@ -34,7 +34,11 @@ def pose_columns(matrices) -> dict[str, list[float]]:
     rows = np.array(matrices).reshape(-1, 4, 4)
     x, y, z, w = Rotation.from_matrix(rows[:, :3, :3]).as_quat().T
     return dict(
-        zip(POSE, [values.tolist() for values in (w, x, y, z, *rows[:, :3, 3].T)], strict=True)
+        zip(
+            POSE,
+            [values.tolist() for values in (w, x, y, z, *rows[:, :3, 3].T)],
+            strict=True,
+        )
     )
 
 
@@ -67,12 +71,18 @@ def write_log(folder, clip, late_ns=0) -> None:
     poses = {
         reading.timestamp_ns + late: reading.ego2global
         for frame in clip.frames
-        for reading, late in [(frame, 0), *((image, late_ns) for image in frame.images.values())]
+        for reading, late in [
+            (frame, 0),
+            *((image, late_ns) for image in frame.images.values()),
+        ]
     }
     times = sorted(poses)
     write_table(
         folder / "city_SE3_egovehicle.feather",
-        {"timestamp_ns": times, **pose_columns([poses[time] for time in times])},
+        {
+            "timestamp_ns": times,
+            **pose_columns([poses[time] for time in times]),
+        },
     )
     rows = []
     for frame in clip.frames:
@@ -104,7 +114,11 @@ def write_log(folder, clip, late_ns=0) -> None:
                     "track_uuid": box.track,
                     "category": box.category,
                     **dict(
-                        zip(("length_m", "width_m", "height_m"), box.size_lwh.tolist(), strict=True)
+                        zip(
+                            ("length_m", "width_m", "height_m"),
+                            box.size_lwh.tolist(),
+                            strict=True,
+                        )
                     ),
                     **{
                         name: values[0]
@@ -114,7 +128,8 @@ def write_log(folder, clip, late_ns=0) -> None:
                 }
             )
     write_table(
-        folder / "annotations.feather", {name: [row[name] for row in rows] for name in rows[0]}
+        folder / "annotations.feather",
+        {name: [row[name] for row in rows] for name in rows[0]},
     )
     (folder / "map").mkdir()
     (folder / "map" / f"log_map_archive_{clip.name}____PIT_city_31785.json").write_text("{}")
@@ -180,7 +195,10 @@ MOUNTS = "calibration/egovehicle_SE3_sensor.feather"
 BAD = {
     "no calibration": (gone("calibration"), r"calibration/intrinsics\.feather"),
     "no images": (gone("sensors/cameras"), r"has no images in sensors/cameras"),
-    "no boxes": (gone(BOXES), r"annotations\.feather' is not there; boxes=false"),
+    "no boxes": (
+        gone(BOXES),
+        r"annotations\.feather' is not there; boxes=false",
+    ),
     "no poses": (gone(POSES), r"city_SE3_egovehicle\.feather"),
     "one image missing": (
         lambda log: next((log / "sensors" / "cameras" / RING[1]).iterdir()).unlink(),
@@ -191,7 +209,10 @@ BAD = {
         content(BOXES, lambda data: data[:-40]),
         r"annotations\.feather' cannot be read as feather",
     ),
-    "LFS pointer": (content(BOXES, LFS_POINTER), r"annotations\.feather' is a git-LFS pointer"),
+    "LFS pointer": (
+        content(BOXES, LFS_POINTER),
+        r"annotations\.feather' is a git-LFS pointer",
+    ),
     "column missing": (
         column(POSES, "qw", None),
         r"egovehicle\.feather' has no column 'qw'; it has timestamp_ns",
@@ -221,7 +242,11 @@ BAD = {
         r"has two rows for time and track",
     ),
     "poses that go back": (
-        column(POSES, "timestamp_ns", lambda times: times.take(list(range(31, -1, -1)))),
+        column(
+            POSES,
+            "timestamp_ns",
+            lambda times: times.take(list(range(31, -1, -1))),
+        ),
         r"city_SE3_egovehicle\.feather': row 1 has the time \d+, not later",
     ),
     "another name": (
@@ -318,13 +343,18 @@ def test_a_real_log(tmp_path):
             row["cx_px"],
             row["cy_px"],
         ]
-        assert sample.geometry.img_wh[index].tolist() == [row["width_px"], row["height_px"]]
+        assert sample.geometry.img_wh[index].tolist() == [
+            row["width_px"],
+            row["height_px"],
+        ]
         assert np.isnan(sample.geometry.dist[index]).all(), "the images are rectified"
     mounts = feather.read_table(real / "calibration" / "egovehicle_SE3_sensor.feather").to_pylist()
     for row in mounts:
         if row["sensor_name"] in RING:
             np.testing.assert_allclose(
-                sample.geometry.cam2ego[RING.index(row["sensor_name"])], matrix(row), atol=1e-9
+                sample.geometry.cam2ego[RING.index(row["sensor_name"])],
+                matrix(row),
+                atol=1e-9,
             )
     boxes = [
         row
@@ -334,7 +364,15 @@ def test_a_real_log(tmp_path):
     assert len(boxes) == len(sample.boxes.label) > 50
     for index, row in enumerate(boxes):
         expected = [
-            row[name] for name in ("tx_m", "ty_m", "tz_m", "length_m", "width_m", "height_m")
+            row[name]
+            for name in (
+                "tx_m",
+                "ty_m",
+                "tz_m",
+                "length_m",
+                "width_m",
+                "height_m",
+            )
         ]
         np.testing.assert_allclose(sample.boxes.boxes3d[index, :6], expected, atol=1e-4)
         yaw = Rotation.from_matrix(matrix(row)[:3, :3]).as_euler("ZYX")[0]
@@ -366,11 +404,17 @@ def test_the_vector_map_is_a_channel(tmp_path):
         return [dict(zip("xyz", point, strict=True)) for point in points.tolist()]
 
     shared = line((0, 2), (40, 2))
-    lane = {"left_lane_mark_type": "SOLID_WHITE", "right_lane_mark_type": "NONE"}
+    lane = {
+        "left_lane_mark_type": "SOLID_WHITE",
+        "right_lane_mark_type": "NONE",
+    }
     content = {
         "drivable_areas": {"1": {"area_boundary": line((-5, -5), (5, -5), (5, 5))}},
         "pedestrian_crossings": {
-            "2": {"edge1": line((10, -3), (10, 3)), "edge2": line((12, -3), (12, 3))}
+            "2": {
+                "edge1": line((10, -3), (10, 3)),
+                "edge2": line((12, -3), (12, 3)),
+            }
         },
         "lane_segments": {
             "3": {
@@ -388,19 +432,26 @@ def test_the_vector_map_is_a_channel(tmp_path):
     }
     (file,) = (tmp_path / "source").rglob("log_map_archive*")
     file.write_text(json.dumps(content))
-    spec = SourceSpec("argoverse2", str(tmp_path / "source"), {"match": "nearest", "map": True})
+    spec = SourceSpec(
+        "argoverse2",
+        str(tmp_path / "source"),
+        {"match": "nearest", "map": True},
+    )
     TestArgoverse2().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
     samples = sorted(
-        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+        map(dataset.__getitem__, range(len(dataset))),
+        key=lambda sample: sample.meta.timestamp_ns,
     )
     vectors = decode_values(samples[0].extra, (channel,), samples[0].key)["map"]
     assert np.bincount(vectors["line"]).tolist() == [4, 5, 2, 2, 2]
     first = np.flatnonzero(np.diff(vectors["line"], prepend=-1))
     assert vectors["layer"][first].tolist() == [0, 1, 2, 3, 2]
     np.testing.assert_allclose(
-        vectors["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02
+        vectors["point"][4:9],
+        [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)],
+        atol=0.02,
     )
     np.testing.assert_allclose(vectors["point"][11:13], [(0, -2), (51.2, -2)], atol=0.02)  # cut
     file.write_text("{}")

@@ -22,7 +22,11 @@ import fuelrail as fr
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.limits import TABLE
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
+from fuelrail.sharding.sources.registry import (
+    SourceSpec,
+    make_source,
+    parse_source,
+)
 from fuelrail.sharding.sources.shared import arrow
 from support.manifest_world import write_wide
 from support.neutral_source import install_plugin
@@ -92,7 +96,10 @@ def schema_metadata():
         "image": {"_type": "Image"},
         "label": {"names": NAMES, "_type": "ClassLabel"},
         "sound": {"_type": "Audio"},
-        "words": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+        "words": {
+            "feature": {"dtype": "string", "_type": "Value"},
+            "_type": "List",
+        },
         "talk": [{"from": {"dtype": "string", "_type": "Value"}}],
     }
     return {"huggingface": json.dumps({"info": {"features": features}})}
@@ -116,7 +123,10 @@ def write(root, name, content, form="parquet", rows=5):
         pq.write_table(content, path, row_group_size=rows)
         return path
     make = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
-    with pa.OSFile(str(path), "wb") as file, make(file, content.schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        make(file, content.schema) as writer,
+    ):
         writer.write_table(content, max_chunksize=rows)
     return path
 
@@ -149,7 +159,8 @@ def check(sample, record):
     assert sample["words"] == record["words"]
     np.testing.assert_array_equal(sample["box"], np.array(record["box"], np.float32))
     np.testing.assert_array_equal(
-        sample["areas"]["values"], np.array(record["areas"], np.float32).reshape(-1, 2)
+        sample["areas"]["values"],
+        np.array(record["areas"], np.float32).reshape(-1, 2),
     )
     assert json.loads(sample["talk"]) == record["talk"]
     assert (sample["attributes"]["label"], sample["attributes"]["score"]) == (
@@ -165,7 +176,12 @@ def test_samples_are_the_rows(tmp_path, form):
     rows = [row(number) for number in range(12)]
     write(tmp_path / "in", "data/train-00000-of-00002", table(rows[:8]), form)
     write(tmp_path / "in", "data/train-00001-of-00002", table(rows[8:10]), form)
-    write(tmp_path / "in", "data/validation-00000-of-00001", table(rows[10:]), form)
+    write(
+        tmp_path / "in",
+        "data/validation-00000-of-00001",
+        table(rows[10:]),
+        form,
+    )
     assert make_source(SourceSpec("arrow", str(tmp_path / "in"), {})).reads == (
         "clip" if form == "parquet" else "random"
     )
@@ -195,9 +211,17 @@ def test_samples_are_the_rows(tmp_path, form):
     for name, expected in zip(names, rows, strict=True):
         check(samples[name], expected)
         assert samples[name]["attributes"]["source"] == expected["source"]
-    shard(tmp_path / "in", tmp_path / "again", workers=3, columns={"source": "source"})
+    shard(
+        tmp_path / "in",
+        tmp_path / "again",
+        workers=3,
+        columns={"source": "source"},
+    )
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
-    transforms = {"select": ["words", "caption"], "image": {"height": 24, "width": 32}}
+    transforms = {
+        "select": ["words", "caption"],
+        "image": {"height": 24, "width": 32},
+    }
     with fr.DataLoader(tmp_path / "out", 4, shuffle=False, transforms=transforms) as loader:
         (batch, *_) = loader
     assert batch["words"] == [samples[token]["words"] for token in batch["sample_token"]]
@@ -214,8 +238,18 @@ def test_columns_may_be_those_of_a_manifest(tmp_path):
         }
         for number in range(8)
     ]
-    types = {"drive": pa.string(), "t": pa.float64(), "img": pa.large_binary(), "id": pa.int64()}
-    names = {"drive": "clip_id", "t": "timestamp_s", "img": "cam.Front", "id": "sample_token"}
+    types = {
+        "drive": pa.string(),
+        "t": pa.float64(),
+        "img": pa.large_binary(),
+        "id": pa.int64(),
+    }
+    names = {
+        "drive": "clip_id",
+        "t": "timestamp_s",
+        "img": "cam.Front",
+        "id": "sample_token",
+    }
     for form in ("parquet", "stream"):
         write(tmp_path / form, "rows", table(rows, types, {}), form, rows=3)
         shard(tmp_path / form, tmp_path / f"{form}-out", columns=names)
@@ -254,7 +288,9 @@ class TestParquetWorld(SourceSuite):
                     for path in rows.column(name).to_pylist()
                 ]
                 rows = rows.set_column(
-                    position, name.removesuffix(".path"), pa.array(data, pa.binary())
+                    position,
+                    name.removesuffix(".path"),
+                    pa.array(data, pa.binary()),
                 )
         for path in root.rglob("*.jpg"):
             path.unlink()
@@ -283,7 +319,8 @@ def test_paths_of_images_without_bytes_are_read_below_the_root(tmp_path):
     rows[0]["image"]["path"] = "../a.jpg"
     write(tmp_path / "in", "rows", table(rows, {"image": IMAGE}))
     with pytest.raises(
-        SourceError, match=r"row 0, column path: '../a.jpg' is not inside the source"
+        SourceError,
+        match=r"row 0, column path: '../a.jpg' is not inside the source",
     ):
         scan(tmp_path / "in")
 
@@ -296,13 +333,20 @@ def test_damaged_images_follow_the_policy(tmp_path, form):
     rows[5]["image"] = None
     write(tmp_path, "train", table(rows), form)
     with pytest.raises(
-        SourceError, match=r"train.*(is neither JPEG nor PNG|is empty).*damaged_image=mask"
+        SourceError,
+        match=r"train.*(is neither JPEG nor PNG|is empty).*damaged_image=mask",
     ):
         scan(tmp_path, missing_camera="mask")
     with pytest.raises(
-        SourceError, match=r"images are damaged, more than the share of max_damaged=0\.1"
+        SourceError,
+        match=r"images are damaged, more than the share of max_damaged=0\.1",
     ):
-        scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.1)
+        scan(
+            tmp_path,
+            damaged_image="drop",
+            missing_camera="drop",
+            max_damaged=0.1,
+        )
     info = scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.5)
     assert info.report.samples == 3 and info.report.damaged == {"image": 2}
     info = scan(tmp_path, damaged_image="mask", missing_camera="mask", max_damaged=0.5)
@@ -332,7 +376,11 @@ def test_changed_bytes_end_in_one_sentence_or_in_other_values(tmp_path, form):
         data = bytearray(content)
         for _ in range(rng.choice((1, 3, 20))):
             position = rng.choice(
-                (rng.randrange(3000), len(data) - 1 - rng.randrange(3000), rng.randrange(len(data)))
+                (
+                    rng.randrange(3000),
+                    len(data) - 1 - rng.randrange(3000),
+                    rng.randrange(len(data)),
+                )
             )
             data[position] = rng.randrange(256)
         path.write_bytes(data)
@@ -349,7 +397,8 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     with pa.ipc.new_file(str(path), table(rows).schema, options=options) as writer:
         writer.write_table(table(rows))
     with pytest.raises(
-        SourceError, match="record batches are compressed: write them without compression"
+        SourceError,
+        match="record batches are compressed: write them without compression",
     ):
         scan(tmp_path)
     write(tmp_path, "a", table(rows), "file")
@@ -431,7 +480,10 @@ def test_columns_of_views_and_runs_are_left_out_by_name(tmp_path):
     noted = str(scan(tmp_path).report)
     assert "column runs left out" in noted
     assert "column seen left out" in noted
-    with pytest.raises(SourceError, match=r"column 'runs' of run_end_encoded.* write plain values"):
+    with pytest.raises(
+        SourceError,
+        match=r"column 'runs' of run_end_encoded.* write plain values",
+    ):
         scan(tmp_path, columns={"runs": "clip_id"})
 
 
@@ -507,13 +559,20 @@ def test_lance_datasets_are_read_also_after_deletions(tmp_path):
     rows = [
         {"image": picture(number), "label": number % 3, "number": number} for number in range(40)
     ]
-    types = {"image": pa.large_binary(), "label": pa.int64(), "number": pa.int32()}
+    types = {
+        "image": pa.large_binary(),
+        "label": pa.int64(),
+        "number": pa.int32(),
+    }
     place = tmp_path / "in" / "train.lance"
     lance.write_dataset(table(rows[:25], types, {}), place)
     lance.write_dataset(table(rows[25:], types, {}), place, mode="append")
     lance.dataset(place).delete("label = 2")
     remaining = lance.dataset(place).to_table().to_pylist()
-    for location, out in ((tmp_path / "in", tmp_path / "a"), (place, tmp_path / "b")):
+    for location, out in (
+        (tmp_path / "in", tmp_path / "a"),
+        (place, tmp_path / "b"),
+    ):
         shard(location, out)
         samples = {sample["attributes"]["number"]: sample for sample in by_token(out).values()}
         assert samples.keys() == {record["number"] for record in remaining} and len(remaining) == 27

@@ -34,7 +34,11 @@ class ImageSource(NamedTuple):
 
     def shard(self, out: Path, **options):
         return fr.shard(
-            f"{self.kind}:{self.root}", out, options=options, workers=1, splits={"train": 1.0}
+            f"{self.kind}:{self.root}",
+            out,
+            options=options,
+            workers=1,
+            splits={"train": 1.0},
         )
 
 
@@ -44,9 +48,10 @@ def _with_sizes(root: Path) -> None:
     for row in rows:
         for name in [name for name in row if name.startswith("cam.") and name.endswith(".path")]:
             with Pillow.open(root / row[name]) as picture:
-                row[name.replace("path", "width")], row[name.replace("path", "height")] = (
-                    picture.size
-                )
+                (
+                    row[name.replace("path", "width")],
+                    row[name.replace("path", "height")],
+                ) = picture.size
     (root / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -83,7 +88,11 @@ def _smaller(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "match"),
-    [(_cut, "truncated JPEG"), (_pointer, "git-LFS pointer"), (_smaller, r"\d+ x \d+ px")],
+    [
+        (_cut, "truncated JPEG"),
+        (_pointer, "git-LFS pointer"),
+        (_smaller, r"\d+ x \d+ px"),
+    ],
     ids=["cut", "pointer", "smaller"],
 )
 def test_a_check_finds_what_the_run_would_stop_at(
@@ -158,22 +167,31 @@ def test_a_frame_with_a_damaged_image_is_dropped(tmp_path):
     _cut(tmp_path / "drive-0/cam_left/2.jpg")
     spec = SourceSpec("manifest", str(tmp_path), {"damaged_image": "drop", "max_damaged": 0.1})
     report = scan_source(spec).report
-    assert (report.samples, report.dropped_samples) == (3, {"cam_left: damaged": 1})
+    assert (report.samples, report.dropped_samples) == (
+        3,
+        {"cam_left: damaged": 1},
+    )
 
 
 def test_a_check_applies_the_rules_of_the_writer(tmp_path):
     write_wide(make_world(1, lidars=()), tmp_path, "jsonl")
     rows = [json.loads(line) for line in (tmp_path / "frames.jsonl").read_text().splitlines()]
     for row in rows:
-        row["cam.cam_left.dist_model"], row["cam.cam_left.dist"] = "fisheye_of_mine", [0.1, 0.2]
+        row["cam.cam_left.dist_model"], row["cam.cam_left.dist"] = (
+            "fisheye_of_mine",
+            [0.1, 0.2],
+        )
     (tmp_path / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(
-        SourceError, match=r"(?s)4 faults.*dist_model of cam_left is 'fisheye_of_mine'; known: none"
+        SourceError,
+        match=r"(?s)4 faults.*dist_model of cam_left is 'fisheye_of_mine'; known: none",
     ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
-def test_turned_images_and_foreign_calibrations_are_reported(source: ImageSource):
+def test_turned_images_and_foreign_calibrations_are_reported(
+    source: ImageSource,
+):
     with Pillow.open(source.file) as picture:
         exif = Pillow.Exif()
         turned = io.BytesIO()
@@ -230,5 +248,8 @@ def test_images_of_other_forms_are_named_by_their_content(tmp_path):
         picture.save(tmp_path / "drive-0/cam_left/0.webp")
     table = tmp_path / "frames.jsonl"
     table.write_text(table.read_text().replace("drive-0/cam_left/0.jpg", "drive-0/cam_left/0.webp"))
-    with pytest.raises(SourceError, match=r"0\.webp': image is WebP; JPEG and PNG are supported"):
+    with pytest.raises(
+        SourceError,
+        match=r"0\.webp': image is WebP; JPEG and PNG are supported",
+    ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))

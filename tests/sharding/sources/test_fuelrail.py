@@ -7,7 +7,11 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    SourceError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
@@ -22,7 +26,10 @@ SPLITS = {"train": 0.75, "val": 0.25}
 @pytest.fixture(scope="module")
 def first(dataroot, sharded):
     return sharded(
-        dataroot("a4 b5 c3 d4"), splits=SPLITS, shard_size_bytes=40_000, license="CC0-1.0"
+        dataroot("a4 b5 c3 d4"),
+        splits=SPLITS,
+        shard_size_bytes=40_000,
+        license="CC0-1.0",
     )
 
 
@@ -37,7 +44,14 @@ def test_there_and_back_gives_the_same_shards(first, tmp_path):
     # The order of the source's own shards plays no part: a dataset shuffled otherwise leads to the same bytes.
     recipe = {"seed": 7, "splits": SPLITS, "shard_size_bytes": 1 << 30}
     reshard(first, tmp_path / "direct", **recipe)
-    reshard(first, tmp_path / "other", seed=1, order="clip", layout="none", splits={"all": 1.0})
+    reshard(
+        first,
+        tmp_path / "other",
+        seed=1,
+        order="clip",
+        layout="none",
+        splits={"all": 1.0},
+    )
     reshard(tmp_path / "other", tmp_path / "back", **recipe)
     direct, back = (
         {name: digest for name, digest in digests(tmp_path / out).items() if name.endswith(".tar")}
@@ -51,7 +65,13 @@ def test_there_and_back_gives_the_same_shards(first, tmp_path):
 def test_the_samples_are_the_same_in_another_order(first, tmp_path, num_workers):
     out = tmp_path / "out"
     manifest = reshard(
-        first, out, num_workers, seed=99, layout="none", order="window:2", shard_size_bytes=30_000
+        first,
+        out,
+        num_workers,
+        seed=99,
+        layout="none",
+        order="window:2",
+        shard_size_bytes=30_000,
     )
     assert verify(out, deep=True, num_threads=2).faults == []
     assert members_of(out) == members_of(first)
@@ -79,7 +99,11 @@ def test_the_samples_are_the_same_in_another_order(first, tmp_path, num_workers)
 
 def test_a_selection_can_be_selected_from(first, tmp_path):
     reshard(first, tmp_path / "one", select="frame != 1")
-    reshard(tmp_path / "one", tmp_path / "two", select="clip_id in ('b', 'c') and num_boxes > 0")
+    reshard(
+        tmp_path / "one",
+        tmp_path / "two",
+        select="clip_id in ('b', 'c') and num_boxes > 0",
+    )
     members = members_of(tmp_path / "two")
     assert sorted(members) == [
         "b-000000",

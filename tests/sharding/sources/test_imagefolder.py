@@ -28,7 +28,14 @@ from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
 
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
-MATRICES = {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img", "ego2global"}
+MATRICES = {
+    "intrinsics",
+    "cam2ego",
+    "cam2keyego",
+    "ego2img",
+    "lidar2img",
+    "ego2global",
+}
 
 
 class TestImageFolder(SourceSuite):
@@ -107,7 +114,10 @@ def test_folders_of_splits_and_classes(tmp_path):
         }
         assert labels(dataset, split) == expected
     (item,) = torch.utils.data.Subset(MapView(dataset, ["image", "cls"]), [3])
-    assert (item["cls"], item["image"].shape) == (dataset.table["cls"][3].as_py(), (3, 24, 32))
+    assert (item["cls"], item["image"].shape) == (
+        dataset.table["cls"][3].as_py(),
+        (3, 24, 32),
+    )
     fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
     assert not fr.open(tmp_path / "again").manifest.has_calibration
     with load(tmp_path / "again", 2, transform=lambda sample: sample) as loader:
@@ -143,7 +153,11 @@ def test_a_mapping_of_classes(tmp_path):
     options = {"classes": {"cat": "animal", "dog": "animal", "car": None}}
     fr.shard(f"imagefolder:{root}", tmp_path / "out", workers=1, options=options)
     assert fr.open(tmp_path / "out").manifest.classes == ("animal",)
-    assert labels(tmp_path / "out", "train") == {"cat/1.jpg": 0, "dog/1.jpg": 0, "car/1.jpg": -1}
+    assert labels(tmp_path / "out", "train") == {
+        "cat/1.jpg": 0,
+        "dog/1.jpg": 0,
+        "car/1.jpg": -1,
+    }
 
 
 def outside(root):
@@ -166,15 +180,30 @@ def undecodable(root):
         (outside, r"cat/2.jpg' leads to .*outside of the source"),
         (outside_folder, r"dog' leads to .*outside of the source"),
         (undecodable, r"cat/.*cannot be printed: rename it"),
-        (lambda root: write(root, ["made:x/1.jpg"]), r"'made:x/1.jpg' begins with .* rename it"),
-        (lambda root: os.mkfifo(root / "cat" / "2.jpg"), r"cat/2.jpg' is a FIFO"),
-        (lambda root: (root / "cat" / "2.jpg").write_bytes(b""), r"cat/2.jpg': image is empty"),
-        (lambda root: (root / "cat" / "2.jpg").write_bytes(b"GIF89a"), r"cat/2.jpg"),
+        (
+            lambda root: write(root, ["made:x/1.jpg"]),
+            r"'made:x/1.jpg' begins with .* rename it",
+        ),
+        (
+            lambda root: os.mkfifo(root / "cat" / "2.jpg"),
+            r"cat/2.jpg' is a FIFO",
+        ),
+        (
+            lambda root: (root / "cat" / "2.jpg").write_bytes(b""),
+            r"cat/2.jpg': image is empty",
+        ),
+        (
+            lambda root: (root / "cat" / "2.jpg").write_bytes(b"GIF89a"),
+            r"cat/2.jpg",
+        ),
         (
             lambda root: (root / "cat" / "1.jpg").unlink(),
             r"has no clips; looked for .*in it is cat",
         ),
-        (lambda root: (root / "cat" / "1.jpg").rename(root / "1.jpg"), r"has no clips"),
+        (
+            lambda root: (root / "cat" / "1.jpg").rename(root / "1.jpg"),
+            r"has no clips",
+        ),
     ],
 )
 def test_hostile_and_empty_folders_are_named(tmp_path, spoil, match):
@@ -186,11 +215,19 @@ def test_hostile_and_empty_folders_are_named(tmp_path, spoil, match):
 
 def test_at_a_url(tmp_path):
     memory = fsspec.filesystem("memory")
-    for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/dog/2.jpg", "train/README"):
+    for name in (
+        "train/cat/1.jpg",
+        "train/dog/1.jpg",
+        "val/dog/2.jpg",
+        "train/README",
+    ):
         memory.pipe(f"/classes/{name}", JPEG)
     info = scan("memory://classes")
     assert info.classes == ["cat", "dog"]
-    assert {split: len(clips) for split, clips in info.splits.items()} == {"train": 2, "val": 1}
+    assert {split: len(clips) for split, clips in info.splits.items()} == {
+        "train": 2,
+        "val": 1,
+    }
 
 
 def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
@@ -223,17 +260,28 @@ def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
 
 
 def test_one_image_is_a_dataset(tmp_path):
-    fr.shard(f"imagefolder:{write(tmp_path / 'source', ['cat/only.jpg'])}", tmp_path / "out")
-    (batch,) = batches(
-        tmp_path / "out", 1, shuffle=True, select=["cls"], image={"height": 24, "width": 32}
+    fr.shard(
+        f"imagefolder:{write(tmp_path / 'source', ['cat/only.jpg'])}",
+        tmp_path / "out",
     )
-    assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])
+    (batch,) = batches(
+        tmp_path / "out",
+        1,
+        shuffle=True,
+        select=["cls"],
+        image={"height": 24, "width": 32},
+    )
+    assert (batch["sample_token"], batch["cls"].tolist()) == (
+        ["cat/only.jpg"],
+        [0],
+    )
 
 
 @pytest.mark.parametrize("splits", ["", "train/"])
 def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, splits):
     root = write(
-        tmp_path / "source", [f"{splits}{name}/{number}.jpg" for name in "ab" for number in "12"]
+        tmp_path / "source",
+        [f"{splits}{name}/{number}.jpg" for name in "ab" for number in "12"],
     )
     folders = [".ipynb_checkpoints", "__MACOSX", "a/.thumbs"]
     files = ["a/._1.jpg", "a/.DS_Store", "b/Thumbs.db", ".DS_Store"]
@@ -273,7 +321,11 @@ def test_bytes_behind_the_end_of_an_image_are_kept(tmp_path, ending):
     expected = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
     for decoder in ("turbo", "pillow"):
         for batch in batches(
-            tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32}, decoder=decoder
+            tmp_path / "out",
+            1,
+            shuffle=False,
+            image={"height": 24, "width": 32},
+            decoder=decoder,
         ):
             if batch["sample_token"] != ["a/other.jpg"]:
                 loaded = batch["img"][0, 0].permute(1, 2, 0).numpy()
@@ -292,7 +344,12 @@ def odd_pngs() -> dict[str, Image.Image]:
     clear = palette.copy()
     clear.info["transparency"] = 3
     bits = Image.fromarray((rng.random((24, 31)) > 0.5).astype(np.uint8) * 255).convert("1")
-    return {"palette": palette, "small palette": small, "clear": clear, "bits": bits}
+    return {
+        "palette": palette,
+        "small palette": small,
+        "clear": clear,
+        "bits": bits,
+    }
 
 
 @pytest.mark.parametrize("form", ["imagefolder", "tar", "tar.gz"])
@@ -328,7 +385,8 @@ def test_pngs_with_a_palette_or_of_few_bits_become_pngs_of_8_bits(tmp_path, form
 def test_a_folder_too_high_or_too_low_is_named(tmp_path):
     root = write(tmp_path / "source", ["set/a/1.jpg", "set/b/1.jpg"])
     with pytest.raises(
-        SourceError, match=rf"below them, such as 'set/a': .*imagefolder:{root}/set"
+        SourceError,
+        match=rf"below them, such as 'set/a': .*imagefolder:{root}/set",
     ):
         scan(root)
     with pytest.raises(SourceError, match=rf"is it imagefolder:{root}/set\?"):

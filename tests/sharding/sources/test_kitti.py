@@ -77,7 +77,9 @@ class TestKittiObject(AtUrl, SourceSuite):
             assert len(sample.boxes.label) == len(frame.boxes)
             for row, box in zip(sample.boxes.boxes3d, frame.boxes, strict=True):
                 np.testing.assert_allclose(
-                    row[:3], to_ego[:3, :3] @ box.centre + to_ego[:3, 3], atol=1e-4
+                    row[:3],
+                    to_ego[:3, :3] @ box.centre + to_ego[:3, 3],
+                    atol=1e-4,
                 )
                 np.testing.assert_allclose(row[3:6], box.size_lwh, atol=1e-4)
                 nose = to_ego[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
@@ -85,7 +87,9 @@ class TestKittiObject(AtUrl, SourceSuite):
             for index, image in enumerate(frame.images.values()):
                 np.testing.assert_allclose(sample.geometry.cam2ego[index], image.cam2ego, atol=1e-6)
                 np.testing.assert_allclose(
-                    sample.geometry.intrinsics[index], image.intrinsics, atol=1e-6
+                    sample.geometry.intrinsics[index],
+                    image.intrinsics,
+                    atol=1e-6,
                 )
                 assert bytes(list(sample.images.values())[index]) == image.jpeg
 
@@ -93,7 +97,10 @@ class TestKittiObject(AtUrl, SourceSuite):
         spec = self.spec(tmp_path)
         label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
         label.write_text("Car 0 0 0 1 2 3 4 5\n")
-        with pytest.raises(SourceError, match=r"000001\.txt': line 1 has 9 columns, wanted are 15"):
+        with pytest.raises(
+            SourceError,
+            match=r"000001\.txt': line 1 has 9 columns, wanted are 15",
+        ):
             scan_source(spec)
         label.write_text("")
         assert scan_source(spec).num_samples == 8, "a frame may have no box"
@@ -126,8 +133,14 @@ def first_line(name, text):
 CAMERAS = "../calib_cam_to_cam.txt"
 VELO = "../calib_velo_to_cam.txt"
 BAD = {
-    "no calibration": (gone(CAMERAS), r"drive_0001_sync has no calibration: .*nowhere"),
-    "a file of calibration missing": (gone("../calib_imu_to_velo.txt"), r"calib_imu_to_velo\.txt"),
+    "no calibration": (
+        gone(CAMERAS),
+        r"drive_0001_sync has no calibration: .*nowhere",
+    ),
+    "a file of calibration missing": (
+        gone("../calib_imu_to_velo.txt"),
+        r"calib_imu_to_velo\.txt",
+    ),
     "a line of calibration missing": (
         content(CAMERAS, lambda data: data.replace(b"P_rect_03", b"P_rect_04")),
         r"calib_cam_to_cam\.txt' has no line 'P_rect_03:'; it has R_rect_00, P_rect_02",
@@ -136,7 +149,10 @@ BAD = {
         first_line(VELO, "R: 2 0 0 0 2 0 0 0 2\nX: "),
         r"calib_velo_to_cam\.txt': .* is not a rotation",
     ),
-    "too few numbers": (first_line(VELO, "R: 1 0 0\nX: "), r"'R' is \[.*wanted are 9"),
+    "too few numbers": (
+        first_line(VELO, "R: 1 0 0\nX: "),
+        r"'R' is \[.*wanted are 9",
+    ),
     "no oxts": (gone("oxts/data"), r"oxts/data' has no rows of oxts"),
     "oxts cut off": (
         content("oxts/data/0000000001.txt", b"49.0 8.4 11"),
@@ -176,7 +192,10 @@ BAD = {
         r"image_02/timestamps\.txt' is not text in UTF-8",
     ),
     "tracklets of an unknown encoding": (
-        content("tracklet_labels.xml", b"<?xml version='1.0' encoding='no-such'?><a/>"),
+        content(
+            "tracklet_labels.xml",
+            b"<?xml version='1.0' encoding='no-such'?><a/>",
+        ),
         r"tracklet_labels\.xml' is not as tracklets are: line 1: .*no-such",
     ),
     "tracklets cut off": (
@@ -210,9 +229,10 @@ def test_holes_in_the_lidar_and_drives_without_tracklets(tmp_path):
     )
     (drive / "tracklet_labels.xml").write_text(f"<a><tracklets><item>{item}</item></tracklets></a>")
     info = scan_source(spec)
-    assert ("boxes.safetensors" in info.names, info.report.boxes) == (True, 0), (
-        "labelled, and no track has a pose"
-    )
+    assert ("boxes.safetensors" in info.names, info.report.boxes) == (
+        True,
+        0,
+    ), "labelled, and no track has a pose"
     (drive / "tracklet_labels.xml").unlink()
     info = scan_source(spec)
     assert info.report.masked == {"velodyne": {"no sweep": 1}}
@@ -239,14 +259,24 @@ def test_empty_times_of_the_lidar_leave_its_sweeps_out(tmp_path, has_scan):
     reason = "no time" if has_scan else "no sweep"
     assert report.masked == {"velodyne": {reason: 2}}
     assert report.noted["frames without a time of their own, which have a camera's"] == 2
-    fr.shard(f"kitti:{spec.location}", tmp_path / "out", workers=1, splits={"train": 1.0})
+    fr.shard(
+        f"kitti:{spec.location}",
+        tmp_path / "out",
+        workers=1,
+        splits={"train": 1.0},
+    )
     assert not fr.verify(tmp_path / "out", deep=True).faults
 
 
-def test_empty_times_of_a_camera_are_for_the_policy_and_of_oxts_are_left_out(tmp_path):
+def test_empty_times_of_a_camera_are_for_the_policy_and_of_oxts_are_left_out(
+    tmp_path,
+):
     drive, spec = one_drive(tmp_path)
     without_time(drive, "image_02", 1)
-    with pytest.raises(SourceError, match=r"image_02.*\(no time\); the option missing_camera=mask"):
+    with pytest.raises(
+        SourceError,
+        match=r"image_02.*\(no time\); the option missing_camera=mask",
+    ):
         scan_source(spec)
     masked = scan_source(spec._replace(options={"missing_camera": "mask"})).report
     assert masked.masked == {"image_02": {"no time": 1}}
@@ -289,7 +319,12 @@ def test_layouts_of_folders(tmp_path):
 
 def test_the_pose_beyond_the_ends_of_oxts():
     row = np.zeros((1, 30))
-    row[0, [6, 7, 10, 19]] = 3, 4, 1, 0.5  # north, east, up [m/s]; turning left [rad/s]
+    row[0, [6, 7, 10, 19]] = (
+        3,
+        4,
+        1,
+        0.5,
+    )  # north, east, up [m/s]; turning left [rad/s]
     times, poses = with_edges(np.array([10**9]), row, np.eye(4)[None])
     assert times.tolist() == [10**9 - EDGE_NS, 10**9, 10**9 + EDGE_NS]
     np.testing.assert_allclose(poses[2, :3, 3], [0.4, 0.3, 0.1])
@@ -347,18 +382,26 @@ def test_a_real_drive(tmp_path):
     lat, lon, alt, roll, pitch, yaw, north, east = map(
         float, next(drive.glob("oxts/data/*")).read_text().split()[:8]
     )
-    assert [lat, lon, alt] == [49.015003823272, 8.4342971002335, 116.43032836914]
+    assert [lat, lon, alt] == [
+        49.015003823272,
+        8.4342971002335,
+        116.43032836914,
+    ]
     speed = np.hypot(north, east)
     late_s = (
         geometry.cam_timestamp_ns[0]
         - np.datetime64("2011-09-26T13:02:25.964389445", "ns").astype(int)
     ) * 1e-9
     np.testing.assert_allclose(
-        np.linalg.norm(geometry.cam_ego2global[0][:2, 3]), -late_s * speed, atol=1e-4
+        np.linalg.norm(geometry.cam_ego2global[0][:2, 3]),
+        -late_s * speed,
+        atol=1e-4,
     )
     assert abs(np.arctan2(geometry.ego2global[1, 0], geometry.ego2global[0, 0]) - yaw) < 1e-3
     np.testing.assert_allclose(
-        geometry.ego2global[2, :2], [-np.sin(pitch), np.cos(pitch) * np.sin(roll)], atol=1e-3
+        geometry.ego2global[2, :2],
+        [-np.sin(pitch), np.cos(pitch) * np.sin(roll)],
+        atol=1e-3,
     )
     np.testing.assert_array_equal(sample.points["velodyne"], scan)
 
@@ -381,13 +424,17 @@ def test_real_frames_and_labels(tmp_path):
     for number in (0, 1):
         for side in (2, 3):
             shutil.copy(
-                real / f"image_0{side}" / "0001" / f"{number:06d}.png", root / f"image_{side}"
+                real / f"image_0{side}" / "0001" / f"{number:06d}.png",
+                root / f"image_{side}",
             )
         (root / "calib" / f"{number:06d}.txt").write_text(calib)
         labels = [" ".join(row[2:]) + "\n" for row in rows if row[0] == str(number)]
         (root / "label_2" / f"{number:06d}.txt").write_text("".join(labels))
     report = fr.shard(
-        f"kitti_object:{root.parent}", tmp_path / "out", workers=1, options={"right": True}
+        f"kitti_object:{root.parent}",
+        tmp_path / "out",
+        workers=1,
+        options={"right": True},
     )
     assert report.num_samples == 2
     num_seen = 0
@@ -421,9 +468,14 @@ def test_oxts_is_a_channel(tmp_path):
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
-    assert (channel.name, len(channel.columns), channel.units[-9]) == ("can_oxts", 31, "rad/s")
+    assert (channel.name, len(channel.columns), channel.units[-9]) == (
+        "can_oxts",
+        31,
+        "rad/s",
+    )
     samples = sorted(
-        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+        map(dataset.__getitem__, range(len(dataset))),
+        key=lambda sample: sample.meta.timestamp_ns,
     )
     rows = np.concatenate(
         [

@@ -66,11 +66,19 @@ def write_lerobot(root, episodes, version="v3.0", *, stored=False):
         for name, shape in cameras.items()
     }
     features |= {
-        "observation.state": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}},
+        "observation.state": {
+            "dtype": "float32",
+            "shape": [2],
+            "names": {"motors": ["a", "b"]},
+        },
         "action": {"dtype": "float64", "shape": [1, 2], "names": None},
         "next.done": {"dtype": "bool", "shape": [1], "names": None},
         "note": {"dtype": "string", "shape": [1], "names": None},
-        "depth": {"dtype": "video", "shape": [4, 4, 1], "info": {"video.is_depth_map": True}},
+        "depth": {
+            "dtype": "video",
+            "shape": [4, 4, 1],
+            "info": {"video.is_depth_map": True},
+        },
         "timestamp": {"dtype": "float32", "shape": [1]},
         "episode_index": {"dtype": "int64", "shape": [1]},
     }
@@ -97,7 +105,13 @@ def write_lerobot(root, episodes, version="v3.0", *, stored=False):
                 for name in episode
             }
         tables.append(pa.table(columns))
-        rows.append({"episode_index": number, "length": length, "tasks": [TASKS[number % 2]]})
+        rows.append(
+            {
+                "episode_index": number,
+                "length": length,
+                "tasks": [TASKS[number % 2]],
+            }
+        )
     write = write_v3 if version == "v3.0" else write_v2
     (root / "meta").mkdir(parents=True)
     write(root, episodes, tables, rows, cameras if not stored else {})
@@ -114,19 +128,29 @@ def write_lerobot(root, episodes, version="v3.0", *, stored=False):
 
 
 def as_png(picture):
-    return {"bytes": cv2.imencode(".png", picture[..., ::-1])[1].tobytes(), "path": None}
+    return {
+        "bytes": cv2.imencode(".png", picture[..., ::-1])[1].tobytes(),
+        "path": None,
+    }
 
 
 def write_v2(root, episodes, tables, rows, cameras):
     for name, lines in (
         ("episodes", rows),
-        ("tasks", [{"task_index": index, "task": task} for index, task in enumerate(TASKS)]),
+        (
+            "tasks",
+            [{"task_index": index, "task": task} for index, task in enumerate(TASKS)],
+        ),
     ):
         (root / "meta" / f"{name}.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in lines)
         )
     for number, (episode, table) in enumerate(zip(episodes, tables, strict=True)):
-        put(root, PATHS["v2.1"]["data_path"].format(episode_chunk=0, episode_index=number), table)
+        put(
+            root,
+            PATHS["v2.1"]["data_path"].format(episode_chunk=0, episode_index=number),
+            table,
+        )
         for name in cameras:
             path = PATHS["v2.1"]["video_path"].format(
                 episode_chunk=0, episode_index=number, video_key=name
@@ -137,15 +161,26 @@ def write_v2(root, episodes, tables, rows, cameras):
 
 def write_v3(root, episodes, tables, rows, cameras):
     """Two files of data; one video a camera, in which the episodes follow each other."""
-    put(root, "meta/tasks.parquet", pa.table({"task_index": [0, 1], "__index_level_0__": TASKS}))
+    put(
+        root,
+        "meta/tasks.parquet",
+        pa.table({"task_index": [0, 1], "__index_level_0__": TASKS}),
+    )
     first = 0
     for number, row in enumerate(rows):
         row |= {"data/chunk_index": 0, "data/file_index": number // 2}
         for name in cameras:
-            row |= {f"videos/{name}/chunk_index": 0, f"videos/{name}/file_index": 0}
+            row |= {
+                f"videos/{name}/chunk_index": 0,
+                f"videos/{name}/file_index": 0,
+            }
             row[f"videos/{name}/from_timestamp"] = first / FPS
         first += row["length"]
-    put(root, "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(rows))
+    put(
+        root,
+        "meta/episodes/chunk-000/file-000.parquet",
+        pa.Table.from_pylist(rows),
+    )
     for file in range(-(-len(tables) // 2)):
         put(
             root,
@@ -159,7 +194,8 @@ def write_v3(root, episodes, tables, rows, cameras):
         )
         path.parent.mkdir(parents=True)
         write_video(
-            path, [image for episode in episodes for image in episode[name.rpartition(".")[2]]]
+            path,
+            [image for episode in episodes for image in episode[name.rpartition(".")[2]]],
         )
 
 
@@ -210,7 +246,8 @@ class TestV2(_Suite):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("version", "stored"), [("v2.0", True), ("v2.1", False), ("v3.0", False), ("v3.0", True)]
+    ("version", "stored"),
+    [("v2.0", True), ("v2.1", False), ("v3.0", False), ("v3.0", True)],
 )
 def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version, stored):
     episodes = pictures_of()
@@ -240,9 +277,15 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
         for frame, _ in enumerate(episode["top"]):
             batch = loaded.pop((number, frame))
             assert int(batch["timestamp_ns"]) == frame * 10**9 // FPS
-            assert batch["observation_state"][0].tolist() == [frame, frame * 0.5 + number]
+            assert batch["observation_state"][0].tolist() == [
+                frame,
+                frame * 0.5 + number,
+            ]
             assert batch["action"][0].tolist() == [[frame, -1.0]]
-            assert (batch["task"], batch["note"]) == ([TASKS[number % 2]], [f"{number}/{frame}"])
+            assert (batch["task"], batch["note"]) == (
+                [TASKS[number % 2]],
+                [f"{number}/{frame}"],
+            )
             assert bool(batch["next_done"]) == (frame == len(episode["top"]) - 1)
             assert not {"intrinsics", "dist", "ego2global"} & batch.keys()
     assert not loaded
@@ -260,7 +303,10 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
     root = write_lerobot(tmp_path / "episodes", pictures_of(lengths))
     fr.shard(f"lerobot:{root}", tmp_path / "out", options={"rate": 5}, workers=1)
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
-    window = {"action": {"from": -0.1, "to": 0.3, "hz": 10}, "observation_state": [-0.05, 0]}
+    window = {
+        "action": {"from": -0.1, "to": 0.3, "hz": 10},
+        "observation_state": [-0.05, 0],
+    }
     loaded = []
     for split in ("train", "val"):
         options = {"select": ["action", "observation_state", "episode_index"]}
@@ -276,7 +322,10 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
                 assert batch["action"].tolist() == [
                     [[[time, -1.0] if is_known else [0, 0]] for time, is_known in rows]
                 ]
-                assert batch["observation_state_valid"][0].tolist() == [now > 0, True]
+                assert batch["observation_state_valid"][0].tolist() == [
+                    now > 0,
+                    True,
+                ]
                 half = [now - 0.5, (now - 0.5) / 2 + number] if now else [0, 0]
                 np.testing.assert_allclose(batch["observation_state"][0, 0], half, atol=1e-6)
     assert sorted(loaded) == [
@@ -291,13 +340,26 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     decoded = []
     init = Videos.__init__
     monkeypatch.setattr(
-        Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), decoded.append(self))[0]
+        Videos,
+        "__init__",
+        lambda self, *a, **k: (init(self, *a, **k), decoded.append(self))[0],
     )
-    fr.shard(f"lerobot:{root}", tmp_path / "out", options={"frames": "keyframes"}, workers=1)
+    fr.shard(
+        f"lerobot:{root}",
+        tmp_path / "out",
+        options={"frames": "keyframes"},
+        workers=1,
+    )
     samples = samples_of(tmp_path / "out").values()
     frames = [(sample.meta.clip_id, sample.meta.frame_idx) for sample in samples]
     starts = {f"episode-{number:06d}": first for number, first in enumerate((0, 6, 15))}
-    assert sorted(starts[clip] + frame for clip, frame in frames) == [0, 4, 8, 12, 16]
+    assert sorted(starts[clip] + frame for clip, frame in frames) == [
+        0,
+        4,
+        8,
+        12,
+        16,
+    ]
     assert sum(members.num_decoded for members in decoded) == 2 * len(frames)  # of two cameras
     assert scan(root, frames="keyframes").report.dropped_samples == {"no camera image": 14}
 
@@ -389,7 +451,10 @@ def test_tables_that_do_not_fit_are_named(tmp_path):
     path = root / "data" / "chunk-000" / "file-000.parquet"
     content = pq.read_table(path)
     for table, says in (
-        (content.slice(1), r"episode 0 has 1 rows, expected 2, with frame_index from 0"),
+        (
+            content.slice(1),
+            r"episode 0 has 1 rows, expected 2, with frame_index from 0",
+        ),
         (content.drop_columns(["action"]), "has no column 'action'"),
         (
             content.set_column(0, "observation.state", pa.array([[1.0]] * 4)),
@@ -407,7 +472,8 @@ def test_tables_that_do_not_fit_are_named(tmp_path):
     video = root / "videos" / "observation.images.top" / "chunk-000" / "file-000.mp4"
     video.unlink()
     with pytest.raises(
-        SourceError, match=r"top '.*file-000\.mp4' \(no file\), and so 4 more times"
+        SourceError,
+        match=r"top '.*file-000\.mp4' \(no file\), and so 4 more times",
     ):
         scan(root)
     assert scan(root, missing_camera="mask").report.masked["top"] == {"no file": 5}
@@ -430,7 +496,11 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
         for frame, picture in enumerate(episode["top"]):
             action = np.array([frame, number], np.float32)
             written.add_frame(
-                {"observation.images.top": picture, "action": action, "task": TASKS[number % 2]}
+                {
+                    "observation.images.top": picture,
+                    "action": action,
+                    "task": TASKS[number % 2],
+                }
             )
         written.save_episode()
     written.finalize()
@@ -444,7 +514,10 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
     read = datasets.LeRobotDataset("test/arm", root=root, video_backend="pyav")
     for item in (read[number] for number in range(len(read))):
         sample = samples.pop(
-            (f"episode-{int(item['episode_index']):06d}", int(item["frame_index"]))
+            (
+                f"episode-{int(item['episode_index']):06d}",
+                int(item["frame_index"]),
+            )
         )
         data = bytes(sample.images["top"])
         assert data == jpegs[int(item["index"])]
@@ -479,7 +552,10 @@ def test_a_set_of_images_or_of_none_needs_no_decoder_of_videos(tmp_path, version
     }
     (root / "meta" / "info.json").write_text(json.dumps(info))
     assert fr.shard(f"lerobot:{root}", tmp_path / "states", workers=1).num_samples == 10
-    info["features"]["observation.images.top"] = {"dtype": "video", "shape": [48, 64, 3]}
+    info["features"]["observation.images.top"] = {
+        "dtype": "video",
+        "shape": [48, 64, 3],
+    }
     (root / "meta" / "info.json").write_text(json.dumps(info))
     with pytest.raises(ConfigError, match=r"is video, which needs av, .*\[video\]"):
         fr.shard(f"lerobot:{root}", tmp_path / "videos", workers=1)

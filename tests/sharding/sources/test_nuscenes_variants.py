@@ -15,7 +15,12 @@ from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+)
 from fuelrail.pipeline.transforms.lens import read_lens
 from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
@@ -74,7 +79,10 @@ def test_nuscenes_boxes_are_valid_unless_no_point_is_known(
     nuscenes, tmp_path, lidar, radar, stored, valid
 ):
     for row in nuscenes.tables["sample_annotation"]:
-        for column, number in (("num_lidar_pts", lidar), ("num_radar_pts", radar)):
+        for column, number in (
+            ("num_lidar_pts", lidar),
+            ("num_radar_pts", radar),
+        ):
             row[column] = number
             if number == "left out":
                 del row[column]
@@ -82,9 +90,13 @@ def test_nuscenes_boxes_are_valid_unless_no_point_is_known(
     _, info, table = scan(nuscenes, tmp_path)
     boxes = boxes_of(table)
     assert boxes.valid.tolist() == [valid] * 4
-    assert {*zip(boxes.num_lidar_pts.tolist(), boxes.num_radar_pts.tolist(), strict=True)} == {
-        stored
-    }
+    assert {
+        *zip(
+            boxes.num_lidar_pts.tolist(),
+            boxes.num_radar_pts.tolist(),
+            strict=True,
+        )
+    } == {stored}
     assert info.report.unknown_points == (4 * 7 if stored[0] < 0 else 0)
 
 
@@ -132,7 +144,8 @@ def test_nuscenes_lyft_categories(tmp_path):
 @pytest.mark.real
 def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
     oracle = pytest.importorskip(
-        "nuscenes.eval.detection.utils", reason="nuscenes-devkit is not installed"
+        "nuscenes.eval.detection.utils",
+        reason="nuscenes-devkit is not installed",
     )
     folder = shared_data("nuscenes-mini") / "v1.0-mini"
     names = [record["name"] for record in json.loads((folder / "category.json").read_text())]
@@ -235,7 +248,10 @@ def test_nuscenes_a_length_that_no_lens_has_is_refused(nuscenes, tmp_path, lengt
 
 def test_nuscenes_data_that_is_not_valid_is_masked(nuscenes, tmp_path):
     add_sweeps(nuscenes, 2)
-    for row in (*data_rows(nuscenes, "CAM_BACK", [1, 2]), *data_rows(nuscenes, "LIDAR_TOP", [1])):
+    for row in (
+        *data_rows(nuscenes, "CAM_BACK", [1, 2]),
+        *data_rows(nuscenes, "LIDAR_TOP", [1]),
+    ):
         row["is_valid"] = False
     (nuscenes.root / data_rows(nuscenes, "CAM_BACK")[1]["filename"]).unlink()  # nobody looks for it
     earlier = [
@@ -271,7 +287,10 @@ def test_nuscenes_data_that_is_not_valid_may_have_no_size(nuscenes, tmp_path):
     nuscenes.write("sample_data")
     _, _, table = scan(nuscenes, tmp_path)
     row = table.row(0)
-    assert decode_arrays(row.geometry, Geometry).img_wh.tolist() == [[48, 32], [-1, -1]]
+    assert decode_arrays(row.geometry, Geometry).img_wh.tolist() == [
+        [48, 32],
+        [-1, -1],
+    ]
     assert list(decode_meta(row.meta).cameras) == ["cam_front"]
     shard_nuscenes(nuscenes.root, tmp_path / "out", images=parse_images("resize=0.5"))
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
@@ -349,9 +368,19 @@ def test_nuscenes_an_unknown_condition_is_selected_neither_way(nuscenes, tmp_pat
     assert table.column("night").null_count == 4
     chosen = {
         text: len(Filter(text, table.column_names).select(table, len(table)))
-        for text in ("night", "not night", "night is None", "night or num_boxes > 0")
+        for text in (
+            "night",
+            "not night",
+            "night is None",
+            "night or num_boxes > 0",
+        )
     }
-    assert chosen == {"night": 3, "not night": 0, "night is None": 4, "night or num_boxes > 0": 7}
+    assert chosen == {
+        "night": 3,
+        "not night": 0,
+        "night is None": 4,
+        "night or num_boxes > 0": 7,
+    }
 
 
 def test_nuscenes_a_sample_without_any_image_is_dropped(nuscenes, tmp_path):
@@ -378,7 +407,10 @@ def test_nuscenes_a_sample_without_any_image_is_dropped(nuscenes, tmp_path):
 
 
 def test_nuscenes_a_sample_of_images_marked_as_not_valid_is_dropped(nuscenes, tmp_path):
-    for row in (*data_rows(nuscenes, "CAM_FRONT", [0, 1]), *data_rows(nuscenes, "CAM_BACK", [0])):
+    for row in (
+        *data_rows(nuscenes, "CAM_FRONT", [0, 1]),
+        *data_rows(nuscenes, "CAM_BACK", [0]),
+    ):
         row["is_valid"] = False
     nuscenes.write("sample_data")
     _, info, table = scan(nuscenes, tmp_path)
@@ -393,7 +425,8 @@ def test_nuscenes_a_source_without_any_image_is_refused(nuscenes, tmp_path):
         row["is_valid"] = False
     nuscenes.write("sample_data")
     with pytest.raises(
-        SourceError, match=r"no frame of the nuscenes source .* is kept: no camera image 7"
+        SourceError,
+        match=r"no frame of the nuscenes source .* is kept: no camera image 7",
     ):
         scan(nuscenes, tmp_path)
 
@@ -413,7 +446,13 @@ def spoil_tables(nuscenes):
 @pytest.mark.costly
 def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(nuscenes, tmp_path, capsys):
     spoil_tables(nuscenes)
-    arguments = ["shard", f"nuscenes:{nuscenes.root}", str(tmp_path / "out"), "--workers", "1"]
+    arguments = [
+        "shard",
+        f"nuscenes:{nuscenes.root}",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[1:] == [
@@ -432,7 +471,12 @@ def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(nuscenes, tmp_p
     assert report["unmapped"] == {nuscenes.tables["category"][3]["name"]: 6}
     assert main([*arguments, "--json"]) == 0  # the finished dataset again
     scanned = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert scanned == {"event": "scanned", "clips": 2, "samples": 6, "report": report}
+    assert scanned == {
+        "event": "scanned",
+        "clips": 2,
+        "samples": 6,
+        "report": report,
+    }
 
 
 def test_nuscenes_boxes_without_any_class_are_said(nuscenes, tmp_path):
@@ -459,7 +503,8 @@ def test_nuscenes_boxes_without_any_class_are_said(nuscenes, tmp_path):
 
 def test_a_long_list_in_a_report_is_cut():
     report = ScanReport(
-        samples=1, unmapped={f"category-{number:02d}" + "x" * 90: number for number in range(20)}
+        samples=1,
+        unmapped={f"category-{number:02d}" + "x" * 90: number for number in range(20)},
     )
     line = report.lines()[-1]
     assert line.endswith(", and 8 more names")

@@ -99,17 +99,30 @@ class TestPandaSet(SourceSuite):
                 times[-1] + 100_000_000,
             ]  # more poses than pictures
             self._write_sensor(
-                folder / "lidar", around, [ego_at(number, t) @ LIDAR2EGO for t in around]
+                folder / "lidar",
+                around,
+                [ego_at(number, t) @ LIDAR2EGO for t in around],
             )
             for index, name in enumerate(world.cameras):
                 images = [frame.images[name] for frame in clip.frames]
                 stamps = [image.timestamp_ns for image in images]
-                stamps = [stamps[0] - 100_000_000, *stamps, stamps[-1] + 100_000_000]
+                stamps = [
+                    stamps[0] - 100_000_000,
+                    *stamps,
+                    stamps[-1] + 100_000_000,
+                ]
                 poses = [ego_at(number, t) @ images[0].cam2ego for t in stamps]
                 self._write_sensor(folder / "camera" / name, stamps, poses)
                 k = images[0].intrinsics
                 (folder / "camera" / name / "intrinsics.json").write_text(
-                    json.dumps({"fx": k[0, 0], "fy": k[1, 1], "cx": k[0, 2], "cy": k[1, 2]})
+                    json.dumps(
+                        {
+                            "fx": k[0, 0],
+                            "fy": k[1, 1],
+                            "cx": k[0, 2],
+                            "cy": k[1, 2],
+                        }
+                    )
                 )
                 for frame, image in enumerate(images, 1):
                     (folder / "camera" / name / f"{frame:02d}.jpg").write_bytes(image.jpeg)
@@ -173,7 +186,10 @@ def test_the_real_clip(tmp_path):
 )
 def test_altered_files_are_named(tmp_path, file, content):
     root = tmp_path / "001"
-    pose = {"heading": {"w": 1, "x": 0, "y": 0, "z": 0}, "position": {"x": 0, "y": 0, "z": 0}}
+    pose = {
+        "heading": {"w": 1, "x": 0, "y": 0, "z": 0},
+        "position": {"x": 0, "y": 0, "z": 0},
+    }
     for folder in ("lidar", *(f"camera/{camera}" for camera in CAMERAS)):
         (root / folder).mkdir(parents=True)
         (root / folder / "poses.json").write_text(json.dumps([pose, pose]))

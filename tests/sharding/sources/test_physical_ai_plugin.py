@@ -31,7 +31,11 @@ from support.spoil import LFS_POINTER
 FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "physical_ai"
 CAMERAS = ("camera_front_wide_120fov", "camera_rear_tele_30fov")
 FORWARD = [0.0, 32.0, 0.3, -1.5, 0.1]
-CLIPS = {"0a1b2c3d-aaaa": (3, "train"), "1a1b2c3d-bbbb": (3, "val"), "2a1b2c3d-cccc": (4, "train")}
+CLIPS = {
+    "0a1b2c3d-aaaa": (3, "train"),
+    "1a1b2c3d-bbbb": (3, "val"),
+    "2a1b2c3d-cccc": (4, "train"),
+}
 FRAMES = 24
 FPS = 30
 TIMES_US = -33_333 + (np.arange(FRAMES) * 1e6 / FPS).astype(np.int64)
@@ -68,13 +72,19 @@ def pose_at(time_us):
     seconds = time_us * 1e-6
     pose = np.eye(4)
     pose[:3, :3] = Rotation.from_euler("z", 0.2 * seconds).as_matrix()
-    pose[:3, 3] = 50 * np.sin(0.2 * seconds), 50 * (1 - np.cos(0.2 * seconds)), 0
+    pose[:3, 3] = (
+        50 * np.sin(0.2 * seconds),
+        50 * (1 - np.cos(0.2 * seconds)),
+        0,
+    )
     return pose
 
 
 def picture(camera, number):
     return np.full(
-        (48, 64, 3), 20 + 8 * number if camera == CAMERAS[0] else 230 - 8 * number, np.uint8
+        (48, 64, 3),
+        20 + 8 * number if camera == CAMERAS[0] else 230 - 8 * number,
+        np.uint8,
     )
 
 
@@ -129,7 +139,11 @@ def spin(number):
     )
     rows = rng.integers(0, 128, (len(points), 2)).astype(np.uint16)
     intensity = rng.integers(0, 256, (len(points), 1)).astype(np.uint8)
-    return points, {"intensity": intensity, "timestamp": times[:, None], "model_element": rows}
+    return points, {
+        "intensity": intensity,
+        "timestamp": times[:, None],
+        "model_element": rows,
+    }
 
 
 def spins():
@@ -140,7 +154,10 @@ def spins():
         points, stated = spin(number)
         encoded.append(
             draco.encode(
-                points, quantization_bits=20, generic_attributes=stated, preserve_order=True
+                points,
+                quantization_bits=20,
+                generic_attributes=stated,
+                preserve_order=True,
             )
         )
     columns = {
@@ -159,7 +176,10 @@ def write(root, radars=(), lidar=None):
     zips = {
         camera: (
             "camera",
-            {"video": "{clip_id}.%s.mp4", "frame_timestamps": "{clip_id}.%s.timestamps.parquet"},
+            {
+                "video": "{clip_id}.%s.mp4",
+                "frame_timestamps": "{clip_id}.%s.timestamps.parquet",
+            },
         )
         for camera in CAMERAS
     }
@@ -193,8 +213,14 @@ def write(root, radars=(), lidar=None):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    index = {"clip_id": list(CLIPS), "chunk": [chunk for chunk, _ in CLIPS.values()]}
-    index |= {"split": [split for _, split in CLIPS.values()], "clip_is_valid": [True] * len(CLIPS)}
+    index = {
+        "clip_id": list(CLIPS),
+        "chunk": [chunk for chunk, _ in CLIPS.values()],
+    }
+    index |= {
+        "split": [split for _, split in CLIPS.values()],
+        "clip_is_valid": [True] * len(CLIPS),
+    }
     (root / "clip_index.parquet").write_bytes(parquet(index, ["clip_id"]))
     for row in rows:
         for chunk in {chunk for chunk, _ in CLIPS.values()}:
@@ -223,7 +249,10 @@ def write(root, radars=(), lidar=None):
 def calibration(feature, clips):
     sensors = CAMERAS if feature == "camera_intrinsics" else (*CAMERAS, *RADARS, LIDAR)
     keys = [(clip, camera) for clip in clips for camera in sensors]
-    columns = {"clip_id": [clip for clip, _ in keys], "camera_name": [camera for _, camera in keys]}
+    columns = {
+        "clip_id": [clip for clip, _ in keys],
+        "camera_name": [camera for _, camera in keys],
+    }
     if feature == "camera_intrinsics":
         values = {"width": 64, "height": 48, "cx": 31.0, "cy": 23.5}
         values |= {f"fw_poly_{power}": value for power, value in enumerate(FORWARD)}
@@ -243,11 +272,17 @@ def calibration(feature, clips):
 def member(alias, feature, root):
     if alias == "radar":
         rows = returns(feature)
-        return parquet({name: [row[name] for row in rows] for name in rows[0]}, ["scan_index"])
+        return parquet(
+            {name: [row[name] for row in rows] for name in rows[0]},
+            ["scan_index"],
+        )
     if alias == "frame_timestamps":
         return parquet({"timestamp": TIMES_US + (0 if feature == CAMERAS[0] else 4_000)})
     if alias == "video":
-        write_video(root / "made.mp4", [picture(feature, number) for number in range(FRAMES)])
+        write_video(
+            root / "made.mp4",
+            [picture(feature, number) for number in range(FRAMES)],
+        )
         return (root / "made.mp4").read_bytes()
     poses = [pose_at(time) for time in MOTION_US]
     quaternions = Rotation.from_matrix([pose[:3, :3] for pose in poses]).as_quat()
@@ -256,7 +291,10 @@ def member(alias, feature, root):
     columns |= {name: [pose[axis, 3] for pose in poses] for axis, name in enumerate("xyz")}
     motion = ("vx", "vy", "vz", "ax", "ay", "az", "curvature")
     return parquet(
-        {**columns, **{name: MOTION_US * 1e-6 + offset for offset, name in enumerate(motion)}}
+        {
+            **columns,
+            **{name: MOTION_US * 1e-6 + offset for offset, name in enumerate(motion)},
+        }
     )
 
 
@@ -288,7 +326,9 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             np.testing.assert_allclose(sample.geometry.cam2ego[index][:3, :3], turned, atol=1e-9)
             np.testing.assert_allclose(sample.geometry.cam2ego[index][:3, 3], place, atol=1e-9)
             np.testing.assert_allclose(
-                sample.geometry.dist[index][:5] * FORWARD[1], FORWARD, atol=1e-12
+                sample.geometry.dist[index][:5] * FORWARD[1],
+                FORWARD,
+                atol=1e-12,
             )
             number = 3 * sample.meta.frame_idx
             exposed_us = TIMES_US[number] + (0 if camera == CAMERAS[0] else 4_000)
@@ -296,7 +336,11 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             data = cv2.imdecode(np.frombuffer(sample.images[camera], np.uint8), cv2.IMREAD_COLOR)
             assert abs(data.astype(int) - picture(camera, number)).max() <= 4
     window = {"egomotion": {"from": -0.05, "to": 0.1, "hz": 100}}
-    transforms = {"select": ["egomotion"], "undistort": {}, "image": {"height": 48, "width": 64}}
+    transforms = {
+        "select": ["egomotion"],
+        "undistort": {},
+        "image": {"height": 48, "width": 64},
+    }
     order = {"transforms": transforms, "window": window}
     with fr.DataLoader(tmp_path / "out", 1, split="val", **order) as loader:
         for batch in loader:
@@ -305,7 +349,9 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             )
             valid = batch["egomotion_valid"][0].numpy()
             np.testing.assert_allclose(
-                batch["egomotion"][0].numpy()[valid, 0], times_s[valid], atol=1e-6
+                batch["egomotion"][0].numpy()[valid, 0],
+                times_s[valid],
+                atol=1e-6,
             )
             assert valid.any()
 
@@ -346,10 +392,14 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
                     [1, 0, 0]
                 )
                 np.testing.assert_allclose(
-                    point[:3], transform_points(moved, ray * row["distance"]), atol=2e-3
+                    point[:3],
+                    transform_points(moved, ray * row["distance"]),
+                    atol=2e-3,
                 )
                 np.testing.assert_allclose(
-                    point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3
+                    point[3:6],
+                    moved[:3, :3] @ ray * row["radial_velocity"],
+                    atol=1e-3,
                 )
                 rest = [
                     row[name]
@@ -368,7 +418,10 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
     with fr.DataLoader(
         tmp_path / "out",
         2,
-        transforms={"select": list(RADARS), "image": {"height": 48, "width": 64}},
+        transforms={
+            "select": list(RADARS),
+            "image": {"height": 48, "width": 64},
+        },
         shuffle=False,
     ) as loader:
         assert any(
@@ -403,7 +456,9 @@ def test_spins_are_the_points_of_draco(tmp_path):
             sample["geometry"].lidar2ego[0][:3, 3], mount(LIDAR)[1], atol=1e-9
         )
         np.testing.assert_allclose(
-            sample["geometry"].lidar_ego2global[0], pose_at(SPIN_US[number]), atol=1e-4
+            sample["geometry"].lidar_ego2global[0],
+            pose_at(SPIN_US[number]),
+            atol=1e-4,
         )
         lidar_points = sample[LIDAR]
         np.testing.assert_allclose(lidar_points[:, :3], points, atol=1e-3)
@@ -428,7 +483,8 @@ def test_damaged_spins_and_scans_are_named(tmp_path, monkeypatch):
     root = write(tmp_path / "download", radars=RADARS[:1], lidar=b"no table")
     spec = SourceSpec("physical_ai", str(root), {"missing_camera": "mask", "radars": True})
     with pytest.raises(
-        SourceError, match=rf"{LIDAR}\.chunk_0003\.zip.*{LIDAR}\.parquet cannot be read"
+        SourceError,
+        match=rf"{LIDAR}\.chunk_0003\.zip.*{LIDAR}\.parquet cannot be read",
     ):
         scan_source(spec)
     spec.options["points"] = False
@@ -492,7 +548,12 @@ def test_altered_files_end_in_a_sentence_or_are_counted(download, alteration, tm
     """Each file of a download, and the first member of each zip: no other error, and nothing lost unsaid."""
     options = {"missing_camera": "mask", "rate": 3.0, "radars": True}
     names = sorted({path.relative_to(download) for path in download.rglob("*") if path.is_file()})
-    whole = fr.shard(f"physical_ai:{download}", tmp_path / "whole", options=options, workers=1)
+    whole = fr.shard(
+        f"physical_ai:{download}",
+        tmp_path / "whole",
+        options=options,
+        workers=1,
+    )
     alter = ALTERATIONS[alteration]
     num_errors = 0
     for number, name in enumerate(names):
@@ -507,7 +568,12 @@ def test_altered_files_end_in_a_sentence_or_are_counted(download, alteration, tm
             else:
                 path.write_bytes(alter(path.read_bytes()))
             try:
-                report = fr.shard(f"physical_ai:{root}", root / "out", options=options, workers=1)
+                report = fr.shard(
+                    f"physical_ai:{root}",
+                    root / "out",
+                    options=options,
+                    workers=1,
+                )
             except FuelrailError as error:
                 num_errors += 1
                 assert str(error)
@@ -524,5 +590,8 @@ def test_policies_on_damaged_images_are_refused(download):
     """Its images are frames of video, which are decoded after the scan."""
     for answer in ("mask", "drop"):
         options = {"missing_camera": "mask", "damaged_image": answer}
-        with pytest.raises(ConfigError, match=f"damaged_image={answer} is not for the images of"):
+        with pytest.raises(
+            ConfigError,
+            match=f"damaged_image={answer} is not for the images of",
+        ):
             scan_source(SourceSpec("physical_ai", str(download), options))

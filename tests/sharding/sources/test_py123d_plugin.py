@@ -67,7 +67,9 @@ def write_logs(root, store="jpeg_binary", **options):
         BoxDetectionSE3,
         BoxDetectionsSE3,
     )
-    from py123d.datatypes.detections.box_detections_metadata import BoxDetectionsSE3Metadata
+    from py123d.datatypes.detections.box_detections_metadata import (
+        BoxDetectionsSE3Metadata,
+    )
     from py123d.datatypes.sensors.base_camera import CameraID
     from py123d.datatypes.sensors.pinhole_camera import (
         PinholeCameraMetadata,
@@ -95,7 +97,10 @@ def write_logs(root, store="jpeg_binary", **options):
         PinholeCameraMetadata("back", CameraID.PCAM_B0, k, None, 32, 24, pose(camera_mount())),
     ]
     writer = ArrowLogWriter(
-        LogWriterConfig(camera_store_option=store), root, root / "sensors", **options
+        LogWriterConfig(camera_store_option=store),
+        root,
+        root / "sensors",
+        **options,
     )
     for split, log in (("made_train", "a"), ("made_val", "b")):
         assert writer.reset(LogMetadata("made", split, log, "town"))
@@ -104,12 +109,20 @@ def write_logs(root, store="jpeg_binary", **options):
             ego = EgoStateSE3.from_imu(pose(ego_at(number)), ego_metadata, time)
             label = list(DefaultBoxDetectionLabel)[number % 2]
             box = BoundingBoxSE3(
-                PoseSE3(10.0 + number, 2.0, 0.5, 1.0, 0.0, 0.0, 0.0), 4.0, 2.0, 1.5
+                PoseSE3(10.0 + number, 2.0, 0.5, 1.0, 0.0, 0.0, 0.0),
+                4.0,
+                2.0,
+                1.5,
             )
             detection = BoxDetectionSE3(
-                BoxDetectionAttributes(label, "track", 7), box, Vector3D(10.0, 0.0, 0.0)
+                BoxDetectionAttributes(label, "track", 7),
+                box,
+                Vector3D(10.0, 0.0, 0.0),
             )
-            modalities = [ego, BoxDetectionsSE3([detection], time, boxes_metadata)]
+            modalities = [
+                ego,
+                BoxDetectionsSE3([detection], time, boxes_metadata),
+            ]
             for index, metadata in enumerate(cameras):
                 if (number, index) != (2, 1):
                     stamp = Timestamp.from_us(START_US + number * STEP_US + index * 1000)
@@ -128,7 +141,12 @@ def write_logs(root, store="jpeg_binary", **options):
 
 def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
     root = write_logs(tmp_path / "logs")
-    fr.shard(f"py123d:{root}", tmp_path / "out", options={"missing_camera": "mask"}, workers=1)
+    fr.shard(
+        f"py123d:{root}",
+        tmp_path / "out",
+        options={"missing_camera": "mask"},
+        workers=1,
+    )
     assert not fr.verify(tmp_path / "out", deep=True).faults
     dataset = fr.open(tmp_path / "out")
     samples = samples_of(tmp_path / "out")
@@ -156,17 +174,21 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
             )
             np.testing.assert_allclose(sample.geometry.cam2ego[place], camera_mount(), atol=1e-6)
             np.testing.assert_allclose(
-                sample.geometry.intrinsics[place], [[30, 0, 15.5], [0, 31, 11.5], [0, 0, 1]]
+                sample.geometry.intrinsics[place],
+                [[30, 0, 15.5], [0, 31, 11.5], [0, 0, 1]],
             )
         np.testing.assert_allclose(
-            sample.geometry.dist[names.index("pcam_f0")][:5], [0.1, -0.02, 0.001, 0.002, 0.003]
+            sample.geometry.dist[names.index("pcam_f0")][:5],
+            [0.1, -0.02, 0.001, 0.002, 0.003],
         )
         (box,) = sample.boxes.boxes3d
         expected = np.linalg.inv(ego_at(number)) @ [10.0 + number, 2, 0.5, 1]
         np.testing.assert_allclose(box[:3], expected[:3], atol=1e-4)
         np.testing.assert_allclose(box[3:], [4, 2, 1.5, -0.05 * number], atol=1e-4)
         np.testing.assert_allclose(
-            sample.boxes.velocity[0], ego_at(number)[:3, :3].T @ [10, 0, 0], atol=1e-4
+            sample.boxes.velocity[0],
+            ego_at(number)[:3, :3].T @ [10, 0, 0],
+            atol=1e-4,
         )
         assert sample.boxes.num_lidar_pts[0] == 7
 
@@ -189,7 +211,8 @@ def test_images_may_be_paths_below_a_root(tmp_path):
 def test_what_is_not_read_is_named(tmp_path):
     root = write_logs(tmp_path / "logs", ipc_compression="lz4")
     with pytest.raises(
-        fr.errors.SourceError, match="are compressed: write them with ipc_compression=None"
+        fr.errors.SourceError,
+        match="are compressed: write them with ipc_compression=None",
     ):
         scan_source(SourceSpec("py123d", str(root), {"missing_camera": "mask"}))
     path = root / "made_train" / "a" / "sync.arrow"
@@ -208,15 +231,24 @@ def test_a_file_without_metadata_is_refused(tmp_path):
     ):
         writer.write_table(table)
     (folder / "camera.pcam_f0.arrow").write_bytes((folder / "sync.arrow").read_bytes())
-    with pytest.raises(fr.errors.SourceError, match=r"sync\.arrow' cannot be read: no b'metadata'"):
+    with pytest.raises(
+        fr.errors.SourceError,
+        match=r"sync\.arrow' cannot be read: no b'metadata'",
+    ):
         scan_source(SourceSpec("py123d", str(tmp_path), {}))
 
 
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (pa.array(np.zeros(3000)), "sync.arrow', decoded, has 24000 bytes, .* at most 20000"),
-        (pa.nulls(3000), "3000 rows, decoded, has 24000 bytes, .* at most 20000"),
+        (
+            pa.array(np.zeros(3000)),
+            "sync.arrow', decoded, has 24000 bytes, .* at most 20000",
+        ),
+        (
+            pa.nulls(3000),
+            "3000 rows, decoded, has 24000 bytes, .* at most 20000",
+        ),
         (
             pa.RunEndEncodedArray.from_arrays(pa.array([3000], pa.int32()), pa.array(["x"])),
             "column 'sync.timestamp_us' of run_end_encoded.* is not read",

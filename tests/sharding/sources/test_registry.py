@@ -37,13 +37,17 @@ def test_a_plugin_is_listed_with_its_options(capsys):
     assert kinds["neutral"].package == "neutral-source 1.0"
     options = {option.name: option for option in kinds["neutral"].options}
     assert options["images"].type == "file or made or range"
-    assert (options["points"].type, options["points"].default) == ("true or false", "true")
+    assert (options["points"].type, options["points"].default) == (
+        "true or false",
+        "true",
+    )
     assert options["classes"].description.startswith("classes of boxes")
     assert "nowhere" in kinds["broken"].summary
     assert main(["sources", "neutral"]) == 0
     assert "missing_camera (drop or error or mask, default error)" in capsys.readouterr().out
     with pytest.raises(
-        ConfigError, match=r"'broken' of package 'broken-source' cannot be imported"
+        ConfigError,
+        match=r"'broken' of package 'broken-source' cannot be imported",
     ):
         make_source(SourceSpec("broken", "/x", {}))
 
@@ -97,7 +101,8 @@ def test_a_source_without_its_kind_is_known_by_its_content(tmp_path, kind, file)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch()
     with pytest.raises(
-        ConfigError, match=rf"must be KIND:PATH; its content looks like {kind}:{tmp_path}; known"
+        ConfigError,
+        match=rf"must be KIND:PATH; its content looks like {kind}:{tmp_path}; known",
     ):
         parse_source(str(tmp_path), {})
 
@@ -108,11 +113,13 @@ def test_a_source_without_its_kind_of_which_nothing_is_known(tmp_path):
         parse_source(f"{tmp_path}/drive.mcap", {})
     (tmp_path / "drive.mcap").unlink()
     with pytest.raises(
-        ConfigError, match="must be KIND:PATH, such as nuscenes:/data/nuscenes; known"
+        ConfigError,
+        match="must be KIND:PATH, such as nuscenes:/data/nuscenes; known",
     ):
         parse_source(str(tmp_path), {})
     with pytest.raises(
-        ConfigError, match="must be KIND:PATH, such as nuscenes:s3://bucket/data; known"
+        ConfigError,
+        match="must be KIND:PATH, such as nuscenes:s3://bucket/data; known",
     ):
         parse_source("s3://bucket/data", {})
 
@@ -128,7 +135,12 @@ def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):
 
 
 def test_options_as_text():
-    texts = ["sweeps=3", "points=true", "version=1.0", "classes={car: auto, truck: null}"]
+    texts = [
+        "sweeps=3",
+        "points=true",
+        "version=1.0",
+        "classes={car: auto, truck: null}",
+    ]
     assert options_of_texts("nuscenes", texts) == {
         "sweeps": 3,
         "points": True,
@@ -146,9 +158,15 @@ DOUBLED = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in
         ("sweeps", "must be KEY=VALUE"),
         ("sweep=1", r"no option 'sweep'; allowed: .*did you mean 'sweeps'"),
         ("sweeps=many", r"-o sweeps=many: it must be a whole number, not text"),
-        ("missing_camera=hold", "hold: 'hold' is not allowed; allowed are drop, error, mask"),
+        (
+            "missing_camera=hold",
+            "hold: 'hold' is not allowed; allowed are drop, error, mask",
+        ),
         ("classes={car", "not YAML"),
-        ("classes={car: {<<: {a: b}}}", "a merge key, <<: write its entries out"),
+        (
+            "classes={car: {<<: {a: b}}}",
+            "a merge key, <<: write its entries out",
+        ),
         ("classes={a: !!int x}", "not YAML: invalid literal"),
         ("cameras=" + "[" * 200 + "]" * 200, "not YAML: it takes 65 levels"),
         (f"cameras=[&a0 [b, b], {DOUBLED}]", r"not YAML: it takes .* values"),
@@ -223,13 +241,19 @@ def test_an_exception_of_a_plugin_names_its_kind_and_package(tmp_path, monkeypat
         fr.check_source(f"fails:{root}")
     assert "the source kind 'fails' of package 'fails-source 1.0'" in caught.value.__notes__[0]
     with pytest.raises(ZeroDivisionError) as later:
-        fr.shard(f"fails_later:{root}", tmp_path / "out", workers=1, splits={"train": 1.0})
+        fr.shard(
+            f"fails_later:{root}",
+            tmp_path / "out",
+            workers=1,
+            splits={"train": 1.0},
+        )
     assert (
         "the source kind 'fails_later' of package 'fails_later-source 1.0'"
         in later.value.__notes__[0]
     )
     with pytest.raises(
-        ConfigError, match=r"'fails_first' of package 'fails_first-source' cannot be .*ZeroDivision"
+        ConfigError,
+        match=r"'fails_first' of package 'fails_first-source' cannot be .*ZeroDivision",
     ):
         fr.check_source(f"fails_first:{root}")
 

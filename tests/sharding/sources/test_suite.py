@@ -50,7 +50,8 @@ class TestNuScenes(SourceSuite):
 
     def world(self, **changes):
         sizes = changes.pop(
-            "cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)}
+            "cameras",
+            {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)},
         )
         return super().world(**{"cameras": sizes, **changes})
 

@@ -31,7 +31,10 @@ def base(tmp_path_factory):
     root = tmp_path_factory.mktemp("nuscenes")
     nuscenes = build_nuscenes(root / "tables", {"scene-0001": 6, "scene-0002": 5, "scene-0003": 5})
     fr.shard(
-        f"nuscenes:{root / 'tables'}", root / "out", options={"version": "v1.0-mini"}, workers=1
+        f"nuscenes:{root / 'tables'}",
+        root / "out",
+        options={"version": "v1.0-mini"},
+        workers=1,
     )
     return root / "out", nuscenes.tables["sample"]
 
@@ -64,9 +67,15 @@ def drivelm(samples, strange=()):
     ]
     for scene, token in chosen:
         frames = scenes.setdefault(
-            scene, {"scene_description": f"a drive in {scene}", "key_frames": {}}
+            scene,
+            {"scene_description": f"a drive in {scene}", "key_frames": {}},
         )
-        objects = {"<c1,CAM_FRONT,258.3,442.5>": {"Category": "Vehicle", "2d_bbox": [1.5, 2, 3, 4]}}
+        objects = {
+            "<c1,CAM_FRONT,258.3,442.5>": {
+                "Category": "Vehicle",
+                "2d_bbox": [1.5, 2, 3, 4],
+            }
+        }
         paths = {"CAM_FRONT": "../nuscenes/samples/CAM_FRONT/x.jpg"}
         frames["key_frames"][token] = {
             "key_object_infos": objects,
@@ -81,7 +90,12 @@ def load_texts(base, layer, **options):
     texts_by_token = {}
     image = {"height": 16, "width": 32}
     with fr.DataLoader(
-        base, 2, shuffle=False, transforms={"image": image}, layers={"qa": layer}, **options
+        base,
+        2,
+        shuffle=False,
+        transforms={"image": image},
+        layers={"qa": layer},
+        **options,
     ) as loader:
         for batch in loader:
             names = [name for name in batch if name.startswith("qa.")]
@@ -108,7 +122,15 @@ def check(texts_by_token, expected):
     for token, entries in expected.items():
         sample = texts_by_token[token]
         assert (
-            list(zip(sample["question"], sample["answer"], sample["task"], strict=True)) == entries
+            list(
+                zip(
+                    sample["question"],
+                    sample["answer"],
+                    sample["task"],
+                    strict=True,
+                )
+            )
+            == entries
         )
         assert int(sample["num_entries"]) == len(entries)
 
@@ -118,7 +140,13 @@ def test_questions_and_answers_of_drivelm_are_with_their_samples(texts, base, tm
     drive_scenes = drivelm(samples, strange=["f" * 32])
     (tmp_path / "v1_1.json").write_text(json.dumps(drive_scenes, indent=1))
     texts.main(
-        [str(dataset), str(tmp_path / "qa"), str(tmp_path / "v1_1.json"), "--count", "builtins:len"]
+        [
+            str(dataset),
+            str(tmp_path / "qa"),
+            str(tmp_path / "v1_1.json"),
+            "--count",
+            "builtins:len",
+        ]
     )
     printed = capsys.readouterr().out
     assert "1 names of no sample" in printed and "no sample: ffff" in printed
@@ -161,12 +189,17 @@ def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp
     expected = expected_questions(scenes, samples)
     filtered = {token: entries for token, entries in expected.items() if len(entries) > 3}
     texts_by_token = load_texts(
-        dataset, tmp_path / "qa", order=fr.OrderSpec(filter="qa.num_entries > 3")
+        dataset,
+        tmp_path / "qa",
+        order=fr.OrderSpec(filter="qa.num_entries > 3"),
     )
     assert texts_by_token.keys() == filtered.keys() and 0 < len(filtered) < len(expected)
     check(texts_by_token, filtered)
     fr.reshard(
-        [dataset], tmp_path / "again", recipe=fr.Recipe(seed=99, shard_size_bytes=40_000), workers=1
+        [dataset],
+        tmp_path / "again",
+        recipe=fr.Recipe(seed=99, shard_size_bytes=40_000),
+        workers=1,
     )
     assert (
         fr.open(tmp_path / "again").index.texts("key").to_pylist()
@@ -226,11 +259,17 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     texts.import_texts(dataset, tmp_path / "a", [tmp_path / "nuscenes_qa.json"])
     texts_by_token = load_texts(dataset, tmp_path / "a")
     assert texts_by_token[tokens[0]]["question"] == ["How many?", "Where?"]
-    assert (texts_by_token[tokens[0]]["num_hop"], texts_by_token[tokens[0]]["template_type"]) == (
+    assert (
+        texts_by_token[tokens[0]]["num_hop"],
+        texts_by_token[tokens[0]]["template_type"],
+    ) == (
         ["1", ""],
         ["count", ""],
     )
-    assert (texts_by_token[tokens[1]]["answer"], texts_by_token[tokens[2]]["answer"]) == (
+    assert (
+        texts_by_token[tokens[1]]["answer"],
+        texts_by_token[tokens[2]]["answer"],
+    ) == (
         ["yes"],
         [],
     )
@@ -251,7 +290,9 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     assert [json.loads(text) for text in record["regions"]] == [[{"x": 1}]] * 2
     (tmp_path / "list.json").write_text(json.dumps(records))
     joined = texts.import_texts(
-        dataset, tmp_path / "c", [tmp_path / "list.json", tmp_path / "list.json"]
+        dataset,
+        tmp_path / "c",
+        [tmp_path / "list.json", tmp_path / "list.json"],
     )
     assert (joined.num_entries, joined.num_samples) == (6, 2)
 
@@ -278,7 +319,12 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
             fr.errors.SourceError,
             "record 1: the field 'sample_token' must",
         ),
-        ("a.jsonl", '{"key": "a"}\n{"key"}', fr.errors.SourceError, "line 2 is not JSON"),
+        (
+            "a.jsonl",
+            '{"key": "a"}\n{"key"}',
+            fr.errors.SourceError,
+            "line 2 is not JSON",
+        ),
         (
             "a.json",
             '[{"key": "a", "x": ["b"], "y": ["c", "d"]}]',
@@ -297,7 +343,12 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
             fr.errors.ConfigError,
             "num_entries",
         ),
-        ("none.json", None, fr.errors.SourceError, "none.json' cannot be read: No such file"),
+        (
+            "none.json",
+            None,
+            fr.errors.SourceError,
+            "none.json' cannot be read: No such file",
+        ),
     ],
 )
 def test_files_of_other_forms_are_refused(texts, base, tmp_path, name, content, error, says):
@@ -316,14 +367,21 @@ def test_a_counter_that_is_none_is_refused(texts, base, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"token": samples[0]["token"], "x": "b"}]))
     for name in ("nothing", "builtins:nothing", "nowhere:count"):
         with pytest.raises(
-            fr.errors.ConfigError, match="must be MODULE:FUNCTION that can be imported"
+            fr.errors.ConfigError,
+            match="must be MODULE:FUNCTION that can be imported",
         ):
             texts.import_texts(dataset, tmp_path / "out", [tmp_path / "a.json"], count=name)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b'[{"token": "a", "q": "\xff"}]', b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 100_000, b"[{}, "],
+    [
+        b'[{"token": "a", "q": "\xff"}]',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        b"[{}, ",
+    ],
     ids=["not UTF-8", "UTF-16", "deep list", "deep object", "cut"],
 )
 @pytest.mark.parametrize("ending", ["json", "jsonl"])
@@ -336,6 +394,11 @@ def test_odd_files_are_named(texts, base, tmp_path, content, ending):
 
 def test_what_is_no_file_is_not_waited_for(texts, base, tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
-    for file in (tmp_path / "pipe.json", Path("/dev/zero"), tmp_path, tmp_path / "nowhere.json"):
+    for file in (
+        tmp_path / "pipe.json",
+        Path("/dev/zero"),
+        tmp_path,
+        tmp_path / "nowhere.json",
+    ):
         with pytest.raises(fr.errors.SourceError, match=str(file)):
             texts.import_texts(base[0], tmp_path / "layer", [file])

@@ -131,7 +131,10 @@ def test_without_options_images_have_no_calibration_and_no_pose(tars, tmp_path):
         assert np.isnan(sample.geometry.cam2ego).all()
         assert sample.geometry.cam_valid.all()
     info = scan(tars)
-    assert (info.time_base, info.facts) == ("order", {"poses": "none", "calibration": "none"})
+    assert (info.time_base, info.facts) == (
+        "order",
+        {"poses": "none", "calibration": "none"},
+    )
 
 
 def test_options_map_extensions_and_cut_clips(tars):
@@ -235,7 +238,13 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         "txt",
         "weights_pth",
     ]
-    (batch,) = batches(dataset, 6, select=names, shuffle=False, image={"height": 48, "width": 64})
+    (batch,) = batches(
+        dataset,
+        6,
+        select=names,
+        shuffle=False,
+        image={"height": 48, "width": 64},
+    )
     wds = pytest.importorskip("webdataset")
     with (gzip.open if ending.endswith("gz") else open)(
         tmp_path / "tars" / f"shard.{ending}", "rb"
@@ -284,7 +293,9 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     assert "key of the JSON left out, its name or its values are not those of an attribute" in noted
 
 
-def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_path):
+def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(
+    tmp_path,
+):
     def late(number: int) -> dict[str, bytes]:
         members = labelled(number)
         return (
@@ -295,7 +306,8 @@ def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_pa
 
     write_labelled(tmp_path / "tars", make=late)
     with pytest.raises(
-        SourceError, match=r"key 'a/0004': n is 0.5, and int in the first samples; first_samples=0"
+        SourceError,
+        match=r"key 'a/0004': n is 0.5, and int in the first samples; first_samples=0",
     ):
         scan(tmp_path / "tars", first_samples=4)
     assert {channel.name for channel in scan(tmp_path / "tars", first_samples=0).channels} >= {
@@ -325,7 +337,10 @@ def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
     lengths = (0, 1, 2, 3, 100, 101)
     write_labelled(
         tmp_path / "tars",
-        make=lambda number: {"jpg": labelled(number)["jpg"], "bin": b"x" * lengths[number]},
+        make=lambda number: {
+            "jpg": labelled(number)["jpg"],
+            "bin": b"x" * lengths[number],
+        },
     )
     monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
     report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
@@ -381,7 +396,12 @@ def spoil(root, how):
 
 @pytest.mark.parametrize(
     ("how", "match"),
-    [("cut", "cut off"), ("flipped", "damaged header"), ("LFS", "damaged"), ("empty", "damaged")],
+    [
+        ("cut", "cut off"),
+        ("flipped", "damaged header"),
+        ("LFS", "damaged"),
+        ("empty", "damaged"),
+    ],
 )
 def test_damaged_tars_are_named(tars, how, match):
     spoil(tars, how)
@@ -416,7 +436,8 @@ def test_links_and_names_that_lead_out_are_refused(tmp_path):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "folder", ["tar-go", "tar-rs", "tar-libarchive", "tar-ratarmount", "tar-cpython"]
+    "folder",
+    ["tar-go", "tar-rs", "tar-libarchive", "tar-ratarmount", "tar-cpython"],
 )
 def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
     """Whatever is in them: the same regular files, or an error with the name of the tar."""
@@ -450,7 +471,10 @@ def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
         (b"[" * 200_000, r"\.json is not JSON: it is nested too deeply"),
         (b'{"t": "\xff"}', r"\.json is not JSON: "),
         (17 << 20, "17825792 bytes, of which at most 16777216 are read"),
-        (257 << 20, "269484032 bytes, of which at most 268435456 are read at once"),
+        (
+            257 << 20,
+            "269484032 bytes, of which at most 268435456 are read at once",
+        ),
     ],
     ids=["nested", "not UTF-8", "long", "longer"],
 )
@@ -500,7 +524,8 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
     ]
     if not images:
         with pytest.raises(
-            SourceError, match=r"no tars with images; its members have the extensions: \w"
+            SourceError,
+            match=r"no tars with images; its members have the extensions: \w",
         ):
             scan(tmp_path)
         return
@@ -568,7 +593,12 @@ def test_what_is_left_out_of_a_folder_of_tars_is_counted(tars):
     (tars / "._drive-0.tar").write_bytes(b"\0\5\x16\7")
     (tars / "more.tar.bz2").write_bytes(b"BZh")
     with tarfile.open(tars / "mac.tar", "w") as tar:
-        for name in ("__MACOSX/1.jpg", "a/.ipynb_checkpoints/1.jpg", "./1.jpg", "./._1.jpg"):
+        for name in (
+            "__MACOSX/1.jpg",
+            "a/.ipynb_checkpoints/1.jpg",
+            "./1.jpg",
+            "./._1.jpg",
+        ):
             data = labelled(1)["jpg"]
             info = tarfile.TarInfo(name)
             info.size = len(data)

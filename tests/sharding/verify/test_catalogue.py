@@ -8,7 +8,11 @@ import pytest
 
 import fuelrail as fr
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetNotReadyError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.sharding.verify.catalogue import read_tags
@@ -39,7 +43,12 @@ def test_the_log_names_parents_and_their_parents(old, appended, tmp_path) -> Non
     first, second, third = (open_dataset(place).manifest for place in (merged, old, new))
     assert log.parents == (first.fingerprint,)
     assert [
-        (ancestor.fingerprint, ancestor.name, ancestor.num_samples, ancestor.made_by)
+        (
+            ancestor.fingerprint,
+            ancestor.name,
+            ancestor.num_samples,
+            ancestor.made_by,
+        )
         for ancestor in log.ancestors
     ] == [
         (first.fingerprint, first.name, 8, "append"),
@@ -67,7 +76,11 @@ def test_samples_and_clips_that_only_one_has(old, appended) -> None:
         open_dataset(old).index.strings("key")
     )
     assert set(diff.samples_only_in_b.first) == keys
-    assert (diff.num_samples_equal, diff.clips_only_in_b.count, diff.clips_only_in_a.count) == (
+    assert (
+        diff.num_samples_equal,
+        diff.clips_only_in_b.count,
+        diff.clips_only_in_a.count,
+    ) == (
         6,
         1,
         0,
@@ -80,7 +93,11 @@ def test_samples_and_clips_that_only_one_has(old, appended) -> None:
 def test_the_same_data_by_another_order_has_the_same_samples(old, tmp_path) -> None:
     fr.reshard(old, tmp_path / "again", seed=99)
     diff = fr.dataset_diff(old, tmp_path / "again")
-    assert (diff.num_samples_equal, diff.samples_changed.count, diff.is_same) == (6, 0, False)
+    assert (
+        diff.num_samples_equal,
+        diff.samples_changed.count,
+        diff.is_same,
+    ) == (6, 0, False)
     assert diff.options["seed"] == (open_dataset(old).manifest.seed, 99)
     same = fr.dataset_diff(old, old)
     assert (same.is_same, same.options, same.num_samples_equal) == (True, {}, 6)
@@ -96,7 +113,10 @@ def test_changed_samples_channels_and_members(tmp_path) -> None:
     rewrite(tmp_path / "b", 2, add_a_member)
     diff = fr.dataset_diff(tmp_path / "a", tmp_path / "b")
     assert diff.samples_changed.first == ("clip-0000-000002",)
-    assert (diff.num_samples_equal, diff.members) == (3, {"x_note.txt": (None, True)})
+    assert (diff.num_samples_equal, diff.members) == (
+        3,
+        {"x_note.txt": (None, True)},
+    )
     build_dataset(tmp_path / "c", {"train": (4,)}, size=(64, 48))
     assert fr.dataset_diff(tmp_path / "a", tmp_path / "c").channels["cam_front"] == (
         {"sizes": ((32, 24),)},
@@ -121,7 +141,10 @@ def test_tags_are_beside_the_dataset(old, tmp_path, capsys) -> None:
             fr.tag(tmp_path / "d", add=(wrong,))
     with pytest.raises(ConfigError, match=r"has no tag 'v1'; it has: baseline, night\.2"):
         fr.tag(tmp_path / "d", remove=("v1",))
-    with pytest.raises(ConfigError, match="tag 'q' is to be added and to be removed: give it once"):
+    with pytest.raises(
+        ConfigError,
+        match="tag 'q' is to be added and to be removed: give it once",
+    ):
         fr.tag(tmp_path / "d", add=("q",), remove=("q",))
     with pytest.raises(ConfigError, match="in folders only"):
         fr.tag("s3://bucket/d", add=("a",))
@@ -152,7 +175,8 @@ def test_tags_at_a_url_that_storage_does_not_give(tmp_path) -> None:
                 assert fr.dataset_log(server.url).tags == ()
             else:
                 with pytest.raises(
-                    DatasetError, match=r"/tags\.json' cannot be read \(ClientResponseError: 500"
+                    DatasetError,
+                    match=r"/tags\.json' cannot be read \(ClientResponseError: 500",
                 ):
                     fr.dataset_log(server.url)
 
@@ -176,7 +200,10 @@ def test_layers_are_compared_too(tmp_path) -> None:
         )
     ]
     with fr.LayerWriter(
-        tmp_path / "base", new, channels=table, view=LayerView("per_view", 1, {})
+        tmp_path / "base",
+        new,
+        channels=table,
+        view=LayerView("per_view", 1, {}),
     ) as writer:
         for row in range(3):
             values = {name: value for name, value in values_of(row).items() if name != "caption"}

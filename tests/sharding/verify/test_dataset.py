@@ -97,12 +97,20 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
         ("val-000000.idx", "gone", "cannot be read: No such file"),
         ("val-000000.idx", "flipped", "SHA-256 does not match the manifest"),
         ("val-000000.idx", "cut", "bytes, the manifest says"),
-        ("attributes.parquet", "flipped", "SHA-256 does not match the manifest"),
+        (
+            "attributes.parquet",
+            "flipped",
+            "SHA-256 does not match the manifest",
+        ),
         ("index.arrow", "gone", "has no index.arrow"),
         ("index.arrow", "cut", "bytes, the manifest says"),
         ("shards.arrow", "gone", "has no shards.arrow"),
         ("shards.arrow", "cut", "bytes, the manifest says"),
-        ("shards.arrow", "flipped", "do not match their SHA-256 in blocks.sha256"),
+        (
+            "shards.arrow",
+            "flipped",
+            "do not match their SHA-256 in blocks.sha256",
+        ),
         ("keys.arrow", "gone", "cannot be read: No such file"),
         ("keys.arrow", "flipped", "SHA-256 does not match the manifest"),
     ],
@@ -116,7 +124,11 @@ def test_damaged_files(out, name, harm, says):
         flip(path)
     else:
         path.write_bytes(
-            {"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm]
+            {
+                "empty": b"",
+                "cut": data[: len(data) // 2],
+                "longer": data + bytes(512),
+            }[harm]
         )
     reported = faults(out)
     assert name in {fault.file for fault in reported}
@@ -159,7 +171,9 @@ def test_members_that_differ_from_the_index(out, change, says):
     (fault,) = faults(out)
     assert (fault.key, fault.offset) == (row.key, row.offset)
     said = says.format(
-        key=row.key, size=row.members[1].stored_bytes, at=row.offset + row.members[1].offset
+        key=row.key,
+        size=row.members[1].stored_bytes,
+        at=row.offset + row.members[1].offset,
     )
     assert fault.text.startswith(said), fault.text
 
@@ -182,13 +196,20 @@ def test_a_member_that_the_index_does_not_know(out):
     ]
 
 
-def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_missed(out):
+def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_missed(
+    out,
+):
     def left_out(raw):
         meta = json.loads(raw["meta.json"])
         for name in ("tags", "stats", "sync", "license"):
             del meta[name]
         for camera in meta["cameras"].values():
-            for name in ("dist_model", "rolling_shutter", "readout_ns", "exposure_ns"):
+            for name in (
+                "dist_model",
+                "rolling_shutter",
+                "readout_ns",
+                "exposure_ns",
+            ):
                 del camera[name]
         raw["meta.json"] = json.dumps({**meta, "unknown": 1}).encode()
 
@@ -196,7 +217,12 @@ def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_mi
     rewrite(out, 0, left_out)
     assert faults(out, deep=True) == []
     after = open_dataset(out)[0].meta
-    assert (after.tags, after.stats, after.sync, after.license) == ({}, {}, {}, None)
+    assert (after.tags, after.stats, after.sync, after.license) == (
+        {},
+        {},
+        {},
+        None,
+    )
     assert after.cameras == before.cameras
 
     def twice(raw):
@@ -207,10 +233,15 @@ def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_mi
     assert fault.text == "member 'meta.json': the key 'frame_idx' occurs twice in an object"
 
 
-def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_found(out):
+def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_found(
+    out,
+):
     attributes = pq.read_table(out / "attributes.parquet")
     for table, says in (
-        (attributes.append_column("list", pa.array([[1]] * 6)), "column 'list' has the type list"),
+        (
+            attributes.append_column("list", pa.array([[1]] * 6)),
+            "column 'list' has the type list",
+        ),
         (
             attributes.append_column("small", pa.array([1] * 6, pa.int8())),
             "column 'small' has the type int8",
@@ -289,19 +320,31 @@ def flip_scan(raw):
             "meta.json has the split 'val', index and manifest have 'train'",
         ),
         (change_meta("dataset", "x"), "meta.json has the dataset 'x'"),
-        (change_meta("schema", "fuelrail/9"), "this version reads 'fuelrail/1'"),
-        (lambda raw: raw.update({"geometry.safetensors": b"x" * 100}), "geometry.safetensors: "),
+        (
+            change_meta("schema", "fuelrail/9"),
+            "this version reads 'fuelrail/1'",
+        ),
+        (
+            lambda raw: raw.update({"geometry.safetensors": b"x" * 100}),
+            "geometry.safetensors: ",
+        ),
         (
             lambda raw: raw.pop("geometry.safetensors"),
             "geometry.safetensors: the member is missing",
         ),
-        (lambda raw: raw.pop("cam_back.jpg"), "cam_front, cam_back these have an image: [1, 0]"),
+        (
+            lambda raw: raw.pop("cam_back.jpg"),
+            "cam_front, cam_back these have an image: [1, 0]",
+        ),
         (flip_scan, "cam_back.jpg: a damaged JPEG"),
         (
             lambda raw: raw.update({"cam_back.jpg": raw["cam_back.jpg"][:-2]}),
             "cam_back.jpg: a truncated JPEG",
         ),
-        (lambda raw: raw.update({"lidar_top.npy": raw["lidar_top.npy"][:-1]}), "lidar_top.npy: "),
+        (
+            lambda raw: raw.update({"lidar_top.npy": raw["lidar_top.npy"][:-1]}),
+            "lidar_top.npy: ",
+        ),
     ],
 )
 def test_only_deep_verification_sees_what_a_writer_got_wrong(out, change, says):

@@ -10,7 +10,11 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
-from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, read_seek_table
+from fuelrail.pipeline.format.zstd_frames import (
+    encode_frame,
+    encode_seek_table,
+    read_seek_table,
+)
 from fuelrail.sharding.verify.dataset import verify
 from support import edits
 from support.datasets import build_dataset
@@ -54,7 +58,10 @@ def test_every_flipped_bit_is_found_and_named(pristine, data):
         (root / SHARD).write_bytes(content)
     assert {fault.file for fault in reported} == {SHARD}
     assert reported[0].text == "SHA-256 does not match the manifest"
-    owner = next((row for row in rows if row.offset <= position < row.offset + row.length), None)
+    owner = next(
+        (row for row in rows if row.offset <= position < row.offset + row.length),
+        None,
+    )
     named = {(fault.offset, fault.key) for fault in reported[1:]}
     if owner is not None:
         assert named == {(owner.offset, owner.key)}
@@ -149,9 +156,15 @@ class TestInsiderMistakes:
         assert [fault.offset for fault in reported] == [table[2].offset]
 
 
-def test_a_damaged_dictionary_is_one_fault_and_not_one_for_each_sample(tmp_path):
+def test_a_damaged_dictionary_is_one_fault_and_not_one_for_each_sample(
+    tmp_path,
+):
     small = [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)]
-    build_dataset(tmp_path / "tiny", {"train": (3,)}, dictionary=train_dictionary(small, 1024, 3))
+    build_dataset(
+        tmp_path / "tiny",
+        {"train": (3,)},
+        dictionary=train_dictionary(small, 1024, 3),
+    )
     assert faults(tmp_path / "tiny", deep=True) == []
     file = tmp_path / "tiny" / DICTIONARY_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"?")

@@ -51,7 +51,10 @@ def test_the_attributes_that_filters_may_name(out):
     assert named.keys() == set(table.column_names) - {"key", "clip_id"}
     boxes = table["num_boxes"].to_pylist()
     said = str(boxes[0]) if len(set(boxes)) == 1 else f"{min(boxes)} to {max(boxes)}"
-    assert (named["num_boxes"]["type"], named["num_boxes"]["values"]) == ("int64", said)
+    assert (named["num_boxes"]["type"], named["num_boxes"]["values"]) == (
+        "int64",
+        said,
+    )
     assert named["clip_name"]["values"] == "a (3), b (2)"
     assert table["night"].to_pylist().count(True) == 2
     assert named["night"]["values"] == "true (2), unknown (3)"
@@ -70,7 +73,11 @@ def test_one_sample(out):
         assert part in text
     facts = json.loads(describe_sample(out, "a-000001").as_json())
     row = open_dataset(out).index.row(facts["position"])
-    assert (row.key, row.offset, row.length) == ("a-000001", facts["offset"], facts["length"])
+    assert (row.key, row.offset, row.length) == (
+        "a-000001",
+        facts["offset"],
+        facts["length"],
+    )
     assert facts["meta"]["license"] == "CC0-1.0"
     assert facts["meta"]["dataset"] == "nuscenes-v1.0-mini"
     assert [member["name"] for member in facts["members"]] == [
@@ -86,6 +93,9 @@ def test_one_sample_at_a_url(out):
 
 def test_damage_is_reported(out, tmp_path):
     shutil.copytree(out, tmp_path / "out")
-    flip(tmp_path / "out" / "train-000000.tar", open_dataset(out).index.row(0).offset + 20)
+    flip(
+        tmp_path / "out" / "train-000000.tar",
+        open_dataset(out).index.row(0).offset + 20,
+    )
     with pytest.raises(ChecksumError, match=r"train-000000\.tar, offset 0"):
         describe_sample(tmp_path / "out", open_dataset(out).index.row(0).key)

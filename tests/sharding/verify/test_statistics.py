@@ -54,7 +54,9 @@ def can(row):
 @pytest.fixture
 def root(tmp_path):
     build_dataset(
-        tmp_path / "d", {"train": (8, 8), "val": (4,)}, extra=[(STATE, state), (CAN, can)]
+        tmp_path / "d",
+        {"train": (8, 8), "val": (4,)},
+        extra=[(STATE, state), (CAN, can)],
     )
     return tmp_path / "d"
 
@@ -69,7 +71,12 @@ def expected(values):
         f"q{round(100 * quantile):02}": np.nanquantile(values, quantile, axis=0)
         for quantile in (0.01, 0.1, 0.5, 0.9, 0.99)
     }
-    return {**statistics, "min": np.nanmin(values, 0), "max": np.nanmax(values, 0), **quantiles}
+    return {
+        **statistics,
+        "min": np.nanmin(values, 0),
+        "max": np.nanmax(values, 0),
+        **quantiles,
+    }
 
 
 @pytest.mark.filterwarnings(
@@ -88,20 +95,32 @@ def test_statistics_are_those_of_all_numbers_and_lie_beside_the_manifest(root, c
         states = np.stack([state(row) for row in rows if row != 3]).astype(np.float64)
         for name, numbers in expected(states).items():
             np.testing.assert_allclose(
-                np.array(statistics["state"][name], float), numbers, rtol=1e-9, err_msg=name
+                np.array(statistics["state"][name], float),
+                numbers,
+                rtol=1e-9,
+                err_msg=name,
             )
         # Each measurement counts once, though neighbouring samples have it too.
         times = np.concatenate([can_times(clip) for clip in {row // 4 for row in rows}]) * 1e-9
         for name, numbers in expected(times).items():
             np.testing.assert_allclose(
-                statistics["can"][name], numbers, rtol=1e-9, atol=1e-9, err_msg=name
+                statistics["can"][name],
+                numbers,
+                rtol=1e-9,
+                atol=1e-9,
+                err_msg=name,
             )
     assert fr.inspect(root, statistics=True).facts["statistics"] == stored["splits"]
     with pytest.raises(ConfigError, match="is one sample"):
         fr.inspect(root, "clip-0000-000001", statistics=True)
 
 
-@given(st.lists(st.lists(st.floats(-1e6, 1e6) | st.just(np.nan), max_size=40), max_size=6))
+@given(
+    st.lists(
+        st.lists(st.floats(-1e6, 1e6) | st.just(np.nan), max_size=40),
+        max_size=6,
+    )
+)
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_batches_do_not_matter(batches):
     numbers = _Numbers(())

@@ -90,7 +90,8 @@ def test_what_is_not_a_file_of_this_machine_gets_the_pieces_as_they_come():
 
 
 SIZES = st.one_of(
-    st.integers(1, 2000), st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000])
+    st.integers(1, 2000),
+    st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000]),
 )
 MEMBERS = st.lists(st.tuples(st.booleans(), SIZES), min_size=1, max_size=6)
 
@@ -109,7 +110,10 @@ def members_in(buffer, folder, sizes, draw):
         path = folder / str(number)
         path.write_bytes(content)
         stored.append(
-            StoredMember(f"m{number}.bin", buffer.read(str(path), size) if is_file else content)
+            StoredMember(
+                f"m{number}.bin",
+                buffer.read(str(path), size) if is_file else content,
+            )
         )
         contents.append(StoredMember(f"m{number}.bin", content))
     return stored, contents
@@ -123,7 +127,14 @@ def members_in(buffer, folder, sizes, draw):
 @example(
     samples=[
         [(False, 241)],
-        [(True, 517), (True, 1), (True, 81), (False, 1), (False, 1), (False, 509)],
+        [
+            (True, 517),
+            (True, 1),
+            (True, 81),
+            (False, 1),
+            (False, 1),
+            (False, 509),
+        ],
     ],
     shuffled=True,
     seed=0,
@@ -146,7 +157,11 @@ def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
 
 def test_a_sample_of_files_is_one_piece(folder):
     buffer = ReadBuffer()
-    sizes = [(False, 1500), (False, 900), *[(True, 200_000 + number) for number in range(6)]]
+    sizes = [
+        (False, 1500),
+        (False, 900),
+        *[(True, 200_000 + number) for number in range(6)],
+    ]
     stored, _ = members_in(buffer, folder, sizes, random.Random(0))
     assert len(buffer.joined(pack_sample("key", stored).pieces)) == 1
 
@@ -154,7 +169,10 @@ def test_a_sample_of_files_is_one_piece(folder):
 def test_a_file_that_is_not_stored_as_it_is_leaves_the_others_together(folder):
     buffer = ReadBuffer()
     stored, _ = members_in(
-        buffer, folder, [(True, 100_000), (True, 30_000), (True, 300_000)], random.Random(0)
+        buffer,
+        folder,
+        [(True, 100_000), (True, 30_000), (True, 300_000)],
+        random.Random(0),
     )
     stored[2] = stored[2]._replace(data=bytes(stored[2].data[::2]))
     assert [len(piece) for piece in buffer.joined(pack_sample("key", stored).pieces)] == [
@@ -168,6 +186,7 @@ def test_a_file_that_is_not_stored_as_it_is_leaves_the_others_together(folder):
 def test_a_file_of_another_size_is_named(folder, size):
     (folder / "changed").write_bytes(bytes(100))
     with pytest.raises(
-        SourceError, match=rf"changed' had {size} bytes when the run started and has 100 now"
+        SourceError,
+        match=rf"changed' had {size} bytes when the run started and has 100 now",
     ):
         ReadBuffer().read(str(folder / "changed"), size)

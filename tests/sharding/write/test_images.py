@@ -19,7 +19,12 @@ from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.shared.pictures import check_pixels, image_size
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.verify.dataset import verify
-from fuelrail.sharding.write.images import stored_field, stored_share, stored_size, transcode
+from fuelrail.sharding.write.images import (
+    stored_field,
+    stored_share,
+    stored_size,
+    transcode,
+)
 from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import digests, shard_nuscenes
 from support.shared_data import shared_data
@@ -59,8 +64,16 @@ def test_every_truncation_of_a_png_is_seen(keep):
         (png(), "jpg", "a PNG, not a JPEG as its name says; name it .png"),
         (JPEG, "png", "a JPEG, not a PNG as its name says; name it .jpg"),
         (b"RIFF", "png", "not a PNG: it starts with 52 49 46 46"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "jpg", "git-LFS pointer"),
-        (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "expected a marker at byte 2"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "jpg",
+            "git-LFS pointer",
+        ),
+        (
+            b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9",
+            "jpg",
+            "expected a marker at byte 2",
+        ),
         (
             b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9",
             "jpg",
@@ -146,7 +159,10 @@ def test_pointers_of_git_lfs_are_named():
 def test_what_may_be_written():
     assert parse_images("resize=0.5,quality=92").resize == 0.5
     assert parse_images("size=800x450").size == (800, 450)
-    assert (parse_images("quality=75").quality, parse_images("resize=1").quality) == (75, 92)
+    assert (
+        parse_images("quality=75").quality,
+        parse_images("resize=1").quality,
+    ) == (75, 92)
     assert "simplejpeg " in parse_images("quality=75").by
 
 
@@ -241,18 +257,27 @@ def test_pixels_land_where_the_calibration_says(dataroot, tmp_path, spec, extens
 
 def test_a_transcoded_dataset(dataroot, tmp_path):
     nuscenes = dataroot("a2 b2", cameras=("CAM_FRONT", "CAM_BACK"), size=(96, 64))
-    options = {"images": {"resize": 0.5, "quality": 80}, "splits": {"train": 0.5, "val": 0.5}}
+    options = {
+        "images": {"resize": 0.5, "quality": 80},
+        "splits": {"train": 0.5, "val": 0.5},
+    }
     manifest = shard_nuscenes(nuscenes.root, tmp_path / "one", **options).manifest
     shard_nuscenes(nuscenes.root, tmp_path / "two", num_workers=2, **options)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert verify(tmp_path / "one", deep=True, num_threads=1).faults == []
-    assert [camera.sizes for camera in manifest.cameras] == [((48, 32),), ((48, 32),)]
+    assert [camera.sizes for camera in manifest.cameras] == [
+        ((48, 32),),
+        ((48, 32),),
+    ]
     assert manifest.provenance["recipe"]["images"]["quality"] == 80
     for sample in samples_of(tmp_path / "one").values():
         for channel, data in sample.images.items():
             with Image.open(io.BytesIO(data)) as image:
                 assert image.size == (48, 32)
-            assert (sample.meta.cameras[channel].width, sample.meta.cameras[channel].height) == (
+            assert (
+                sample.meta.cameras[channel].width,
+                sample.meta.cameras[channel].height,
+            ) == (
                 48,
                 32,
             )

@@ -27,13 +27,20 @@ from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 DICTIONARY = train_dictionary(
-    [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3
+    [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)],
+    1024,
+    3,
 )
 CODECS = st.sampled_from([RAW, ZSTD, ZSTD_DICT, planes(4), planes(20)])
 FIELDS = st.from_regex(r"x_[a-z0-9_]{1,8}\.[a-z]{1,4}", fullmatch=True)
 SAMPLES = st.dictionaries(
     st.from_regex(r"[a-z0-9]{1,6}-[0-9]{1,3}", fullmatch=True),
-    st.dictionaries(FIELDS, st.tuples(CODECS, st.binary(max_size=2000)), min_size=1, max_size=4),
+    st.dictionaries(
+        FIELDS,
+        st.tuples(CODECS, st.binary(max_size=2000)),
+        min_size=1,
+        max_size=4,
+    ),
     min_size=1,
     max_size=4,
 )
@@ -49,7 +56,11 @@ def pack(samples, *, framed):
     )
     for number, (key, members) in enumerate(samples.items()):
         packer.add(
-            key, "clip", number, number, [RawMember(name, *how) for name, how in members.items()]
+            key,
+            "clip",
+            number,
+            number,
+            [RawMember(name, *how) for name, how in members.items()],
         )
     return packer.close(), file.getvalue()
 
@@ -63,7 +74,10 @@ def test_arbitrary_samples_come_back(samples, framed):
             for key, fields in samples.items()
         }
     packed, data = pack(samples, framed=framed)
-    assert (len(data), hashlib.sha256(data).hexdigest()) == (packed.num_bytes, packed.sha256)
+    assert (len(data), hashlib.sha256(data).hexdigest()) == (
+        packed.num_bytes,
+        packed.sha256,
+    )
     name = "train-000003.tar.zst" if framed else "train-000003.tar"
     for row, (key, members) in zip(packed.rows, samples.items(), strict=True):
         span = data[row.offset : row.offset + row.length]
@@ -94,9 +108,16 @@ def test_arbitrary_samples_come_back(samples, framed):
 def test_a_sample_that_a_frame_cannot_hold_is_named(monkeypatch):
     monkeypatch.setattr(zstd_frames, "MAX_FRAME_BYTES", 4096)
     with pytest.raises(
-        MemberTooLargeError, match="a-1: 5632 bytes of one sample are over the frame layout's cap"
+        MemberTooLargeError,
+        match="a-1: 5632 bytes of one sample are over the frame layout's cap",
     ) as it:
-        pack({"a-0": {"x_a.b": (RAW, b"1")}, "a-1": {"x_a.b": (RAW, bytes(5000))}}, framed=True)
+        pack(
+            {
+                "a-0": {"x_a.b": (RAW, b"1")},
+                "a-1": {"x_a.b": (RAW, bytes(5000))},
+            },
+            framed=True,
+        )
     assert it.value.key == "a-1"
 
 

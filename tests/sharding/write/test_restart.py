@@ -13,7 +13,12 @@ from PIL import Image
 from fuelrail import ImageAugment
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ImageError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    ImageError,
+    SourceError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.sharding.write import images
@@ -40,7 +45,11 @@ def source(dataroot):
     ],
 )
 def test_nothing_is_lost_and_rows_can_be_cut(options: dict) -> None:
-    encoded = encode(natural(325, 411), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0", **options)
+    encoded = encode(
+        natural(325, 411),
+        exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0",
+        **options,
+    )
     rewritten = images.with_restart_rows(encoded)
     before, after = (np.asarray(Image.open(io.BytesIO(data))) for data in (encoded, rewritten))
     assert np.array_equal(before, after)

@@ -35,7 +35,11 @@ WORK = ".fuelrail"
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """The root of a source that is read by clip; its location is also a plug-in's."""
-    install_plugin(tmp_path / "site", "neutral_by_clip", "support.neutral_source:NeutralByClip")
+    install_plugin(
+        tmp_path / "site",
+        "neutral_by_clip",
+        "support.neutral_source:NeutralByClip",
+    )
     monkeypatch.syspath_prepend(tmp_path / "site")
     root = tmp_path / "source"
     root.mkdir()
@@ -139,7 +143,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     Neutral.num_made = 0
     with pytest.raises(
-        DatasetError, match=r"takes with the shards about 0\.\d GB.*0\.0 GB are free"
+        DatasetError,
+        match=r"takes with the shards about 0\.\d GB.*0\.0 GB are free",
     ):
         run(source, tmp_path / "out")
     assert Neutral.num_made == 0
@@ -166,7 +171,14 @@ def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monk
     monkeypatch.setattr(Bands, "finished", watched)
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
     recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
-    shard(spec, out=out, recipe=recipe, num_workers=1, progress=Watch(), engine=LocalEngine(1))
+    shard(
+        spec,
+        out=out,
+        recipe=recipe,
+        num_workers=1,
+        progress=Watch(),
+        engine=LocalEngine(1),
+    )
     assert len(staged_bytes) > 1
     assert staged_bytes == sorted(set(staged_bytes), reverse=True)
     assert not staged_bytes[-1]
@@ -222,7 +234,9 @@ def test_killed_again_and_again_a_run_resumes(source, tmp_path, expected):
 
 
 @pytest.mark.process
-def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(tmp_path):
+def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(
+    tmp_path,
+):
     """As it happens: deaths at random times of a run whose clips are decoded from video."""
     root = tmp_path / "source"
     out = tmp_path / "out"

@@ -85,7 +85,10 @@ class BagFile(LogFile):
         for connection in self._bag.connections:
             kind = plain_type(connection.msgtype)
             topics[connection.id] = Topic(
-                connection.topic, _RENAMED.get(kind, kind), "cdr", connection.msgdef.data.encode()
+                connection.topic,
+                _RENAMED.get(kind, kind),
+                "cdr",
+                connection.msgdef.data.encode(),
             )
         return topics
 
@@ -118,9 +121,17 @@ class BagFile(LogFile):
         return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
 
     def _read(self, place: Locator, limit: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
-        from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
+        from rosbags.rosbag1.reader import (
+            Header,
+            RecordType,
+            read_bytes,
+            read_uint32,
+        )
 
-        with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.position}"):
+        with (
+            self._lock,
+            parsing(f"{self._where}: message {place.chunk}:{place.position}"),
+        ):
             if self._chunk[0] != place.chunk:  # read and decompress it
                 file: Any = self._bag.bio
                 file.seek(place.chunk)
@@ -142,5 +153,9 @@ class BagFile(LogFile):
             store = type_store(name, topic.schema)
             message = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
         return Message(
-            topic=topic.name, log_ns=log_ns, place=place, data=message, length=len(message)
+            topic=topic.name,
+            log_ns=log_ns,
+            place=place,
+            data=message,
+            length=len(message),
         )

@@ -137,7 +137,8 @@ class McapFile(LogFile):
                 return self._walk_chunk(chunk, topics, frozenset(whole_topics))
 
             yield from by_time(
-                ((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where
+                ((chunk.first_ns, messages(chunk)) for chunk in summary.chunks),
+                self._where,
             )
 
     def places(self, topic: str) -> list[Locator]:
@@ -153,7 +154,10 @@ class McapFile(LogFile):
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
             offsets = message_offsets(
-                index, summary.channels, frozenset([topic]), self._chunk_name(chunk)
+                index,
+                summary.channels,
+                frozenset([topic]),
+                self._chunk_name(chunk),
             )
             entries += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
         return [place for _, place in sorted(entries, key=itemgetter(0))]
@@ -165,10 +169,17 @@ class McapFile(LogFile):
                 length = RECORD.unpack_from(head)[1] - _HEAD
                 start = place.position + MESSAGE.size
                 data = self._files.read(
-                    self._name, start, length if limit is None else min(limit, length)
+                    self._name,
+                    start,
+                    length if limit is None else min(limit, length),
                 )
                 return Message(
-                    topic="", log_ns=0, place=place, data=data, length=length, offset=start
+                    topic="",
+                    log_ns=0,
+                    place=place,
+                    data=data,
+                    length=length,
+                    offset=start,
                 )
             if self._chunk[0] != place.chunk:
                 head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
@@ -193,7 +204,11 @@ class McapFile(LogFile):
         return Locator(self._name, chunk.position, offset)
 
     def _walk_index(
-        self, window: FileWindow, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
+        self,
+        window: FileWindow,
+        chunk: Chunk,
+        topics: frozenset[str],
+        whole_topics: frozenset[str],
     ) -> Iterator[Message]:
         """Yield the messages of an uncompressed chunk by its message index."""
         end = chunk.position + chunk.length
@@ -315,7 +330,8 @@ class McapFile(LogFile):
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(
-                    op, self._files.read(self._name, position + RECORD.size, length)
+                    op,
+                    self._files.read(self._name, position + RECORD.size, length),
                 )
             elif op == DATA_END_OP:
                 has_data_end = True
@@ -396,8 +412,13 @@ class McapFile(LogFile):
         """
         if self._chunk[0] != chunk.position:
             record = self._files.read(
-                self._name, chunk.position + RECORD.size, chunk.length - RECORD.size
+                self._name,
+                chunk.position + RECORD.size,
+                chunk.length - RECORD.size,
             )
-            self._chunk = (chunk.position, chunk_data(record, self._chunk_name(chunk)))
+            self._chunk = (
+                chunk.position,
+                chunk_data(record, self._chunk_name(chunk)),
+            )
             self.num_decompressed += 1
         return self._chunk[1]

@@ -26,7 +26,11 @@ from fuelrail.sharding.sources.logs.files.log_file import (
     Topic,
     plain_type,
 )
-from fuelrail.sharding.sources.logs.files.sqlite_wal import check_no_journal, merge_wal, wal_of
+from fuelrail.sharding.sources.logs.files.sqlite_wal import (
+    check_no_journal,
+    merge_wal,
+    wal_of,
+)
 from fuelrail.sharding.sources.shared.files import MOST_BYTES
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -114,7 +118,8 @@ class SqliteFile(LogFile):
     def _ids(self) -> dict[int, Topic]:
         kinds = dict(
             self._rows(
-                tuple[str, str], "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL"
+                tuple[str, str],
+                "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL",
             )
         )
         for name in ("topics", "messages", "message_definitions"):
@@ -195,7 +200,11 @@ class SqliteFile(LogFile):
         ((log_ns, topic),) = rows
         data, length = self._bytes(place.position, limit)
         return Message(
-            topic=self._ids[topic].name, log_ns=log_ns, place=place, data=data, length=length
+            topic=self._ids[topic].name,
+            log_ns=log_ns,
+            place=place,
+            data=data,
+            length=length,
         )
 
     def _bytes(self, row: int, limit: int | None) -> tuple[bytes, int]:

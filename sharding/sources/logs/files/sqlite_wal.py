@@ -39,7 +39,10 @@ def check_no_journal(database: Path, where: str) -> None:
     journal = Path(f"{database}-journal")
     if not os.path.lexists(journal):
         return
-    with parsing(f"{where}: its journal '{journal.name}'"), _opened(journal) as descriptor:
+    with (
+        parsing(f"{where}: its journal '{journal.name}'"),
+        _opened(journal) as descriptor,
+    ):
         is_hot = any(os.pread(descriptor, 8, 0))
     if is_hot:
         raise SourceError(
@@ -75,7 +78,10 @@ def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
             )
         copied_log = Path(f"{copy}-wal")
         for descriptor, path in ((file, copy), (log, copied_log)):
-            with open(descriptor, "rb", closefd=False) as source, path.open("xb") as target:
+            with (
+                open(descriptor, "rb", closefd=False) as source,
+                path.open("xb") as target,
+            ):
                 shutil.copyfileobj(source, target, 1 << 20)
     with parsing(place, "is not one of SQLite"), copied_log.open("rb") as file:
         head = file.read(_HEADER.size)

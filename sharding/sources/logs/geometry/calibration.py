@@ -66,7 +66,11 @@ def camera_models(
 
 
 def _model(
-    where: str, info: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool
+    where: str,
+    info: CameraInfo,
+    cam2ego: NDArray[np.float64],
+    *,
+    is_rectified: bool,
 ) -> CameraModel:
     if (
         len(info.k) != 9

@@ -43,7 +43,9 @@ class FrameTree:
             )
         if is_static:
             matrices = pose(
-                edges.wxyz, edges.xyz, f"{self._where}: transform '{parent}' to '{child}'"
+                edges.wxyz,
+                edges.xyz,
+                f"{self._where}: transform '{parent}' to '{child}'",
             )
             self._fixed[child] = parent, matrices[-1]
         else:
@@ -132,7 +134,12 @@ def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Tr
     first counts.
     """
     if not parts:
-        return Trajectory(np.empty(0, np.int64), np.empty((0, 4, 4)), where, max_gap_s=max_gap_s)
+        return Trajectory(
+            np.empty(0, np.int64),
+            np.empty((0, 4, 4)),
+            where,
+            max_gap_s=max_gap_s,
+        )
     stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))
     times, first = np.unique(stamp_ns, return_index=True)
     return Trajectory(times, pose(wxyz[first], xyz[first], where), where, max_gap_s=max_gap_s)

@@ -22,9 +22,23 @@ _NAMES: Final = {
     "x": ("x",),
     "y": ("y",),
     "z": ("z",),
-    "intensity": ("intensity", "intensities", "i", "reflectivity", "reflectance"),
+    "intensity": (
+        "intensity",
+        "intensities",
+        "i",
+        "reflectivity",
+        "reflectance",
+    ),
     "ring": ("ring", "channel", "laser_id", "laser_number", "line"),
-    "time": ("time", "t", "time_stamp", "timestamp", "time_offset", "offset_time", "timeOffset"),
+    "time": (
+        "time",
+        "t",
+        "time_stamp",
+        "timestamp",
+        "time_offset",
+        "offset_time",
+        "timeOffset",
+    ),
 }
 
 _AXES: Final = ("x", "y", "z")
@@ -55,7 +69,10 @@ def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
         name=name,
         kind="points",
         field=f"{name}.npy",
-        law=Law("ego_points", roles={"positions": (_AXES,), "vectors": tuple(vectors.values())}),
+        law=Law(
+            "ego_points",
+            roles={"positions": (_AXES,), "vectors": tuple(vectors.values())},
+        ),
         dtype="float32",
         axes=("point", "column"),
         shape=(None, len(columns)),
@@ -118,7 +135,10 @@ def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
     rows = _rows(cloud, where)
     points = np.full((len(rows), len(COLUMNS)), np.nan, np.float32)
     for number, column in enumerate(COLUMNS):
-        name = next((name for name in _NAMES[column] if name in (rows.dtype.names or ())), None)
+        name = next(
+            (name for name in _NAMES[column] if name in (rows.dtype.names or ())),
+            None,
+        )
         if name is not None:
             points[:, number] = (
                 _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
@@ -158,7 +178,10 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
         }
     )
     return np.ndarray(
-        (cloud.height, cloud.width), dtype, cloud.data, strides=(row_step, cloud.step)
+        (cloud.height, cloud.width),
+        dtype,
+        cloud.data,
+        strides=(row_step, cloud.step),
     ).reshape(-1)
 
 

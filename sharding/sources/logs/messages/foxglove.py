@@ -110,7 +110,9 @@ class Foxglove:
             for shape in message.messages("points")
         ]
         return Marks.from_shapes(
-            message.stamp_ns, shapes, [text.text("text") for text in message.messages("texts")]
+            message.stamp_ns,
+            shapes,
+            [text.text("text") for text in message.messages("texts")],
         )
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
@@ -129,7 +131,11 @@ class Foxglove:
         frame_id = message.text("frame_id")
         step = message.number("point_stride")
         columns = tuple(
-            PointField(field.text("name"), field.number("offset"), _KINDS[field.number("type")])
+            PointField(
+                field.text("name"),
+                field.number("offset"),
+                _KINDS[field.number("type")],
+            )
             for field in message.messages("fields")
         )
         start, length = message.span("data")
@@ -138,7 +144,13 @@ class Foxglove:
         turn = _quaternion(pose.message("orientation"))
         moved = _vector(pose.message("position"))
         edge = (
-            Edge(parent=frame_id, child=frame_id, stamp_ns=message.stamp_ns, wxyz=turn, xyz=moved)
+            Edge(
+                parent=frame_id,
+                child=frame_id,
+                stamp_ns=message.stamp_ns,
+                wxyz=turn,
+                xyz=moved,
+            )
             if any(turn)
             else None
         )

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import CameraInfo, Cloud, Marks, Picture
+    from fuelrail.sharding.sources.logs.messages.records import (
+        CameraInfo,
+        Cloud,
+        Marks,
+        Picture,
+    )
 
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 """Begins a frame of zstd; CDR begins with 0."""
@@ -49,7 +54,8 @@ class Reader:
     def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
         """Read whole calibrations with their stamps; successive equal ones may be one record."""
         return self._guard(
-            lambda data: list(self._form.calibrations(data)), [message.data for message in messages]
+            lambda data: list(self._form.calibrations(data)),
+            [message.data for message in messages],
         )
 
     def edges(self, messages: Sequence[Message]) -> list[Edges]:
@@ -97,7 +103,10 @@ class Reader:
         """Read stamp, frame and number of points; for protobuf the number of 16-byte points that
         fit the message.
         """
-        return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
+        return self._guard(
+            lambda data: self._form.cloud_head(data, message.length),
+            message.data,
+        )
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:
         if self._is_first:
@@ -110,5 +119,8 @@ class Reader:
                     "compressed chunks of them, which is read"
                 )
             self._is_first = False
-        with parsing(f"topic '{self._topic.name}': a message", f"is not a {self._topic.type}"):
+        with parsing(
+            f"topic '{self._topic.name}': a message",
+            f"is not a {self._topic.type}",
+        ):
             return read(data)

@@ -17,10 +17,18 @@ RAWS: Final = frozenset({"sensor_msgs/Image"})
 PICTURES: Final = (
     VIDEOS
     | RAWS
-    | {"sensor_msgs/CompressedImage", "foxglove_msgs/CompressedImage", "foxglove.CompressedImage"}
+    | {
+        "sensor_msgs/CompressedImage",
+        "foxglove_msgs/CompressedImage",
+        "foxglove.CompressedImage",
+    }
 )
 CALIBRATIONS: Final = frozenset(
-    {"sensor_msgs/CameraInfo", "foxglove_msgs/CameraCalibration", "foxglove.CameraCalibration"}
+    {
+        "sensor_msgs/CameraInfo",
+        "foxglove_msgs/CameraCalibration",
+        "foxglove.CameraCalibration",
+    }
 )
 TRANSFORMS: Final = frozenset(
     {
@@ -32,11 +40,19 @@ TRANSFORMS: Final = frozenset(
     }
 )
 POSES: Final = frozenset(
-    {"nav_msgs/Odometry", "geometry_msgs/PoseStamped", "geometry_msgs/PoseWithCovarianceStamped"}
+    {
+        "nav_msgs/Odometry",
+        "geometry_msgs/PoseStamped",
+        "geometry_msgs/PoseWithCovarianceStamped",
+    }
 )
 FIXES: Final = frozenset({"sensor_msgs/NavSatFix"})
 MARKS: Final = frozenset(
-    {"vision_msgs/Detection2DArray", "foxglove_msgs/ImageAnnotations", "foxglove.ImageAnnotations"}
+    {
+        "vision_msgs/Detection2DArray",
+        "foxglove_msgs/ImageAnnotations",
+        "foxglove.ImageAnnotations",
+    }
 )
 UNKNOWN: Final = "unknown"
 _LINE_LOOP: Final = 2
@@ -140,7 +156,13 @@ class Edges(NamedTuple):
         for part in parts:
             by_frames.setdefault(part[:2], []).append(part)
         joined_edges = [
-            cls(*frames, *map(np.concatenate, zip(*(part[2:] for part in pair_parts), strict=True)))
+            cls(
+                *frames,
+                *map(
+                    np.concatenate,
+                    zip(*(part[2:] for part in pair_parts), strict=True),
+                ),
+            )
             for frames, pair_parts in by_frames.items()
         ]
         return [
@@ -171,7 +193,10 @@ class Marks(NamedTuple):
         box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
 
         def said(loop: Shape, keys: tuple[str, ...]) -> str:
-            return next((loop.metadata[key] for key in keys if loop.metadata.get(key)), "")
+            return next(
+                (loop.metadata[key] for key in keys if loop.metadata.get(key)),
+                "",
+            )
 
         category = [
             said(loop, ("category", "class", "label")) or name

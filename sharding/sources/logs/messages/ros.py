@@ -61,7 +61,11 @@ class Ros:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
         self._calibrated: tuple[Buffer, CameraInfo] | None = None
-        self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
+        self._pictured: tuple[Buffer, Buffer, Picture] = (
+            b"",
+            b"",
+            Picture(0, "", 0, 0),
+        )
 
     def _read(self, data: Buffer) -> Any:
         return type_store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
@@ -86,7 +90,11 @@ class Ros:
                 big_endian=last.big_endian,
             )
         head = self._picture(data)
-        self._pictured = data[: _STAMP.start], data[_STAMP.stop : head.offset - 4], head
+        self._pictured = (
+            data[: _STAMP.start],
+            data[_STAMP.stop : head.offset - 4],
+            head,
+        )
         return head
 
     def _picture(self, data: Buffer) -> Picture:
@@ -296,7 +304,9 @@ class Ros:
             ]
             stamp_ns = _time_ns(message.timestamp) if hasattr(message, "timestamp") else 0
             return Marks.from_shapes(
-                stamp_ns, shapes, [text.text for text in getattr(message, "texts", ())]
+                stamp_ns,
+                shapes,
+                [text.text for text in getattr(message, "texts", ())],
             )
         marks = Marks(_time_ns(message.header.stamp), [], [], [])
         for detection in message.detections:
@@ -307,7 +317,12 @@ class Ros:
             s = abs(math.sin(centre.theta))
             half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
             marks.box.append(
-                (place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1])
+                (
+                    place.x - half[0],
+                    place.y - half[1],
+                    place.x + half[0],
+                    place.y + half[1],
+                )
             )
             results = [getattr(result, "hypothesis", result) for result in detection.results]
             best = max(results, key=lambda result: result.score, default=None)

@@ -14,7 +14,10 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.sample.schema import box_corners
 from fuelrail.sharding.sources.adapter.boxes import in_ego
-from fuelrail.sharding.sources.adapter.channels import boxes2d_channel, value_channel
+from fuelrail.sharding.sources.adapter.channels import (
+    boxes2d_channel,
+    value_channel,
+)
 from fuelrail.sharding.sources.adapter.frame import ImageBoxRows
 
 if TYPE_CHECKING:
@@ -28,7 +31,14 @@ _DESCRIPTION: Final = (
 )
 _NEAR_M: Final = 0.1
 _FACES: Final = np.array(
-    ((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5))
+    (
+        (0, 1, 3, 2),
+        (4, 5, 7, 6),
+        (0, 1, 5, 4),
+        (2, 3, 7, 6),
+        (0, 2, 6, 4),
+        (1, 3, 7, 5),
+    )
 )
 """Corners of each side of a box, in the order of `Boxes.corners`."""
 
@@ -82,7 +92,9 @@ def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, Image
 
 
 def image_bounds(
-    corners: NDArray[np.float64], intrinsics: NDArray[np.float64], size_wh: tuple[int, int]
+    corners: NDArray[np.float64],
+    intrinsics: NDArray[np.float64],
+    size_wh: tuple[int, int],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K
     boxes.
@@ -119,7 +131,9 @@ def image_bounds(
 
 
 def _clipped(
-    polygon: NDArray[np.float64], planes: NDArray[np.float64], shifts: NDArray[np.float64]
+    polygon: NDArray[np.float64],
+    planes: NDArray[np.float64],
+    shifts: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland
     and Hodgman, 1974.
@@ -129,7 +143,10 @@ def _clipped(
         following = np.roll(distance, -1)
         crosses = (distance >= 0) != (following >= 0)
         share = np.divide(
-            distance, distance - following, out=np.zeros_like(distance), where=crosses
+            distance,
+            distance - following,
+            out=np.zeros_like(distance),
+            where=crosses,
         )
         crossing = polygon + share[:, None] * (np.roll(polygon, -1, 0) - polygon)
         vertices = np.stack((polygon, crossing), 1).reshape(-1, 3)

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.channels import signal_series, signals_channel
+from fuelrail.sharding.sources.adapter.channels import (
+    signal_series,
+    signals_channel,
+)
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import check_inside
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
@@ -31,7 +34,11 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "can_bus"
 MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
-    "ms_imu": {"linear_accel": (3, "m/s^2"), "q": (4, ""), "rotation_rate": (3, "rad/s")},
+    "ms_imu": {
+        "linear_accel": (3, "m/s^2"),
+        "q": (4, ""),
+        "rotation_rate": (3, "rad/s"),
+    },
     "pose": {
         "accel": (3, "m/s^2"),
         "orientation": (4, ""),
@@ -56,7 +63,11 @@ MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "vehicle_speed": (1, "km/h"),
         "yaw_rate": (1, "deg/s"),
     },
-    "zoesensors": {"brake_sensor": (1, ""), "steering_sensor": (1, ""), "throttle_sensor": (1, "")},
+    "zoesensors": {
+        "brake_sensor": (1, ""),
+        "steering_sensor": (1, ""),
+        "throttle_sensor": (1, ""),
+    },
     "zoe_veh_info": {
         "FL_wheel_speed": (1, "1/min"),
         "FR_wheel_speed": (1, "1/min"),
@@ -122,7 +133,10 @@ class CanBus:
 
     def series(
         self, files: SourceFiles, scene: str, times_ns: Sequence[int]
-    ) -> tuple[tuple[str, ...], dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]]:
+    ) -> tuple[
+        tuple[str, ...],
+        dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
+    ]:
         """Return the files of a scene with samples at these times, and their series; raise
         SourceError.
         """
@@ -172,7 +186,10 @@ def parse_can(
     """
     fields = MESSAGES[message]
     records = read_json(
-        data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'"
+        data,
+        f"CAN file '{file}'",
+        _RECORDS[message],
+        f"is not a list of messages '{message}'",
     )
     times = np.array([record.utime for record in records], np.int64)
     if (np.diff(times) < 0).any():

@@ -74,5 +74,9 @@ class OwnChannels:
             hint = f'bring it there, or say "optional": true in {CHANNELS_FILE}'
             name = channel_file(channel, rows.tokens[number])
             yield FileMember(
-                channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False
+                channel.field,
+                name,
+                (name,),
+                "" if channel.optional else hint,
+                is_estimate=False,
             )

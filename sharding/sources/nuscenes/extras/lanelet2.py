@@ -78,7 +78,10 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
                 elements.line(roles[side], f"lanelet {name}") for side in ("left", "right")
             )
             bounds |= {roles["left"], roles["right"]}
-            add(outline(left_line, right_line), _LANELETS.get(tags.get("subtype", ""), "lane"))
+            add(
+                outline(left_line, right_line),
+                _LANELETS.get(tags.get("subtype", ""), "lane"),
+            )
     num_others = 0
     for name, tags in elements.tags["way"].items():
         layer = _WAYS.get(tags.get("type", ""))
@@ -95,7 +98,11 @@ def outline(left_line: NDArray[np.float64], right_line: NDArray[np.float64]) -> 
         return np.empty((0, 2))
     ends = np.linalg.norm(right_line[[0, -1]] - left_line[-1], axis=1)
     return np.concatenate(
-        [left_line, right_line if ends[0] < ends[1] else right_line[::-1], left_line[:1]]
+        [
+            left_line,
+            right_line if ends[0] < ends[1] else right_line[::-1],
+            left_line[:1],
+        ]
     )
 
 
@@ -104,9 +111,15 @@ class _Elements:
 
     def __init__(self, data: bytes, where: str) -> None:
         self._where = where
-        self._places: dict[str, dict[str, float]] = {"local_x": {}, "local_y": {}}
+        self._places: dict[str, dict[str, float]] = {
+            "local_x": {},
+            "local_y": {},
+        }
         self._nodes: dict[str, list[str]] = {}
-        self.tags: dict[str, dict[str, dict[str, str]]] = {"way": {}, "relation": {}}
+        self.tags: dict[str, dict[str, dict[str, str]]] = {
+            "way": {},
+            "relation": {},
+        }
         self.members: dict[str, list[tuple[str, str]]] = {}
         self._element = ""
         self._kind = ""
@@ -129,7 +142,10 @@ class _Elements:
         elif element == "tag":
             if self._kind == "node" and attributes["k"] in self._places:
                 self._places[attributes["k"]][self._name] = float(attributes["v"])
-            elif self._kind in self.tags and attributes["k"] in ("type", "subtype"):
+            elif self._kind in self.tags and attributes["k"] in (
+                "type",
+                "subtype",
+            ):
                 self.tags[self._kind][self._name][attributes["k"]] = attributes["v"]
         elif element == "nd" and self._kind == "way":
             self._nodes[self._name].append(attributes["ref"])

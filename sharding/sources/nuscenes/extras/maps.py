@@ -86,7 +86,12 @@ class Maps:
         """Yield the window at one sample, as far as the file is there."""
         file = f"{FOLDER}/{rows.log.location}.json"
         for (reference,) in self._windows.references(file, rows.ego2global[number : number + 1]):
-            yield FileMember(reference.name, reference.ref, (file,), num_bytes=reference.bytes)
+            yield FileMember(
+                reference.name,
+                reference.ref,
+                (file,),
+                num_bytes=reference.bytes,
+            )
 
 
 def parse_map(data: bytes, file: str) -> VectorMap:

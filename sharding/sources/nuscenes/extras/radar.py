@@ -62,7 +62,10 @@ def radar_channel(source_name: str) -> Channel:
         name=name,
         kind="points",
         field=f"{name}.npy",
-        law=Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": _VELOCITIES}),
+        law=Law(
+            "ego_points",
+            roles={"positions": (("x", "y", "z"),), "vectors": _VELOCITIES},
+        ),
         dtype="float32",
         axes=("point", "column"),
         shape=(None, len(FIELDS) + 1),
@@ -114,7 +117,11 @@ class Radars:
         (``num_sweeps``).
         """
         self._sweeps = SensorSweeps(
-            tables=tables, disk=disk, modality="radar", keyframes=keyframes, num_sweeps=num_sweeps
+            tables=tables,
+            disk=disk,
+            modality="radar",
+            keyframes=keyframes,
+            num_sweeps=num_sweeps,
         )
         self.channels = tuple(map(radar_channel, keyframes.radars))
 

@@ -81,7 +81,9 @@ def state_channel(*, series: bool) -> Channel:
     return signals_channel(f"can_{TABLE}", _UNITS, TABLE, has_unknown=True, series=series)
 
 
-def state_signals(rows: Sequence[VehicleState]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def state_signals(
+    rows: Sequence[VehicleState],
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return times [ns] (N,), ascending, and numbers (N, C); raise SourceError for a time not in
     microseconds.
     """

@@ -9,7 +9,12 @@ from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import Gpu, machine_facts
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.studies.comm import run
-from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of, timed
+from fuelrail.bench.studies.comm.report import (
+    CommOptions,
+    CommReport,
+    link_of,
+    timed,
+)
 from fuelrail.bench.studies.comm.run import run_comm, with_link
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
@@ -37,7 +42,11 @@ def test_bus_bandwidths_are_nccl_tests():
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
     }
     assert {timing.algorithm_gb_per_s for timing in timings.values()} == {2.0}
-    assert [timing.bus_gb_per_s for timing in timings.values()] == [3.0, 1.5, 1.5]
+    assert [timing.bus_gb_per_s for timing in timings.values()] == [
+        3.0,
+        1.5,
+        1.5,
+    ]
     assert timed("send_recv", axis="pp", ranks=4, num_bytes=10**9, seconds=0.5).bus_gb_per_s == 2.0
 
 
@@ -46,7 +55,10 @@ def test_the_link_is_the_largest_groups_all_reduce():
     large = timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01)
     inner = timed("all_reduce", axis="tp", ranks=2, num_bytes=10**9, seconds=0.001)
     rate, latency = link_of([inner, large, small])
-    assert (rate, latency) == (pytest.approx(2 * 15 / 16 * 100), pytest.approx(20))
+    assert (rate, latency) == (
+        pytest.approx(2 * 15 / 16 * 100),
+        pytest.approx(20),
+    )
     base = load_cluster("8x8-h100")
     inside = with_link(base, report(1, large, small))
     assert inside.inside.gb_per_s.value == pytest.approx(187.5)
@@ -61,12 +73,40 @@ def test_the_link_is_the_largest_groups_all_reduce():
 @pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_of_this_host(tmp_path, capsys):
     out = tmp_path / "comm"
-    sizes = ["--smallest", "1000", "--largest", "100000", "--repeats", "2", "--warmup", "0"]
-    assert main(["bench", "comm", *sizes, "--mesh", "dp_shard=2", "--out", str(out), "--json"]) == 0
+    sizes = [
+        "--smallest",
+        "1000",
+        "--largest",
+        "100000",
+        "--repeats",
+        "2",
+        "--warmup",
+        "0",
+    ]
+    assert (
+        main(
+            [
+                "bench",
+                "comm",
+                *sizes,
+                "--mesh",
+                "dp_shard=2",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     printed = msgspec.json.decode(capsys.readouterr().out, type=CommReport)
     assert printed == msgspec.json.decode((out / "report.json").read_bytes(), type=CommReport)
     assert {timing.axis for timing in printed.timed} == {"dp_shard"}
-    assert sorted({timing.num_bytes for timing in printed.timed}) == [1000, 8000, 64000, 100_000]
+    assert sorted({timing.num_bytes for timing in printed.timed}) == [
+        1000,
+        8000,
+        64000,
+        100_000,
+    ]
     assert all(timing.microseconds > 0 for timing in printed.timed)
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
     assert (out / "report.md").read_text().count("all_reduce") == 4
@@ -77,7 +117,8 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)]
+    ("disturbed", "written"),
+    [(None, True), ("other processes used 1.5 of 2 CPUs", False)],
 )
 def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp_path, monkeypatch):
     comm_report = report(
@@ -91,7 +132,9 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
         lambda _: msgspec.structs.replace(comm_report, disturbed=disturbed),
     )
     monkeypatch.setattr(
-        run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")]
+        run,
+        "installed_gpus",
+        lambda: [Gpu(name="H100", memory_bytes=1, driver="1")],
     )
     options = CommOptions(base="1x8-h100")
     if written:
@@ -101,7 +144,8 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
         assert cluster.device == load_cluster("1x8-h100").device
     else:
         with pytest.raises(
-            FuelrailError, match=r"cluster.yaml is not written: other processes used 1.5 of 2 CPUs"
+            FuelrailError,
+            match=r"cluster.yaml is not written: other processes used 1.5 of 2 CPUs",
         ):
             run_comm(options, tmp_path, html=False)
         assert "loaded host" in (tmp_path / "report.md").read_text()
@@ -113,7 +157,9 @@ def test_rates_of_gloo_on_a_cpu_are_kept_out_of_a_clusters_file(
     backend, gpus, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")] * gpus
+        run,
+        "installed_gpus",
+        lambda: [Gpu(name="H100", memory_bytes=1, driver="1")] * gpus,
     )
     with pytest.raises(ConfigError, match="by gloo on the CPU"):
         run_comm(CommOptions(base="1x8-h100", backend=backend), tmp_path)

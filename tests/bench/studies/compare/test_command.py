@@ -23,7 +23,13 @@ from fuelrail.bench.peers.peer import (
     seen_box,
     shrink_factor,
 )
-from fuelrail.bench.peers.process import Failure, Task, perform, read_samples, reference
+from fuelrail.bench.peers.process import (
+    Failure,
+    Task,
+    perform,
+    read_samples,
+    reference,
+)
 from fuelrail.bench.studies.compare.report import load_compare_report
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -31,18 +37,45 @@ from support.datasets import build_dataset
 
 pytestmark = pytest.mark.process
 
-SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus", 0)
+SIZE = (
+    "--height",
+    32,
+    "--width",
+    48,
+    "--batch-size",
+    2,
+    "--no-html",
+    "--cpus",
+    0,
+)
 
 
 def bench(dataset, out, *options):
     return main(
-        ["bench", "compare", str(dataset), "--out", str(out), *map(str, SIZE), *map(str, options)]
+        [
+            "bench",
+            "compare",
+            str(dataset),
+            "--out",
+            str(out),
+            *map(str, SIZE),
+            *map(str, options),
+        ]
     )
 
 
 def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 0.3)
+    only = (
+        "--only",
+        "fuelrail:turbo",
+        "--only",
+        "wds:cv2fast",
+        "--psnr",
+        15,
+        "--seconds",
+        0.3,
+    )
     assert bench(dataset, out, *only, "--rounds", 1) == 0
     report = load_compare_report(out / "report.json")
     assert [(entry.name, len(entry.runs), entry.left_out) for entry in report.contestants] == [
@@ -75,7 +108,11 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
 def test_images_that_differ_and_missing_packages_keep_loaders_out(
     dataset, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(PEERS, "mds", PEERS["mds"]._replace(needs=("no_such_module_of_streaming",)))
+    monkeypatch.setitem(
+        PEERS,
+        "mds",
+        PEERS["mds"]._replace(needs=("no_such_module_of_streaming",)),
+    )
     assert (
         bench(
             dataset,
@@ -128,8 +165,16 @@ def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     with pytest.raises(FileNotFoundError):
         perform(task)
     (tmp_path / "task.json").write_bytes(msgspec.json.encode(task))
-    command = [sys.executable, "-m", "fuelrail.bench.peers.process", str(tmp_path / "task.json")]
-    environment = {"PYTHONPATH": str(Path(fuelrail.__file__).parents[1]), "PATH": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "fuelrail.bench.peers.process",
+        str(tmp_path / "task.json"),
+    ]
+    environment = {
+        "PYTHONPATH": str(Path(fuelrail.__file__).parents[1]),
+        "PATH": "",
+    }
     subprocess.run(command, env=environment, capture_output=True, check=True)
     answer = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Failure)
     assert "FileNotFoundError" in answer.message
@@ -177,7 +222,10 @@ def test_samples_are_numbered_by_key(dataset):
 def test_every_peer_is_listed_once_and_ours_come_along():
     names = [contestant.name for contestant in contestants()]
     assert len(names) == len(set(names))
-    assert {contestant.peer for contestant in contestants(("loose:pil",))} == {"fuelrail", "loose"}
+    assert {contestant.peer for contestant in contestants(("loose:pil",))} == {
+        "fuelrail",
+        "loose",
+    }
     assert [contestant.name for contestant in contestants(("fuelrail:turbo", "loose:pil"))] == [
         "fuelrail:turbo",
         "loose:pil",
@@ -195,7 +243,11 @@ def test_compare_takes_one_split_of_several(tmp_path, capsys):
     assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "nope") == 2
     assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "val") == 0
     report = load_compare_report(tmp_path / "out" / "report.json")
-    assert (report.dataset.split, report.dataset.num_samples, report.work.num_samples) == (
+    assert (
+        report.dataset.split,
+        report.dataset.num_samples,
+        report.work.num_samples,
+    ) == (
         "val",
         8,
         8,

@@ -30,7 +30,13 @@ TICKER = textwrap.dedent("""
 
 @pytest.fixture
 def ticker(tmp_path):
-    command = [sys.executable, "-c", TICKER, str(tmp_path / "arrivals"), str(tmp_path / "worker")]
+    command = [
+        sys.executable,
+        "-c",
+        TICKER,
+        str(tmp_path / "arrivals"),
+        str(tmp_path / "worker"),
+    ]
     with process_group(command, os.environ, tmp_path / "log") as process:
         yield LapProcess(process, tmp_path / "arrivals")
 
@@ -78,7 +84,8 @@ def test_what_ends_or_never_begins_is_noticed(tmp_path):
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="elsewhere a stopped group may outlive who stopped it"
+    sys.platform != "linux",
+    reason="elsewhere a stopped group may outlive who stopped it",
 )
 def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     arrivals, worker, log = (str(tmp_path / name) for name in ("arrivals", "worker", "log"))

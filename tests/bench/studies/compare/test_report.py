@@ -20,12 +20,22 @@ from fuelrail.bench.studies.compare.report import (
 from fuelrail.bench.studies.diff import compare
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import RESULTS
-from support.compare_runs import IMAGES_PER_BATCH, compare_report_of, contestant, timed
+from support.compare_runs import (
+    IMAGES_PER_BATCH,
+    compare_report_of,
+    contestant,
+    timed,
+)
 from support.html_page import Page
 
 
 def run_of(arrival_s, **changes):
-    return make_run(0, timed(100.0, arrival_s=list(arrival_s), **changes), None, IMAGES_PER_BATCH)
+    return make_run(
+        0,
+        timed(100.0, arrival_s=list(arrival_s), **changes),
+        None,
+        IMAGES_PER_BATCH,
+    )
 
 
 def test_a_steady_run_has_its_rate():
@@ -47,8 +57,16 @@ def test_where_a_burst_is_cut_does_not_matter_much(cut):
 @pytest.mark.parametrize(
     ("arrivals", "changes", "said"),
     [
-        (np.arange(20) * 0.1, {"clock_jump_s": 3.0}, "wall clock jumped by +3.0 s"),
-        (np.array([*range(20), *range(60, 80)]) * 0.1, {}, "nothing came for 4.1 s"),
+        (
+            np.arange(20) * 0.1,
+            {"clock_jump_s": 3.0},
+            "wall clock jumped by +3.0 s",
+        ),
+        (
+            np.array([*range(20), *range(60, 80)]) * 0.1,
+            {},
+            "nothing came for 4.1 s",
+        ),
         (np.arange(6) * 0.1, {}, "too few: 8 are needed"),
         ((), {}, "0 batches are too few"),
     ],
@@ -73,7 +91,10 @@ def test_ratios_are_to_the_laps_between():
 
 def test_where_the_reference_was_disturbed_there_is_a_rate_and_no_ratio():
     run = make_run(0, timed(600.0), timed(900.0, clock_jump_s=9.0), IMAGES_PER_BATCH)
-    assert (run.images_per_s, run.reference_images_per_s) == (pytest.approx(600), None)
+    assert (run.images_per_s, run.reference_images_per_s) == (
+        pytest.approx(600),
+        None,
+    )
 
 
 def test_the_interval_of_ratios_is_students():
@@ -81,7 +102,10 @@ def test_the_interval_of_ratios_is_students():
     half = 4.302653 * np.log(1.1) / np.sqrt(3)
     assert (interval.median, interval.low) == pytest.approx((1.1, 1.1 * np.exp(-half)))
     assert interval.high == pytest.approx(1.1 * np.exp(half))
-    assert (ratio_interval([2.0]).low, ratio_interval([2.0]).confidence) == (2.0, 0.0)
+    assert (ratio_interval([2.0]).low, ratio_interval([2.0]).confidence) == (
+        2.0,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,11 +121,16 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
         contestant("loose:pil", [200.0], reference=[900.0]),
         contestant("fuelrail:turbo", [900.0]),
         contestant(
-            "mds:cv2", [], left_out="'streaming' is not installed: pip install mosaicml-streaming"
+            "mds:cv2",
+            [],
+            left_out="'streaming' is not installed: pip install mosaicml-streaming",
         ),
     ]
     report = compare_report_of(entries, cut_off="the run was interrupted")
-    assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
+    assert [entry.name for entry in ranking(report)] == [
+        "fuelrail:turbo",
+        "loose:pil",
+    ]
     page = Page(render_page(report))
     page.check()
     for text in (page.text, render_markdown(report)):
@@ -112,7 +141,8 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
 
 
 @pytest.mark.parametrize(
-    ("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)]
+    ("ours", "undecided"),
+    [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)],
 )
 def test_a_lead_within_the_noise_is_reported_as_none(ours, undecided):
     entries = [
@@ -134,10 +164,16 @@ def test_without_our_reference_there_are_rates_and_no_ratios():
 
 def test_comparisons_differ_by_what_both_timed():
     before = compare_report_of(
-        [contestant("fuelrail:turbo", [900.0, 905.0, 910.0]), contestant("loose:pil", [200.0])]
+        [
+            contestant("fuelrail:turbo", [900.0, 905.0, 910.0]),
+            contestant("loose:pil", [200.0]),
+        ]
     )
     after = compare_report_of(
-        [contestant("fuelrail:turbo", [700.0, 705.0, 710.0]), contestant("wds:cv2", [300.0])]
+        [
+            contestant("fuelrail:turbo", [700.0, 705.0, 710.0]),
+            contestant("wds:cv2", [300.0]),
+        ]
     )
     (change,) = compare(before, after)
     assert change.is_worse(0.1)

@@ -12,7 +12,12 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.report.page import render_page
-from fuelrail.bench.studies.diagnose.judge import Bound, Round, counterfactual, find_bound
+from fuelrail.bench.studies.diagnose.judge import (
+    Bound,
+    Round,
+    counterfactual,
+    find_bound,
+)
 from fuelrail.bench.studies.diagnose.report import (
     DiagnoseReport,
     conclusion,
@@ -49,9 +54,13 @@ def judge(base, *, without=None, repeat_times=None, **facts):
 
     Without them the second run is the same as the first.
     """
-    runs = {"loading": {}, "storage": {}, "decompression": {}, "decode": {}, "all-reduce": {}} | (
-        without or {}
-    )
+    runs = {
+        "loading": {},
+        "storage": {},
+        "decompression": {},
+        "decode": {},
+        "all-reduce": {},
+    } | (without or {})
     reports = {
         name: training(number, leave_out=(name,), **times)
         for number, (name, times) in enumerate(runs.items(), 1)
@@ -92,7 +101,12 @@ NO_STORAGE = {"loading": {}, "storage": {}}
 @pytest.mark.parametrize(
     ("times", "helps", "facts", "bound"),
     [
-        (WAITS, NO_STORAGE, {"repeat_times": WAITS, "is_remote": True}, "network"),
+        (
+            WAITS,
+            NO_STORAGE,
+            {"repeat_times": WAITS, "is_remote": True},
+            "network",
+        ),
         (
             {"other_ms": 1.2},
             everywhere(other_ms=0.1),
@@ -140,7 +154,8 @@ def test_the_stage_whose_absence_helps_is_named_with_the_gain(left_out, bound):
 def with_transform(report, **figures):
     transform = TransformFigures(wall_ms=40.0, queued_ms=0.0, **figures)
     return msgspec.structs.replace(
-        report, figures=msgspec.structs.replace(report.figures, transform=transform)
+        report,
+        figures=msgspec.structs.replace(report.figures, transform=transform),
     )
 
 
@@ -149,7 +164,10 @@ def with_transform(report, **figures):
     [
         ({"cpu_ms": 0.4, "cpus": 0.01}, "waiting transform"),
         ({"cpu_ms": 38.0, "cpus": 0.95}, "Python"),
-        ({"cpu_ms": 10.0, "cpus": 0.95}, "Python"),  # four threads that take turns
+        (
+            {"cpu_ms": 10.0, "cpus": 0.95},
+            "Python",
+        ),  # four threads that take turns
     ],
 )
 def test_a_transform_that_waits_gets_more_threads_and_not_numpy(figures, bound, tmp_path):
@@ -159,10 +177,21 @@ def test_a_transform_that_waits_gets_more_threads_and_not_numpy(figures, bound, 
     assert verdict.bound == bound
     assert ("interpreter's lock" in verdict.finding) == (bound == "Python")
     settings = msgspec.structs.replace(SETTINGS, workers=2)
-    tried = suggestions(verdict.bound, settings, num_shards=4, num_ranks=2, out=tmp_path, gain=8.9)
+    tried = suggestions(
+        verdict.bound,
+        settings,
+        num_shards=4,
+        num_ranks=2,
+        out=tmp_path,
+        gain=8.9,
+    )
     if bound == "waiting transform":
         assert "of 40.0 ms a sample its thread computes for 0.400 ms" in verdict.finding
-        assert [trial.options for trial in tried] == ["--workers 4", "--workers 8", "--workers 20"]
+        assert [trial.options for trial in tried] == [
+            "--workers 4",
+            "--workers 8",
+            "--workers 20",
+        ]
         assert "--workers" in verdict.advice and "numpy" not in verdict.advice
 
 
@@ -246,7 +275,8 @@ def test_a_loader_without_free_cpus(other_seconds, said):
 
 
 @pytest.mark.parametrize(
-    ("own_seconds", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")]
+    ("own_seconds", "advice"),
+    [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")],
 )
 def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own_seconds, advice):
     """Without it the time outside the phases is shorter, not the wait."""
@@ -266,7 +296,10 @@ def test_ranks_of_one_model_share_what_they_load():
     shared = msgspec.structs.replace(
         training(0, **WAITS), global_batch=2
     )  # of two ranks with two samples each
-    runs = {"without": everywhere(**WAITS) | NO_LOADING | {"decode": {}}, "repeat_times": WAITS}
+    runs = {
+        "without": everywhere(**WAITS) | NO_LOADING | {"decode": {}},
+        "repeat_times": WAITS,
+    }
     assert (
         "2 ranks of one model load the same samples each: with where='node'"
         in judge(shared, **runs).advice
@@ -293,7 +326,8 @@ def test_steps_of_other_sizes_are_compared_by_sample():
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])]
+    ("num_workers", "options"),
+    [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])],
 )
 def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, workers=num_workers)
@@ -305,7 +339,8 @@ def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
     trials = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
     line = conclusion(
-        [counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in trials], 0.0
+        [counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in trials],
+        0.0,
     )
     assert line.startswith("use: " if trials else "nothing was tried")
     for trial in trials:
@@ -316,7 +351,17 @@ def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
+    options = [
+        "--batch-size",
+        "1",
+        "--steps",
+        "12",
+        "--warmup",
+        "2",
+        "--workers",
+        "1",
+        "--no-html",
+    ]
     options += [
         "--accelerator",
         "emulated:resnet50-224-h100",
@@ -328,8 +373,16 @@ def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_p
     ]
     assert main(["bench", "diagnose", str(dataset), *options]) == 0
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
-    left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
-    assert [entry.name for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
+    left_out = [
+        "loading",
+        "storage",
+        "decompression",
+        "decode",
+    ]  # one rank reduces nothing
+    assert [entry.name for entry in result.diagnosis.counterfactuals] == [
+        *left_out,
+        "again",
+    ]
     assert result.runs[:6] == [
         "as-it-is",
         *(f"without-{name}" for name in left_out),
@@ -351,7 +404,9 @@ def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
     helped = {"wait_ms": 6.0, "noise_ms": 6.0}
     noisy = everywhere(**steps) | {"loading": helped, "decode": helped}
     verdict = judge(
-        training(0, **steps), without=noisy, repeat_times={"wait_ms": 7.5, "noise_ms": 6.0}
+        training(0, **steps),
+        without=noisy,
+        repeat_times={"wait_ms": 7.5, "noise_ms": 6.0},
     )
     decode = next(entry for entry in verdict.counterfactuals if entry.name == "decode")
     assert 0 < decode.gain_low < verdict.noise < decode.gain
@@ -369,11 +424,19 @@ def test_further_rounds_tell_what_one_could_not():
 
     def without(seed):
         return {
-            name: training(seed + n, leave_out=(name,), **(helped if name in helps else waits))
+            name: training(
+                seed + n,
+                leave_out=(name,),
+                **(helped if name in helps else waits),
+            )
             for n, name in enumerate(names)
         }
 
-    first = Round(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
+    first = Round(
+        training(0, **waits),
+        without(10),
+        training(99, wait_ms=1.5, noise_ms=6.0),
+    )
     assert find_bound([first]).bound == "undecided"
     more = [
         Round(training(n, **waits), without(n + 10), training(n + 99, **waits))

@@ -25,7 +25,11 @@ def noisy(seed, *, slower_ms=0.0, count=60, settings=SETTINGS):
 
 def test_a_report_is_no_worse_than_itself():
     changes = compare(noisy(0), noisy(0))
-    assert [change.name for change in changes] == ["mean step time [ms]", "occupancy", "samples/s"]
+    assert [change.name for change in changes] == [
+        "mean step time [ms]",
+        "occupancy",
+        "samples/s",
+    ]
     assert not any(change.is_real or change.is_worse(0) for change in changes)
     assert all(change.ratio == pytest.approx(1) for change in changes)
 
@@ -76,7 +80,10 @@ def test_figures_that_are_not_above_zero_are_refused(before, after):
     old, new = (
         replace(
             report,
-            figures=replace(figures, samples_per_s=replace(figures.samples_per_s, median=median)),
+            figures=replace(
+                figures,
+                samples_per_s=replace(figures.samples_per_s, median=median),
+            ),
         )
         for median in (before, after)
     )
@@ -124,10 +131,22 @@ def test_the_exit_code_is_for_ci_and_the_names_of_figures_are_printed_whole(repo
     assert "mean , " not in printed
     assert main([*words, "--json"]) == 1
     printed_diff = json.loads(capsys.readouterr().out)
-    assert printed_diff["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
+    assert printed_diff["worse"] == [
+        "mean step time [ms]",
+        "occupancy",
+        "samples/s",
+    ]
     assert printed_diff["changes"][0]["ratio_low"] > 1
     assert (
-        main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
+        main(
+            [
+                "bench",
+                "diff",
+                str(reports / "slow" / "report.json"),
+                str(reports / "quick"),
+            ]
+        )
+        == 0
     )
     assert "nothing is worse" in capsys.readouterr().out
     assert main([*words, "--threshold", "0.5"]) == 0
@@ -156,7 +175,9 @@ def replace_data(report, **changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"]
+    "changes",
+    [{"fingerprint": "e" * 16}, {"split": "val"}],
+    ids=["dataset", "split"],
 )
 def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, changes):
     foreign_report = replace_data(noisy(1, slower_ms=4.0), **changes)
@@ -172,5 +193,9 @@ def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
     single_run = loader_report_of([loader_run(50.0)])
     three_runs = loader_report_of([loader_run(100.0 + n) for n in range(3)])
     change = compare(single_run, three_runs)[0]
-    assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
+    assert (change.ratio_low, change.ratio_high, change.is_real) == (
+        None,
+        None,
+        False,
+    )
     assert compare(three_runs, three_runs)[0].ratio_low is not None

@@ -20,7 +20,10 @@ from support.datasets import build_dataset
 pytestmark = pytest.mark.slow
 
 OPTIONS = LoaderOptions(
-    batch_size=2, workers=2, decoder="turbo", image=ImageAugment(height=32, width=48)
+    batch_size=2,
+    workers=2,
+    decoder="turbo",
+    image=ImageAugment(height=32, width=48),
 )
 
 
@@ -37,9 +40,19 @@ def bench(dataset, out, *options):
 
 def test_stages_are_recorded_with_what_went_into_them(dataset):
     recorded = record_stages(open_dataset(dataset), OPTIONS, 3)
-    assert [entry.stage.name for entry in recorded] == ["fetch", "parse", "decode", "collate"]
+    assert [entry.stage.name for entry in recorded] == [
+        "fetch",
+        "parse",
+        "decode",
+        "collate",
+    ]
     assert [len(entry.items) for entry in recorded] == [6, 6, 6, 3]
-    assert [entry.per_batch for entry in recorded] == [False, False, False, True]
+    assert [entry.per_batch for entry in recorded] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     rates = measure_stages(recorded, 2, 0.0)
     assert [(rate.name, rate.num_threads) for rate in rates] == [
         ("fetch", 1),
@@ -92,14 +105,27 @@ def test_limits_are_of_what_the_loader_reads(dataset):
     assert limits[-1].num_threads == 1
     names = [rate.name for rate in limits]
     # Images of 96 x 64 that end up 48 wide are decoded at half size.
-    assert names[-3:] == ["libjpeg-turbo at 1/2", "libjpeg-turbo at full size", "host to device"]
+    assert names[-3:] == [
+        "libjpeg-turbo at 1/2",
+        "libjpeg-turbo at full size",
+        "host to device",
+    ]
     assert jpeg_limit(limits).name == "libjpeg-turbo at 1/2"
     assert "zstd" in names
 
 
 def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ("--batch-size", 2, "--workers", 1, "--seconds", 0.8, "--repeats", 2)
+    options = (
+        "--batch-size",
+        2,
+        "--workers",
+        1,
+        "--seconds",
+        0.8,
+        "--repeats",
+        2,
+    )
     assert bench(dataset, out, *options) == 0
     text = (out / "report.json").read_text()
     report = msgspec.json.decode(text, type=LoaderReport)
@@ -157,7 +183,8 @@ def test_another_place_is_measured_beside_threads_of_this_process(
 
 def test_an_address_of_ray_is_for_remote_batches_alone(dataset):
     with pytest.raises(
-        ConfigError, match="a Ray address needs where='remote', got address 'auto' without it"
+        ConfigError,
+        match="a Ray address needs where='remote', got address 'auto' without it",
     ):
         bench_loader(dataset, where="process", ray_address="auto")
 
@@ -179,7 +206,10 @@ def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
         )
         == 0
     )
-    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.json",
+        "report.md",
+    ]
     printed = json.loads(capsys.readouterr().out)
     assert printed["figures"] is None
     assert "no run became steady" in printed["too_short"]

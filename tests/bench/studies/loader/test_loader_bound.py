@@ -16,7 +16,14 @@ CPU_MS = {"fetch": 0.5, "parse": 0.5, "decode": 20.0, "collate": 0.2}
 
 
 def judge(
-    *, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, other_cpus=0.0, jpeg_ms=15.0
+    *,
+    samples_per_s,
+    busy,
+    threads=None,
+    cpu_ms=CPU_MS,
+    usable=4.0,
+    other_cpus=0.0,
+    jpeg_ms=15.0,
 ):
     """``busy`` gives each stage's busy share, the rest is starved; CPU in use follows from rate and CPU time."""
     count = dict.fromkeys(busy, 1) | {"decode": 4} | (threads or {})
@@ -34,16 +41,29 @@ def judge(
         for name, share in busy.items()
     ]
     alone = [
-        Rate(name=name, num_threads=count[name], samples_per_s=1e3 / ms, cpu_ms_per_sample=ms)
+        Rate(
+            name=name,
+            num_threads=count[name],
+            samples_per_s=1e3 / ms,
+            cpu_ms_per_sample=ms,
+        )
         for name, ms in cpu_ms.items()
     ]
     total_ms = sum(cpu_ms.values())
     cpu = CpuUse(
-        seconds=SECONDS, own=samples_per_s * total_ms / 1e3, others=other_cpus, usable=usable
+        seconds=SECONDS,
+        own=samples_per_s * total_ms / 1e3,
+        others=other_cpus,
+        usable=usable,
     )
     jpeg = Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)
     return find_bound(
-        samples_per_s, cpu_ms_per_sample=total_ms, cpu=cpu, clocks=clocks, alone=alone, jpeg=jpeg
+        samples_per_s,
+        cpu_ms_per_sample=total_ms,
+        cpu=cpu,
+        clocks=clocks,
+        alone=alone,
+        jpeg=jpeg,
     )
 
 
@@ -57,7 +77,13 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
 @pytest.mark.parametrize(
     ("run", "kind", "stage", "said", "gain"),
     [
-        ({"samples_per_s": 180, "busy": DECODING}, "cpu", "decode", "15.0 ms of it", 21.2 / 15),
+        (
+            {"samples_per_s": 180, "busy": DECODING},
+            "cpu",
+            "decode",
+            "15.0 ms of it",
+            21.2 / 15,
+        ),
         # The loader leaves out what the crop leaves out: a library that decodes more is not a limit.
         (
             {"samples_per_s": 180, "busy": DECODING, "jpeg_ms": 25.0},
@@ -66,7 +92,13 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
             "on whole images, takes 25.0 ms",
             None,
         ),
-        ({"samples_per_s": 180, "busy": IDLE, "cpu_ms": READING}, "cpu", "fetch", "", 20.1 / 5.1),
+        (
+            {"samples_per_s": 180, "busy": IDLE, "cpu_ms": READING},
+            "cpu",
+            "fetch",
+            "",
+            20.1 / 5.1,
+        ),
         (
             {"samples_per_s": 45, "busy": DECODING, "other_cpus": 3.0},
             "cpu",
@@ -75,7 +107,11 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
             21.2 / 15,
         ),
         (
-            {"samples_per_s": 48, "busy": IDLE | {"decode": 0.98}, "threads": {"decode": 1}},
+            {
+                "samples_per_s": 48,
+                "busy": IDLE | {"decode": 0.98},
+                "threads": {"decode": 1},
+            },
             "threads",
             "decode",
             "--workers 4",
@@ -83,17 +119,39 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
         ),
         # Of one thread of Python; decode is next.
         (
-            {"samples_per_s": 105, "busy": IDLE | {"parse": 0.99}, "cpu_ms": PARSING},
+            {
+                "samples_per_s": 105,
+                "busy": IDLE | {"parse": 0.99},
+                "cpu_ms": PARSING,
+            },
             "single thread",
             "parse",
             "",
             200 / 105,
         ),
-        ({"samples_per_s": 40, "busy": IDLE | {"fetch": 0.99}}, "storage", "fetch", "", ANY),
-        ({"samples_per_s": 100, "busy": DECODING, "cpu_ms": WAITING}, "waiting", "decode", "", ANY),
+        (
+            {"samples_per_s": 40, "busy": IDLE | {"fetch": 0.99}},
+            "storage",
+            "fetch",
+            "",
+            ANY,
+        ),
+        (
+            {"samples_per_s": 100, "busy": DECODING, "cpu_ms": WAITING},
+            "waiting",
+            "decode",
+            "",
+            ANY,
+        ),
         ({"samples_per_s": 40, "busy": IDLE}, "hand-over", None, "", None),
         # Stages without any time are not divided by.
-        ({"samples_per_s": 1, "busy": dict.fromkeys(CPU_MS, 0.0)}, "hand-over", None, "", None),
+        (
+            {"samples_per_s": 1, "busy": dict.fromkeys(CPU_MS, 0.0)},
+            "hand-over",
+            None,
+            "",
+            None,
+        ),
     ],
 )
 def test_the_bound_is_named_with_what_its_removal_gains(run, kind, stage, said, gain):

@@ -12,7 +12,12 @@ from support.loader_runs import loader_report_of, loader_run
 
 def test_figures_are_medians_of_the_steady_runs():
     figures = loader_report_of(
-        [loader_run(100.0), loader_run(120.0), loader_run(125.0), loader_run(None)]
+        [
+            loader_run(100.0),
+            loader_run(120.0),
+            loader_run(125.0),
+            loader_run(None),
+        ]
     ).figures
     assert (
         figures.samples_per_s.median,
@@ -52,7 +57,9 @@ def both_texts(report):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    "runs", [[loader_run(124.0), loader_run(126.0)], [loader_run(None)]], ids=["figures", "none"]
+    "runs",
+    [[loader_run(124.0), loader_run(126.0)], [loader_run(None)]],
+    ids=["figures", "none"],
 )
 def test_page_and_markdown_show_what_the_report_says(runs):
     report = loader_report_of(runs)
@@ -70,7 +77,8 @@ def test_a_report_survives_its_file():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("rates", "has_interval"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)]
+    ("rates", "has_interval"),
+    [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)],
 )
 def test_an_interval_needs_three_runs(rates, has_interval):
     report = loader_report_of([loader_run(rate) for rate in rates])

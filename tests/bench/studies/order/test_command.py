@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.studies.order.packs import intraclass_correlation, padding_of
+from fuelrail.bench.studies.order.packs import (
+    intraclass_correlation,
+    padding_of,
+)
 from support.sized_datasets import write_synthetic_index
 
 
@@ -72,7 +75,15 @@ def test_buckets_are_described(dataset, tmp_path, capsys):
     config.write_text(
         "bucket: {by: frame, bounds: [9, 19, 29, 39], window: 500}\nbalance: {cost: frame}\n"
     )
-    arguments = (dataset, "--config", config, "--global-batch", 16, "--ranks", 4)
+    arguments = (
+        dataset,
+        "--config",
+        config,
+        "--global-batch",
+        16,
+        "--ranks",
+        4,
+    )
     costs = described(capsys, *arguments)["costs"]
     assert (costs["num_buckets"], costs["fill"]) == (4, None)
     assert (
@@ -110,7 +121,14 @@ def test_the_intraclass_correlation_is_that_of_its_definition():
 def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys):
     assert described(capsys, dataset, "--filter", "night and frame < 10")["num_selected"] == 120
     lanes = described(
-        capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7
+        capsys,
+        dataset,
+        "--kind",
+        "lanes",
+        "--pieces-per-clip",
+        2,
+        "--global-batch",
+        7,
     )
     assert lanes["num_steps"] * 7 == lanes["epoch_length"] == 2400 + lanes["num_padding"]
     config = tmp_path / "order.yaml"
@@ -124,7 +142,10 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
         "stages:\n  - {filter: not night, until: 3000, ramp: true}\n  - {filter: frame < 10}\nepoch_length: 2400\n"
     )
     staged = described(capsys, dataset, "--config", config, "--epoch", 1)
-    assert (staged["num_selected"], staged["epoch_length"]) == (48 * 40 + 12 * 10, 2400)
+    assert (staged["num_selected"], staged["epoch_length"]) == (
+        48 * 40 + 12 * 10,
+        2400,
+    )
     assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == [
         "not night",
         "frame < 10",
@@ -133,7 +154,20 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
 
 @pytest.mark.costly
 def test_the_table(dataset, capsys):
-    assert main(["order", "describe", str(dataset), "--kind", "windowed", "--window", "5"]) == 0
+    assert (
+        main(
+            [
+                "order",
+                "describe",
+                str(dataset),
+                "--kind",
+                "windowed",
+                "--window",
+                "5",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "2,400 samples selected" in text
     assert "same-clip pairs in a batch" in text
@@ -141,7 +175,17 @@ def test_the_table(dataset, capsys):
 
 def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
     assert (
-        main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"])
+        main(
+            [
+                "order",
+                "describe",
+                str(dataset),
+                "--filter",
+                "frame < 1",
+                "--global-batch",
+                "64",
+            ]
+        )
         == 0
     )
     printed = capsys.readouterr().out
@@ -160,13 +204,27 @@ def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
         (["--kind", "windowed"], "needs window >= 1"),
         (["--filter", "nigth"], "did you mean night?"),
         (["--filter", "frame > 99"], "selects no sample"),
-        (["--kind", "lanes", "--global-batch", "61"], "60 pieces of clips for 61 lanes"),
+        (
+            ["--kind", "lanes", "--global-batch", "61"],
+            "60 pieces of clips for 61 lanes",
+        ),
         (["--split", "val"], "no split 'val'; it has: train"),
-        (["--subset", "no-such-file"], "keys file 'no-such-file' cannot be read"),
-        (["--buffer", "0"], "--buffer 0: must be a whole number from 1 to 1000000000"),
+        (
+            ["--subset", "no-such-file"],
+            "keys file 'no-such-file' cannot be read",
+        ),
+        (
+            ["--buffer", "0"],
+            "--buffer 0: must be a whole number from 1 to 1000000000",
+        ),
         (["--config", "no-such.yaml"], "no-such.yaml"),
         (
-            ["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"],
+            [
+                "--config",
+                "configs/orders/object-store-windows.yaml",
+                "--seed",
+                "3",
+            ],
             "config is a whole order",
         ),
     ],

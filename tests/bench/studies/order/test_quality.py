@@ -121,7 +121,10 @@ def test_webdatasets_order_is_what_its_pipeline_hands_out():
     urls = [str(shard) for shard in range(len(lengths))]
     theirs = list(
         wds.DataPipeline(
-            wds.SimpleShardList(urls), wds.detshuffle(100, seed=3), read, wds.detshuffle(6, seed=3)
+            wds.SimpleShardList(urls),
+            wds.detshuffle(100, seed=3),
+            read,
+            wds.detshuffle(6, seed=3),
         )
     )
     ours = webdataset_order(lengths, np.arange(sum(lengths)), seed=3, sample_buffer=6)
@@ -154,6 +157,7 @@ def test_copies_are_samples_of_their_own():
 def test_epochs_too_long_or_too_short_are_refused(count, count_text):
     samples = np.broadcast_to(np.int64(0), count)
     with pytest.raises(
-        OrderError, match=f"an epoch of {count_text} positions cannot be measured: 8 to 10,000,000"
+        OrderError,
+        match=f"an epoch of {count_text} positions cannot be measured: 8 to 10,000,000",
     ):
         describe("no", samples, np.zeros(1, dtype=int), 64)

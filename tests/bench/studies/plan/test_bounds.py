@@ -11,7 +11,12 @@ import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.studies.plan import variants
-from fuelrail.bench.studies.plan.page import duration, figures, planned_rows, scaling_rows
+from fuelrail.bench.studies.plan.page import (
+    duration,
+    figures,
+    planned_rows,
+    scaling_rows,
+)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from support.datasets import CAMERAS, build_dataset
 
@@ -81,8 +86,18 @@ def detectors(tmp_path, monkeypatch):
 
 
 def test_a_detector_of_ones_own_has_a_bound_wherever_its_time_is_used(tmp_path, capsys):
-    command = ["plan", "--model", "planned_detectors:cameras", "--out", str(tmp_path / "out")]
-    for name, value in {**FLAGS, "samples_per_epoch": 1000, "failures_per_day": 1}.items():
+    command = [
+        "plan",
+        "--model",
+        "planned_detectors:cameras",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    for name, value in {
+        **FLAGS,
+        "samples_per_epoch": 1000,
+        "failures_per_day": 1,
+    }.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     assert main([*command, "--recipe", "torchrun"]) == 0
     text = capsys.readouterr().out
@@ -120,8 +135,18 @@ def test_each_figure_and_row_says_on_which_side_of_it_the_truth_is():
 
 
 def test_a_decoder_has_a_range_and_a_mixture_a_bound(tmp_path):
-    flags = {"cluster": "1x8-h100", "global_batch": 8, "parallel": {"strategy": "ddp"}}
-    shape = {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "vocabulary": 64}
+    flags = {
+        "cluster": "1x8-h100",
+        "global_batch": 8,
+        "parallel": {"strategy": "ddp"},
+    }
+    shape = {
+        "kind": "transformer",
+        "layers": 2,
+        "width": 32,
+        "heads": 4,
+        "vocabulary": 64,
+    }
     basis = {}
     for experts in (1, 4):
         model = {**shape, "experts": experts, "active_experts": min(2, experts)}
@@ -157,7 +182,8 @@ def test_a_measured_step_of_the_model_makes_a_time_of_the_bound(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "images"), [("cameras", 6), ("windows", 20), ("channels_last", 1), ("words", None)]
+    ("model", "images"),
+    [("cameras", 6), ("windows", 20), ("channels_last", 1), ("words", None)],
 )
 def test_images_of_a_sample_are_those_of_the_example(model, images):
     name = f"planned_detectors:{model}"
@@ -194,7 +220,10 @@ def test_a_dataset_says_how_many_images_an_example_without_them_has(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("os:getcwd", r"model 'os:getcwd' returned str, and a torch.nn.Module is needed"),
+        (
+            "os:getcwd",
+            r"model 'os:getcwd' returned str, and a torch.nn.Module is needed",
+        ),
         ("os:system", r"model 'os:system' cannot be made: TypeError"),
         ("planned_detectors:raises", r"example\(1\): KeyError"),
     ],
@@ -248,7 +277,10 @@ def test_numbers_that_no_training_has_are_refused_at_once(change, tmp_path):
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ("1x8-h100", "63 cannot be shared evenly by 8 devices .* multiple of 8, such as 56 or 64"),
+        (
+            "1x8-h100",
+            "63 cannot be shared evenly by 8 devices .* multiple of 8, such as 56 or 64",
+        ),
         (
             "8x8-h100",
             "63 cannot be shared evenly by 64 devices .* multiple of 64, such as 64 or 128",
@@ -258,7 +290,10 @@ def test_numbers_that_no_training_has_are_refused_at_once(change, tmp_path):
 def test_a_batch_that_no_strategy_divides_is_refused_without_one(cluster, message):
     with pytest.raises(ConfigError, match=message) as caught:
         fuelrail.bench.plan(
-            None, model="planned_detectors:cameras", cluster=cluster, global_batch=63
+            None,
+            model="planned_detectors:cameras",
+            cluster=cluster,
+            global_batch=63,
         )
     assert "mesh" not in str(caught.value) and "strategy" not in str(caught.value)
 

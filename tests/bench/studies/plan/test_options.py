@@ -22,16 +22,26 @@ from support.bench_runs import SETTINGS, log, report_of, steps
 from support.datasets import build_dataset
 from support.loader_runs import loader_report_of, loader_run
 
-TINY = {"model": "bev-tiny", "cluster": "1x8-h100", "global_batch": 8, "precision": "fp32"}
+TINY = {
+    "model": "bev-tiny",
+    "cluster": "1x8-h100",
+    "global_batch": 8,
+    "precision": "fp32",
+}
 IMAGES = {"cameras": 2, "height": 64, "width": 128}
 
 
 def test_flags_replace_what_a_scenario_says():
     scenario = Scenario(name="n", model="gpt-tiny", cluster="1x8-h100", global_batch=16)
     changed = with_options(
-        scenario, PlanOptions(cluster="8x8-h100", sequence=16, strategy="fsdp2", recompute="full")
+        scenario,
+        PlanOptions(cluster="8x8-h100", sequence=16, strategy="fsdp2", recompute="full"),
     )
-    assert (changed.cluster, changed.settings.context, changed.name) == ("8x8-h100", 16, "n")
+    assert (changed.cluster, changed.settings.context, changed.name) == (
+        "8x8-h100",
+        16,
+        "n",
+    )
     assert changed.parallel == ParallelSettings(strategy="fsdp2", recompute="full")
     restored = with_options(changed, PlanOptions(recompute="none"))
     assert restored.parallel == ParallelSettings(strategy="fsdp2")
@@ -40,13 +50,18 @@ def test_flags_replace_what_a_scenario_says():
 
 def test_what_flags_must_say():
     with pytest.raises(
-        ConfigError, match=r"needs cluster, global_batch: .*--cluster --global-batch"
+        ConfigError,
+        match=r"needs cluster, global_batch: .*--cluster --global-batch",
     ):
         with_options(None, PlanOptions(model="gpt2"))
     with pytest.raises(
-        ConfigError, match="strategy auto looks for the rest itself, and recompute is given"
+        ConfigError,
+        match="strategy auto looks for the rest itself, and recompute is given",
     ):
-        with_options(Scenario(name="n", **TINY), PlanOptions(strategy="auto", recompute="full"))
+        with_options(
+            Scenario(name="n", **TINY),
+            PlanOptions(strategy="auto", recompute="full"),
+        )
     with pytest.raises(ConfigError, match="recompute is given without a strategy"):
         with_options(Scenario(name="n", **TINY), PlanOptions(recompute="full"))
 
@@ -54,8 +69,14 @@ def test_what_flags_must_say():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model": "gpt2", "cameras": 6}, "model 'gpt2' reads tokens, and cameras is given"),
-        ({**TINY, **IMAGES, "sequence": 9}, "model 'bev-tiny' reads images, and sequence is given"),
+        (
+            {"model": "gpt2", "cameras": 6},
+            "model 'gpt2' reads tokens, and cameras is given",
+        ),
+        (
+            {**TINY, **IMAGES, "sequence": 9},
+            "model 'bev-tiny' reads images, and sequence is given",
+        ),
         (
             {**TINY, **IMAGES, "max_global_batch": 4},
             "global_batch is 8, and max_global_batch, .* trains as well, 4;",
@@ -69,10 +90,16 @@ def test_what_contradicts_the_model_or_the_batch_is_refused(flags, message):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("how", "row_bytes"), [("layer", 2 * 64), ("topk:8", 8 * 3 // 8 + 2 + 8 + 4), ("sampled:8", 5)]
+    ("how", "row_bytes"),
+    [("layer", 2 * 64), ("topk:8", 8 * 3 // 8 + 2 + 8 + 4), ("sampled:8", 5)],
 )
 def test_a_stored_teacher_says_bytes_a_token_and_when_it_pays(how, row_bytes):
-    flags = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 8, "strategy": "ddp"}
+    flags = {
+        "model": "gpt-tiny",
+        "cluster": "1x8-h100",
+        "global_batch": 8,
+        "strategy": "ddp",
+    }
     flags |= {"teacher": "gpt-tiny", "teacher_from": how, "sample_bytes": 66}
     report = fuelrail.bench.plan(None, **flags)
     teacher = report.teacher
@@ -93,7 +120,8 @@ def test_stored_tokens_are_of_a_teacher_of_tokens():
         fuelrail.bench.plan(None, **flags)
     with pytest.raises(ConfigError, match="teacher_from"):
         fuelrail.bench.plan(
-            None, **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"}
+            None,
+            **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"},
         )
 
 
@@ -131,7 +159,11 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(
         f"## {title}" in text
-        for title in ("What was tried", "Memory and work of each stage", "Scaling")
+        for title in (
+            "What was tried",
+            "Memory and work of each stage",
+            "Scaling",
+        )
     )
     weak, strong = (
         next(entry for entry in report["scaling"] if entry["scaling"] == kind)
@@ -162,13 +194,22 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     )
     cluster = load_cluster(str(tmp_path / "pair.yaml"))
     scenario = Scenario(
-        name="n", model="gpt-tiny", cluster="pair", global_batch=64, precision="fp32"
+        name="n",
+        model="gpt-tiny",
+        cluster="pair",
+        global_batch=64,
+        precision="fp32",
     )
     run_rank.cache_clear()
     rows = {(row.strategy, row.micro_batch): row for row in variants.sweep(scenario, cluster)}
     # Two for each role of a rank, of which a pipeline has two, whatever the micro-batch.
     assert run_rank.cache_info().misses == 10, "plans share small runs"
-    assert {strategy for strategy, _ in rows} == {"ddp", "fsdp2", "pp=2", "tp=2"}
+    assert {strategy for strategy, _ in rows} == {
+        "ddp",
+        "fsdp2",
+        "pp=2",
+        "tp=2",
+    }
     assert rows["ddp", 1].peak_gib < rows["ddp", 8].peak_gib
     assert rows["ddp", 8].samples_per_s > rows["ddp", 1].samples_per_s
     assert "do not divide the global batch of 64" in rows["fsdp2", 3].fails
@@ -200,7 +241,10 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     # 15 ms of CPU a sample of two cameras, and a megabyte of it.
     cpus = load_cluster("1x8-h100").host.cpus.value
     assert report.cluster.images_per_node_s == pytest.approx(cpus * 2 / 0.015)
-    assert (report.scenario.cameras, report.scenario.sample_bytes) == (2, 1_000_000)
+    assert (report.scenario.cameras, report.scenario.sample_bytes) == (
+        2,
+        1_000_000,
+    )
     assert report.cluster.storage_gb_per_s == load_cluster("1x8-h100").storage_gb_per_s
     assert any(
         "storage is the cluster file's: the measured loader was held up by cpu" in text
@@ -209,7 +253,8 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     short = tmp_path / "short.json"
     short.write_bytes(msgspec.json.encode(loader_report_of([loader_run(None)])))
     with pytest.raises(
-        ConfigError, match=r"--loader-report '.*' has no figures: no run became steady"
+        ConfigError,
+        match=r"--loader-report '.*' has no figures: no run became steady",
     ):
         fuelrail.bench.plan(None, **TINY, **IMAGES, loader_report=str(short))
 
@@ -239,12 +284,18 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     emulated = report_of([log(steps(20))])
     path.write_bytes(msgspec.json.encode(emulated))
     with pytest.raises(
-        ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"
+        ConfigError,
+        match="its accelerator was emulated, which says nothing of 'NVIDIA H100",
     ):
         measured(scenario, cluster, [str(path)])
 
 
-FLAGS = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 16, "strategy": "ddp"}
+FLAGS = {
+    "model": "gpt-tiny",
+    "cluster": "1x8-h100",
+    "global_batch": 16,
+    "strategy": "ddp",
+}
 
 
 @pytest.mark.slow
@@ -256,7 +307,12 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
         "parallel": {"strategy": "ddp"},
     }
     for number, size in enumerate((1, 2)):
-        text = {**scenario, "name": "mine", "micro_batch": size, "measured_step_s": 0.04 / size}
+        text = {
+            **scenario,
+            "name": "mine",
+            "micro_batch": size,
+            "measured_step_s": 0.04 / size,
+        }
         (tmp_path / f"{number}.yaml").write_bytes(msgspec.yaml.encode(text))
     files = (str(tmp_path / "0.yaml"), str(tmp_path / "1.yaml"))
     before = fuelrail.bench.plan(None, **FLAGS)

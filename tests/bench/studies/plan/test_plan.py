@@ -14,7 +14,10 @@ from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import shape_of
 from fuelrail.bench.studies.plan.page import figures
 from fuelrail.bench.studies.plan.run import plan
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    degrees_of,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import load_yaml
 from support.datasets import CAMERAS, build_dataset
@@ -40,10 +43,17 @@ def cluster(tmp_path, **values):
     return str(path)
 
 
-def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_path):
+def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(
+    tmp_path,
+):
     small = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0021))
     report = plan(small, explain=True)
-    assert [row.strategy for row in report.tried] == ["ddp", "zero1", "zero2", "fsdp2"]
+    assert [row.strategy for row in report.tried] == [
+        "ddp",
+        "zero1",
+        "zero2",
+        "fsdp2",
+    ]
     assert "MiB (the largest parts: " in report.tried[0].fails
     assert report.strategy == "zero1"
     assert report.peak_gib < report.usable_gib == pytest.approx(0.0021 * 0.9)
@@ -147,10 +157,23 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
     build_dataset(tmp_path / "data", {"train": (5, 4)})
     text = "name: mine\nmodel: bev-tiny\ncluster: 1x8-h100\nglobal_batch: 8\nprecision: fp32\nheight: 64\nwidth: 128\n"
     (tmp_path / "mine.yaml").write_text(text)
-    assert main(["plan", str(tmp_path / "mine.yaml"), "--data", str(tmp_path / "data")]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(tmp_path / "mine.yaml"),
+                "--data",
+                str(tmp_path / "data"),
+            ]
+        )
+        == 0
+    )
     assert " of 20 GB/s" in capsys.readouterr().out
     report = fuelrail.bench.plan(tmp_path / "mine.yaml", data=str(tmp_path / "data"))
-    assert (report.scenario.samples_per_epoch, report.scenario.cameras) == (9, len(CAMERAS))
+    assert (report.scenario.samples_per_epoch, report.scenario.cameras) == (
+        9,
+        len(CAMERAS),
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +217,14 @@ def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(
     run_rank.cache_clear()
     assert (
         main(
-            ["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]
+            [
+                "plan",
+                str(SCENARIOS / f"{name}.yaml"),
+                "--json",
+                "--out",
+                str(tmp_path),
+                "--no-html",
+            ]
         )
         == 0
     )
@@ -210,8 +240,16 @@ def test_the_first_stage_of_a_hundred_billion_parameters_needs_what_its_scenario
     """Run whole: the text is of runs with fewer blocks."""
     scenario = load_yaml(SCENARIOS / "gpt-100b-64-gpus.yaml", Scenario)
     settings, inputs = inputs_of(
-        scenario, scenario.parallel, degrees := degrees_of(scenario.parallel, 64)
+        scenario,
+        scenario.parallel,
+        degrees := degrees_of(scenario.parallel, 64),
     )
-    stage = shape_of(scenario.settings, settings, degrees, inputs, precision=scenario.precision)
+    stage = shape_of(
+        scenario.settings,
+        settings,
+        degrees,
+        inputs,
+        precision=scenario.precision,
+    )
     text = (SCENARIOS / "gpt-100b-64-gpus.md").read_text()
     assert f": {stage.peak_bytes / 2**30:.1f} of 72.0 GiB" in text

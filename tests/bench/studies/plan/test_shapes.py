@@ -29,7 +29,13 @@ from test_recipes import read_schema
 pytestmark = pytest.mark.process
 
 LLAMA = TransformerShape(
-    layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocabulary=128256
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    gated=True,
+    vocabulary=128256,
 )
 SMALL = TransformerShape(
     layers=8, width=64, heads=8, kv_heads=4, ffn=96, gated=True, vocabulary=512
@@ -53,7 +59,10 @@ def planned(**changes):
     ("shape", "billions"),
     [
         (LLAMA, 8.03),  # Llama 3.1 8B, its model card
-        (msgspec.structs.replace(LLAMA, layers=80, width=8192, heads=64, ffn=28672), 70.6),  # 70B
+        (
+            msgspec.structs.replace(LLAMA, layers=80, width=8192, heads=64, ffn=28672),
+            70.6,
+        ),  # 70B
         (
             msgspec.structs.replace(LLAMA, vocabulary=32000, experts=8, active_experts=2),
             46.7,
@@ -111,8 +120,16 @@ def test_interleaved_stages_wait_less_and_hold_more():
     assert twice.work.bubble == plain.work.bubble / 2 == 3 / 16 / 2
     assert twice.stages[0].in_flight == 5.5 > plain.stages[0].in_flight == 4
     assert twice.work.pipeline_bytes == 2 * plain.work.pipeline_bytes
-    with pytest.raises(ConfigError, match="3 virtual stages of pp=4 need a multiple of 12 layers"):
-        planned(model="gpt-tiny", sequence=None, virtual_stages=3, parallel=twice.settings)
+    with pytest.raises(
+        ConfigError,
+        match="3 virtual stages of pp=4 need a multiple of 12 layers",
+    ):
+        planned(
+            model="gpt-tiny",
+            sequence=None,
+            virtual_stages=3,
+            parallel=twice.settings,
+        )
 
 
 @pytest.mark.slow
@@ -129,7 +146,9 @@ def test_bf16_weights_and_low_precision_say_what_they_change():
 @pytest.mark.slow
 def test_gradients_in_bf16_take_half_and_are_sent_as_half():
     wide = msgspec.structs.replace(
-        SCENARIO, weights="bf16", parallel=ParallelSettings(mesh="tp=2,dp_replicate=4")
+        SCENARIO,
+        weights="bf16",
+        parallel=ParallelSettings(mesh="tp=2,dp_replicate=4"),
     )
     fp32, bf16 = (
         choice.fit(scenario, load_cluster("1x8-h100"), scenario.parallel)
@@ -234,13 +253,23 @@ def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
         fuelrail.bench.plan(msgspec.structs.replace(SCENARIO, model=mixture, expert_parallel=3))
 
 
-def test_what_all_ranks_have_of_a_mixture_is_not_divided_among_those_of_its_experts(monkeypatch):
+def test_what_all_ranks_have_of_a_mixture_is_not_divided_among_those_of_its_experts(
+    monkeypatch,
+):
     """Embeddings that fit on no rank are refused before anything is run."""
     monkeypatch.setattr(choice, "stages", None)
     embeddings = msgspec.structs.replace(
-        SMALL, layers=1, width=16384, vocabulary=2**20, experts=8, active_experts=1
+        SMALL,
+        layers=1,
+        width=16384,
+        vocabulary=2**20,
+        experts=8,
+        active_experts=1,
     )
-    with pytest.raises(choice.TooLargeError, match=r"needs 5\d\d\.\d GiB without any activations"):
+    with pytest.raises(
+        choice.TooLargeError,
+        match=r"needs 5\d\d\.\d GiB without any activations",
+    ):
         planned(model=embeddings, expert_parallel=8)
 
 
@@ -248,7 +277,8 @@ def test_what_all_ranks_have_of_a_mixture_is_not_divided_among_those_of_its_expe
 def test_tensor_parallel_of_a_mixture_is_refused_with_its_reason(ranks):
     mixture = msgspec.structs.replace(SMALL, experts=8, active_experts=2)
     with pytest.raises(
-        ConfigError, match=r"tp=2 with a mixture.*use tp=1 with expert_parallel, as DeepSeek-V3"
+        ConfigError,
+        match=r"tp=2 with a mixture.*use tp=1 with expert_parallel, as DeepSeek-V3",
     ):
         planned(
             model=mixture,
@@ -259,11 +289,20 @@ def test_tensor_parallel_of_a_mixture_is_refused_with_its_reason(ranks):
 
 @pytest.mark.slow
 def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
-    flags = {"model": "gpt-1.3b", "cluster": "1x4-a100-40gb", "global_batch": 64, "micro_batch": 4}
+    flags = {
+        "model": "gpt-1.3b",
+        "cluster": "1x4-a100-40gb",
+        "global_batch": 64,
+        "micro_batch": 4,
+    }
     with pytest.raises(ConfigError) as caught:
         fuelrail.bench.plan(None, **flags, strategy="ddp")
     text = str(caught.value)
-    parts = ("activations of a micro-batch", "optimiser state", "inputs and gradient buckets")
+    parts = (
+        "activations of a micro-batch",
+        "optimiser state",
+        "inputs and gradient buckets",
+    )
     assert all(f"{part} " in text for part in parts)
     (change,) = re.findall(r"it would fit with recompute: (\w+): [\d.]+ GiB", text)
     fitting = fuelrail.bench.plan(None, **flags, strategy="ddp", recompute=change)
@@ -379,7 +418,10 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
     trained = 100 * 64 + 4 * (64 * 64 + 64)
     frozen = 8 * 27 + 8 + 512 * 64 + 64
     assert report.stages[0].parameters == trained
-    assert num_parameters("planned_own:build")[:2] == (trained + frozen, trained)
+    assert num_parameters("planned_own:build")[:2] == (
+        trained + frozen,
+        trained,
+    )
     assert report.stages[0].memory["moments"] == 8 * trained, "what is frozen has none"
     assert 0 < report.stages[0].convolution < report.stages[0].flop
     tower = 2 * 8 * (8 * 8 * 8 * 27 + 512 * 64)  # forward alone
@@ -388,15 +430,18 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
     assert report.stages[0].flop == tower + blocks
     assert fuelrail.bench.plan(None, **flags, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
     with pytest.raises(
-        ConfigError, match="divides neither layers nor stages of an own model; use ddp"
+        ConfigError,
+        match="divides neither layers nor stages of an own model; use ddp",
     ):
         fuelrail.bench.plan(None, **flags, mesh="tp=8")
     with pytest.raises(
-        ConfigError, match=r"has no method example\(samples\), which returns a batch"
+        ConfigError,
+        match=r"has no method example\(samples\), which returns a batch",
     ):
         fuelrail.bench.plan(None, **{**flags, "model": "planned_own:without"})
     with pytest.raises(
-        ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"
+        ConfigError,
+        match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION",
     ):
         fuelrail.bench.plan(None, **{**flags, "model": "resnet51"})
 
@@ -421,7 +466,9 @@ def test_a_measured_network_computes_as_long_as_its_profile_says():
 @pytest.mark.slow
 def test_remedies_are_plans_of_their_own(tmp_path, capsys):
     scenario = msgspec.structs.replace(
-        SCENARIO, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100"
+        SCENARIO,
+        parallel=ParallelSettings(mesh="pp=4,tp=2"),
+        cluster="1x8-h100",
     )
     report = fuelrail.bench.plan(scenario)
     rates = list(report.remedies.values())
@@ -506,7 +553,9 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
         assert "#SBATCH --signal=TERM@120" in text
     assert (
         subprocess.run(
-            ["bash", path], env={"PATH": environment["PATH"]}, capture_output=True
+            ["bash", path],
+            env={"PATH": environment["PATH"]},
+            capture_output=True,
         ).returncode
         == 1
     )

@@ -65,7 +65,10 @@ NAMED = {
     "without": lambda file: {"order__without": [file]},
     "weights": lambda file: {"order__weights": weights_of(file)},
     "stages": lambda file: {
-        "order__stages": [{"weights": weights_of(file), "until": 8}, {"weights": []}]
+        "order__stages": [
+            {"weights": weights_of(file), "until": 8},
+            {"weights": []},
+        ]
     },
 }
 
@@ -135,7 +138,10 @@ def test_the_folder_of_files_may_be_named_again(dataset, ledger, tmp_path, capsy
     beside = path.parent / "keys.txt"
     beside.write_bytes(keys.read_bytes())
     with load(
-        dataset, 2, ledger=path.parent / "b.ledger", order=OrderSpec(seed=1, subset=str(beside))
+        dataset,
+        2,
+        ledger=path.parent / "b.ledger",
+        order=OrderSpec(seed=1, subset=str(beside)),
     ) as loader:
         list(loader)
     assert not unlike(bench.replay(path.parent / "b.ledger", 1).batch, batches[1])
@@ -230,7 +236,10 @@ def test_a_table_of_keys_is_limited_by_what_it_decodes_to(tmp_path, form):
     options = {"compression": "zstd"}
     if form == "delta":
         column = pa.array([f"{'x' * 100_000}{row}" for row in range(200)])
-        options |= {"use_dictionary": False, "column_encoding": {"key": "DELTA_BYTE_ARRAY"}}
+        options |= {
+            "use_dictionary": False,
+            "column_encoding": {"key": "DELTA_BYTE_ARRAY"},
+        }
     elif form == "runs":
         column = pa.array([True]).take(pa.array([0] * 80_000_000, pa.int32()))
     elif form == "lists":

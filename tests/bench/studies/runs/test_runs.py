@@ -46,22 +46,37 @@ ORDERS = {
     "weights": {"order": OrderSpec(weights=BY_FRAME, epoch_length=40)},
     "parts": {"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2}))},
     "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
-    "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
+    "window": {
+        "order": OrderSpec(seed=1),
+        "window": {"frames": [-1, 0, 1], "pad": "mask"},
+    },
     "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
     "curriculum": {
         "order": OrderSpec(
-            stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2
+            stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER),
+            seed=2,
         )
     },
-    "dealt": {"order": OrderSpec(balance=fr.Balance(cost="frame"), seed=1), "drop_last": False},
+    "dealt": {
+        "order": OrderSpec(balance=fr.Balance(cost="frame"), seed=1),
+        "drop_last": False,
+    },
     "packs": {
         "order": OrderSpec(
-            pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8)
+            pack=fr.Pack(
+                budget=12,
+                cost=fr.Cost(constant=1, linear={"frame": 1}),
+                window=8,
+            )
         )
     },
     "dealt packs": {
         "order": OrderSpec(
-            pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8),
+            pack=fr.Pack(
+                budget=12,
+                cost=fr.Cost(constant=1, linear={"frame": 1}),
+                window=8,
+            ),
             balance=fr.Balance(cost="frame"),
         )
     },
@@ -133,7 +148,13 @@ def trained(request, datasets, tmp_path_factory):
     path = tmp_path_factory.mktemp("ledgers") / "a.ledger"
     fixed = request.param == "lanes"  # the lanes are the global batch
     worlds = [(1, 4), (2, 2), (4, 1)] if fixed else [(1, 4), (2, 3), (3, 1)]
-    return path, run(datasets, path=path, options=ORDERS[request.param], worlds=worlds, steps=9)
+    return path, run(
+        datasets,
+        path=path,
+        options=ORDERS[request.param],
+        worlds=worlds,
+        steps=9,
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,14 +233,23 @@ def test_frames_of_windows_count(datasets, tmp_path):
 @pytest.mark.parametrize("name", ["without", "without a frame", "without in a mix"])
 def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     global_batches = run(
-        datasets, path=tmp_path / "a.ledger", options=ORDERS[name], worlds=[(1, 4)], steps=14
+        datasets,
+        path=tmp_path / "a.ledger",
+        options=ORDERS[name],
+        worlds=[(1, 4)],
+        steps=14,
     )
     names = [clip for entry in ORDERS[name]["order"].without for clip in entry]
-    opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
+    opened = {
+        "a": open_dataset(datasets / "a"),
+        "b": open_dataset(datasets / "b"),
+    }
     for (batch,) in global_batches:
         parts = batch.get("dataset", ["a"] * 4)
         for part, frames in zip(
-            parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True
+            parts,
+            batch.get("frame_global_index", batch["global_index"][:, None]),
+            strict=True,
         ):
             keys = [opened[part].index.row(int(frame)).key for frame in frames]
             assert not any(key.startswith(name) for key in keys for name in names)
@@ -236,7 +266,10 @@ def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     assert bench.seen(tmp_path / "a.ledger", names).showings == []
     first = bench.seen(tmp_path / "b.ledger", names).showings[0].step
     for step in {*range(first)[:1], *range(first)[-1:]}:
-        assert not unlike(bench.replay(tmp_path / "b.ledger", step).batch, global_batches[step][0])
+        assert not unlike(
+            bench.replay(tmp_path / "b.ledger", step).batch,
+            global_batches[step][0],
+        )
     assert (
         bench.replay(tmp_path / "b.ledger", first).batch["sample_key"]
         != global_batches[first][0]["sample_key"]
@@ -266,7 +299,11 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
     keys = open_dataset(tmp_path / "a").index.strings("key")
     names = [*keys[4:25:5], "clip-0001", "clip-0003"]
     before = [bench.seen(path, [target]) for target in names]
-    gone = [key for key in keys if key.startswith("clip-0001")] + [keys[15], keys[0], keys[24]]
+    gone = [key for key in keys if key.startswith("clip-0001")] + [
+        keys[15],
+        keys[0],
+        keys[24],
+    ]
     first = fr.forget(tmp_path / "a", ["clip-0001", keys[15]])
     second = fr.forget(tmp_path / "a", [keys[0], keys[24]], receipt=tmp_path / "kept.json")
     assert first.folders[0].after == second.folders[0].before
@@ -352,7 +389,12 @@ def test_a_receipt_whose_rows_of_a_layer_were_edited_is_refused(tmp_path):
     with load(tmp_path / "d", 1, image=TRAIN, ledger=path, layers={"teacher": layer}) as loader:
         list(loader)
     keys = open_dataset(tmp_path / "d").index.strings("key")
-    fr.forget(tmp_path / "d", [keys[3]], layers=[layer], receipt=tmp_path / "kept.json")
+    fr.forget(
+        tmp_path / "d",
+        [keys[3]],
+        layers=[layer],
+        receipt=tmp_path / "kept.json",
+    )
     edited = json.loads((tmp_path / "kept.json").read_text())
     edited["folders"][1]["order"]["attributes"]["loss"] = [9.0]
     (tmp_path / "kept.json").write_text(json.dumps(edited))
@@ -401,7 +443,10 @@ def test_the_newest_state_without_a_clip(datasets, tmp_path):
     ]
     assert report.newest_clean == (0, 10)
     assert bench.seen(path, [index.row(4).key]).newest_clean is None
-    with pytest.raises(ConfigError, match="no sample or clip of split 'train' is called 'nobody'"):
+    with pytest.raises(
+        ConfigError,
+        match="no sample or clip of split 'train' is called 'nobody'",
+    ):
         bench.seen(path, ["nobody"])
     with pytest.raises(ConfigError, match="is called"):
         bench.seen(path, [index.row(0).key])  # of another split
@@ -412,7 +457,10 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
     path = tmp_path / "a.ledger"
     states = {}
     batches = []
-    options = {"order": OrderSpec(seed=3, weights=BY_FRAME, epoch_length=40), "image": TRAIN}
+    options = {
+        "order": OrderSpec(seed=3, weights=BY_FRAME, epoch_length=40),
+        "image": TRAIN,
+    }
     with load(datasets / "a", 2, ledger=path, **options) as loader:
         for step, batch in zip(range(30), itertools.chain(loader, loader), strict=False):
             batches.append(batch)
@@ -447,7 +495,10 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
     assert (said["showings"][0]["step"], said["checkpoint"]) == (first, newest)
     names = tmp_path / "keys.txt"
     names.write_text(f"{key}\n")
-    masked = {**options, "order": msgspec.structs.replace(options["order"], without=(str(names),))}
+    masked = {
+        **options,
+        "order": msgspec.structs.replace(options["order"], without=(str(names),)),
+    }
     with load(datasets / "a", 2, **masked) as never:
         expected = list(itertools.islice(itertools.chain(never, never), 34))
     assert not any(key in batch["sample_key"] for batch in expected)
@@ -457,14 +508,27 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
         assert not unlike(replayed.batch, expected[step])
         assert replayed.digest_matches is None
     assert (
-        main(["runs", "replay", str(path), "--step", "9", "--without", str(names), "--json"]) == 0
+        main(
+            [
+                "runs",
+                "replay",
+                str(path),
+                "--step",
+                "9",
+                "--without",
+                str(names),
+                "--json",
+            ]
+        )
+        == 0
     )
     assert json.loads(capsys.readouterr().out)["keys"] == list(expected[9]["sample_key"])
     with load(datasets / "a", 2, ledger=path, **masked) as tail:
         for name, state in states.items():
             if int(name[5:]) > first:
                 with pytest.raises(
-                    StateMismatchError, match="showed what `without` names at position"
+                    StateMismatchError,
+                    match="showed what `without` names at position",
                 ):
                     tail.load_state_dict(state)
         tail.load_state_dict(states[newest])
@@ -483,7 +547,10 @@ def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets
     def train(steps, checkpoint=None, save_at=(), **options):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.LazyLinear(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+            torch.nn.Flatten(),
+            torch.nn.LazyLinear(16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
         )
         model(torch.zeros(1, 2 * 3 * 8 * 16))
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -557,11 +624,21 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
 
 
 def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
-    paths = [tmp_path / "a.ledger", tmp_path / "b.ledger", tmp_path / "c.ledger"]
+    paths = [
+        tmp_path / "a.ledger",
+        tmp_path / "b.ledger",
+        tmp_path / "c.ledger",
+    ]
     for path, jitter in zip(paths, (0.0, 0.0, 60.0), strict=True):
-        options = {"image": TRAIN, "pixels": {"train": jitter > 0, "brightness": jitter}}
+        options = {
+            "image": TRAIN,
+            "pixels": {"train": jitter > 0, "brightness": jitter},
+        }
         with load(
-            datasets / "a", 2, ledger={"path": str(path), "digest_every": 2}, **options
+            datasets / "a",
+            2,
+            ledger={"path": str(path), "digest_every": 2},
+            **options,
         ) as loader:
             list(loader)
     assert bench.replay(paths[0], 4).digest_matches is True
@@ -569,7 +646,12 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
     assert bench.replay(paths[0], 3).digest_matches is None
     same = bench.run_diff(*paths[:2])
     pixels_diff = bench.run_diff(paths[0], paths[2])
-    assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (
+    assert (
+        same.first_step,
+        same.first_digest,
+        same.compared_digests,
+        same.settings,
+    ) == (
         None,
         None,
         7,
@@ -615,7 +697,18 @@ def test_the_commands(datasets, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["keys"] == keys
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (
-        main(["runs", "seen", str(path), keys[0], "--dataset", str(datasets / "a"), "--json"]) == 0
+        main(
+            [
+                "runs",
+                "seen",
+                str(path),
+                keys[0],
+                "--dataset",
+                str(datasets / "a"),
+                "--json",
+            ]
+        )
+        == 0
     )
     assert 5 in [showing["step"] for showing in json.loads(capsys.readouterr().out)["showings"]]
     assert main(["runs", "diff", str(path), str(path)]) == 0
@@ -632,7 +725,8 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     with load(datasets / "a", 2, ledger=path, transform=dict) as loader:
         batch = next(iter(loader))
     with pytest.raises(
-        ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"
+        ConfigError,
+        match=r"the run had transform=builtins:dict, which a ledger does not keep",
     ):
         bench.replay(path, 0)
     assert not unlike(bench.replay(path, 0, functions={"transform": dict}).batch, batch)
@@ -645,7 +739,9 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     with pytest.raises(ConfigError, match="the ledger is of a sampler's run"):
         bench.replay(tmp_path / "b.ledger", 0)
     replayed = bench.replay(
-        tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4)
+        tmp_path / "b.ledger",
+        7,
+        loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4),
     )
     assert replayed.batch == batches[7]
 
@@ -664,20 +760,44 @@ def test_a_statement_names_the_checkpoint(datasets, tmp_path, capsys):
         [[0, 20], [0, 24]],
     ]
     assert plain["predicate"]["head"] == bench.run_history(path).head
-    words = ["runs", "attest", str(path), str(checkpoint), "--epoch", "0", "--samples", "24"]
+    words = [
+        "runs",
+        "attest",
+        str(path),
+        str(checkpoint),
+        "--epoch",
+        "0",
+        "--samples",
+        "24",
+    ]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out) == plain
     assert main([*words[:-1], "999"]) == 2
     assert "is not in ledger" in capsys.readouterr().err
 
 
-KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
+KINDS = [
+    {},
+    {"kind": "sequential"},
+    {"kind": "lanes"},
+    {"filter": "loss > 0.3"},
+]
 LOSS = (fr.AttributeWeights(attribute="loss"),)
 PACK = fr.Pack(budget=20, cost="tokens", window=64)
 BALANCE = fr.Balance(cost="tokens")
-KINDS += [{"pack": PACK, "weights": LOSS}, {"balance": BALANCE}, {"pack": PACK, "balance": BALANCE}]
-KINDS += [{"weights": LOSS, "without": (("3", "11"),)}, {"pack": PACK, "without": (("4",),)}]
-KINDS += [{"weights": LOSS}, {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})}]
+KINDS += [
+    {"pack": PACK, "weights": LOSS},
+    {"balance": BALANCE},
+    {"pack": PACK, "balance": BALANCE},
+]
+KINDS += [
+    {"weights": LOSS, "without": (("3", "11"),)},
+    {"pack": PACK, "without": (("4",),)},
+]
+KINDS += [
+    {"weights": LOSS},
+    {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})},
+]
 
 
 @pytest.mark.parametrize("num_runs", [11, pytest.param(420, marks=pytest.mark.long)])
@@ -700,7 +820,11 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
         state = None
         for _ in range(draw.randrange(1, 4)):
             sampler = BatchSampler(
-                columns, spec, global_batch=draw.choice(sizes), drop_last=drop_last, ledger=path
+                columns,
+                spec,
+                global_batch=draw.choice(sizes),
+                drop_last=drop_last,
+                ledger=path,
             )
             loader = sampler.count()
             if state is not None:
@@ -726,7 +850,10 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"identity": {"dataset": 5}}, "the identity of a setup is of no known form"),
+        (
+            {"identity": {"dataset": 5}},
+            "the identity of a setup is of no known form",
+        ),
         (
             {"loader": {"datasets": {}}},
             "the settings of the loader in the setup of record 1 are of no known form",
@@ -758,7 +885,10 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
     LedgerFile(tmp_path / "b.ledger").append(
         setup, msgspec.structs.replace(first, ranks=4), *records
     )
-    with pytest.raises(WorldError, match="a global batch of 2 cannot be split evenly over 4 ranks"):
+    with pytest.raises(
+        WorldError,
+        match="a global batch of 2 cannot be split evenly over 4 ranks",
+    ):
         RunHistory(tmp_path / "b.ledger")
 
 
@@ -766,7 +896,15 @@ HOSTILE = "x\x1b]0;t\x07\u202e\n3 steps"
 
 
 @pytest.mark.parametrize(
-    "words", ["show", "show --json", "replay --step 0", "seen KEY", "diff OTHER", "attest OTHER"]
+    "words",
+    [
+        "show",
+        "show --json",
+        "replay --step 0",
+        "seen KEY",
+        "diff OTHER",
+        "attest OTHER",
+    ],
 )
 def test_a_command_prints_texts_of_a_ledger_as_text(datasets, tmp_path, capsys, words):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:

@@ -45,7 +45,11 @@ def test_a_model_that_is_off_says_so():
 
 def test_curves_show_what_stragglers_and_storage_cost():
     ends = {curve.name: curve.points[-1] for curve in scale_report().curves}
-    names = ("as measured", "5.0% of the ranks 50% slower", "storage gives 0.5 GB/s")
+    names = (
+        "as measured",
+        "5.0% of the ranks 50% slower",
+        "storage gives 0.5 GB/s",
+    )
     plain, slow, starved = (ends[name] for name in names)
     assert plain.num_ranks == 64
     assert plain.efficiency > 0.9 > slow.efficiency > starved.efficiency

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
+from fuelrail.bench.measure.records import (
+    RankFailure,
+    RankLog,
+    rank_path,
+    read_rank,
+)
 from fuelrail.bench.ranks.launch import Outcome, RankExit
 from fuelrail.bench.studies.runs.history import run_history
 from fuelrail.bench.studies.train import settings as train_settings
@@ -26,7 +31,17 @@ pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 def bench(dataset, out, *options):
     fast = ("--accelerator", "emulated:resnet50-224-h100")
-    return main(["bench", "train", str(dataset), "--out", str(out), *fast, *map(str, options)])
+    return main(
+        [
+            "bench",
+            "train",
+            str(dataset),
+            "--out",
+            str(out),
+            *fast,
+            *map(str, options),
+        ]
+    )
 
 
 def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
@@ -54,7 +69,12 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
     figures = report.figures
     assert 0 < figures.occupancy.mean <= 1
     assert sum(phase.share for phase in figures.phases) == pytest.approx(1, abs=1e-6)
-    assert {stage.name for stage in figures.stages} == {"fetch", "parse", "decode", "collate"}
+    assert {stage.name for stage in figures.stages} == {
+        "fetch",
+        "parse",
+        "decode",
+        "collate",
+    }
     for rank in range(2):
         records = read_rank(rank_path(out / "records", rank)).steps
         # One sample of two cameras; the profile counts images.
@@ -117,9 +137,31 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     place = tmp_path / "checkpoints"
     common = ("--model", "light", "--workers", 1, "--warmup", 3, "--no-html")
     whole_run = tmp_path / "whole"
-    assert bench(dataset, whole_run, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common) == 0
+    assert (
+        bench(
+            dataset,
+            whole_run,
+            "--ranks",
+            1,
+            "--batch-size",
+            4,
+            "--steps",
+            20,
+            *common,
+        )
+        == 0
+    )
     ledger = tmp_path / "a.ledger"
-    checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2, "--ledger", ledger)
+    checkpoints = (
+        "--checkpoint",
+        place,
+        "--every",
+        4,
+        "--keep",
+        2,
+        "--ledger",
+        ledger,
+    )
     assert (
         bench(
             dataset,
@@ -135,9 +177,21 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
         )
         == 0
     )
-    assert sorted(path.name[:13] for path in place.iterdir()) == ["step-00000008", "step-00000009"]
+    assert sorted(path.name[:13] for path in place.iterdir()) == [
+        "step-00000008",
+        "step-00000009",
+    ]
     capsys.readouterr()
-    arguments = ("--ranks", 1, "--batch-size", 4, "--steps", 20, *common, *checkpoints)
+    arguments = (
+        "--ranks",
+        1,
+        "--batch-size",
+        4,
+        "--steps",
+        20,
+        *common,
+        *checkpoints,
+    )
     assert bench(dataset, tmp_path / "b", *arguments) == 0
     printed = capsys.readouterr().out
     assert "continued after step 9 from checkpoint step-00000009" in printed
@@ -163,7 +217,10 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
 
 def test_a_pipeline_without_a_model_gets_one_of_enough_layers(dataset, tmp_path):
     options = TrainOptions(
-        ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100"
+        ranks=2,
+        batch_size=2,
+        strategy="pipeline",
+        accelerator="emulated:resnet50-224-h100",
     )
     assert ask(dataset, options, tmp_path).settings.model == "bev-tiny"
     out = (
@@ -226,7 +283,9 @@ def _row_of_step(folder, step):
 
     dataset = open_dataset(folder)
     order = position_map(
-        OrderSpec(kind="shuffled", seed=0), [dataset.split("train").num_samples], 0
+        OrderSpec(kind="shuffled", seed=0),
+        [dataset.split("train").num_samples],
+        0,
     )
     return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
 
@@ -238,7 +297,10 @@ def test_cuda_without_a_gpu_is_refused(dataset, tmp_path, capsys, monkeypatch):
 
 
 def failed(kind, message, at_ns=0):
-    return RankLog(steps=steps(3), failure=RankFailure(kind=kind, message=message, at_ns=at_ns))
+    return RankLog(
+        steps=steps(3),
+        failure=RankFailure(kind=kind, message=message, at_ns=at_ns),
+    )
 
 
 KILLED = RankExit(rank=1, exit_code=-signal.SIGKILL)
@@ -250,11 +312,18 @@ CRASHED = RankExit(rank=0, exit_code=1)
     ("outcome", "logs", "said"),
     [
         (Outcome(0, interrupted=False, failed=[]), [log(steps(3))], None),
-        (Outcome(143, interrupted=True, failed=[]), [log(steps(3))], "interrupted"),
+        (
+            Outcome(143, interrupted=True, failed=[]),
+            [log(steps(3))],
+            "interrupted",
+        ),
         # Rank 0 crashes in its all-reduce because rank 1 was killed: rank 1 is the cause.
         (
             Outcome(1, interrupted=False, failed=[CRASHED, KILLED]),
-            [failed("crashed", "RuntimeError: peer closed"), RankLog(steps=steps(5))],
+            [
+                failed("crashed", "RuntimeError: peer closed"),
+                RankLog(steps=steps(5)),
+            ],
             "rank 1 was ended by SIGKILL after 5 steps; the system may be out of memory",
         ),
         # Rank 1 refuses a sample; rank 0 may notice first.

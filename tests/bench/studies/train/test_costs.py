@@ -52,13 +52,20 @@ def times_of(steps, seed, noise=0.02, base=20 * MS, sample_ns=0.0, **terms):
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 10**6), linear=st.floats(5_000, 50_000), ratio=st.floats(1e-3, 1e-2))
+@given(
+    seed=st.integers(0, 10**6),
+    linear=st.floats(5_000, 50_000),
+    ratio=st.floats(1e-3, 1e-2),
+)
 def test_known_coefficients_come_out(seed, linear, ratio):
     steps = draw(seed, num_tokens=lengths)
     times = times_of(steps, seed, num_tokens=(linear, linear * ratio))
     fit = fit_cost(sums_of(steps), times)
     assert fit.refused is None and fit.num_steps > 200 and fit.residual < 0.03
-    for name, true in (("num_tokens", linear), ("num_tokens squared", linear * ratio)):
+    for name, true in (
+        ("num_tokens", linear),
+        ("num_tokens squared", linear * ratio),
+    ):
         ns, error = fit.terms_ns[name]
         assert abs(ns - true) < 5 * error
         assert ns == pytest.approx(true, rel=0.3)
@@ -71,10 +78,20 @@ def test_several_columns_and_a_part_of_each_sample_come_out_and_make_a_cost():
         for size in rng.integers(4, 40, 400)
     ]
     times = times_of(
-        steps, 2, 0.005, sample_ns=3 * MS, num_tokens=(9_000, 30), num_boxes=(200_000, 0)
+        steps,
+        2,
+        0.005,
+        sample_ns=3 * MS,
+        num_tokens=(9_000, 30),
+        num_boxes=(200_000, 0),
     )
     fit = fit_cost(sums_of(steps), times)
-    assert list(fit.terms_ns) == ["sample", "num_tokens", "num_tokens squared", "num_boxes"]
+    assert list(fit.terms_ns) == [
+        "sample",
+        "num_tokens",
+        "num_tokens squared",
+        "num_boxes",
+    ]
     assert (
         fit.left_out == ["num_boxes squared"]
         and "Not certain, so left out: num_boxes squared;" in fit.sentence()
@@ -158,7 +175,8 @@ def test_imbalance_is_what_the_mean_rank_waits_for_the_dearest():
         "imbalance": Loss(0.25, pytest.approx(5.0))
     }
     squared = losses_of(
-        [rank([30, 10]), rank([10, 10])], Cost(quadratic={"x": 1}, constant=1, divisor=7)
+        [rank([30, 10]), rank([10, 10])],
+        Cost(quadratic={"x": 1}, constant=1, divisor=7),
     )
     assert squared["imbalance"].size == pytest.approx((902 / 502 - 1) / 2)
 
@@ -175,19 +193,27 @@ def test_steps_that_cost_nothing_are_balanced():
 def test_coefficients_of_very_unlike_size_still_make_a_cost():
     rng = np.random.default_rng(3)
     steps = [
-        {"bytes": rng.integers(1, 2**36, 8).astype(float), "boxes": boxes(rng, 8)}
+        {
+            "bytes": rng.integers(1, 2**36, 8).astype(float),
+            "boxes": boxes(rng, 8),
+        }
         for _ in range(300)
     ]
     cost = fit_cost(
-        sums_of(steps), times_of(steps, 3, 0.001, bytes=(0, 1e-14), boxes=(10**7, 0))
+        sums_of(steps),
+        times_of(steps, 3, 0.001, bytes=(0, 1e-14), boxes=(10**7, 0)),
     ).cost
     assert cost.quadratic["bytes"] / cost.divisor == pytest.approx(1e-14, rel=0.01)
     assert cost.linear["boxes"] / cost.divisor == pytest.approx(10**7, rel=0.01)
     apart = [
-        {"bytes": rng.integers(1, 2**38, 8).astype(float), "boxes": boxes(rng, 8)}
+        {
+            "bytes": rng.integers(1, 2**38, 8).astype(float),
+            "boxes": boxes(rng, 8),
+        }
         for _ in range(300)
     ]
     cost = fit_cost(
-        sums_of(apart), times_of(apart, 3, 0.001, bytes=(0, 1e-15), boxes=(10**8, 0))
+        sums_of(apart),
+        times_of(apart, 3, 0.001, bytes=(0, 1e-15), boxes=(10**8, 0)),
     ).cost
     assert cost.linear["boxes"] / cost.divisor == pytest.approx(10**8, rel=0.01)

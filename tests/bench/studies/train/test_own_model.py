@@ -75,7 +75,14 @@ def words(tiny_dataset, tmp_path, monkeypatch):
         "--out",
         "out",
     ]
-    return ["bench", "train", dataset, "--model", "outside:Brightness", *options]
+    return [
+        "bench",
+        "train",
+        dataset,
+        "--model",
+        "outside:Brightness",
+        *options,
+    ]
 
 
 def check(folder):
@@ -108,7 +115,8 @@ def test_two_nodes_of_torchrun_are_one_world(words, tmp_path):
     place = ["--master-addr", "127.0.0.1", "--master-port", "29655"]
     nodes = [
         subprocess.Popen(
-            [*torchrun, "--node-rank", node, *place, "-m", "fuelrail", *words], env=environment()
+            [*torchrun, "--node-rank", node, *place, "-m", "fuelrail", *words],
+            env=environment(),
         )
         for node in "01"
     ]

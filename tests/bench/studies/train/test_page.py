@@ -3,8 +3,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave, RankLog
-from fuelrail.bench.report.page import format_number, render_markdown, render_page
+from fuelrail.bench.measure.records import (
+    CheckpointRestore,
+    CheckpointSave,
+    RankLog,
+)
+from fuelrail.bench.report.page import (
+    format_number,
+    render_markdown,
+    render_page,
+)
 from fuelrail.bench.studies.train.page import verdict
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -27,7 +35,8 @@ SUMS = {"x": (4, 10.0, 30.0)}
 ON_CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="own:Net")
 RUNS = {
     "with memory and checkpoints": report_of(
-        [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
+        [LEARNED],
+        settings=msgspec.structs.replace(SETTINGS, checkpoint="/private"),
     ),
     "two ranks": report_of(
         [log(steps(20, wait_ms=3)), log(steps(20, wait_ms=3, reduce_ms=2))],
@@ -40,16 +49,23 @@ RUNS = {
     "too short": report_of([log(steps(3))]),
     "nothing": report_of([RankLog()], cut_off="rank 0 <died>"),
     "cut off": report_of(
-        [log(steps(20)), log(steps(14), complete=False)], cut_off="rank 1 was ended"
+        [log(steps(20)), log(steps(14), complete=False)],
+        cut_off="rank 1 was ended",
     ),
     "a loss of NaN": report_of([log([step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
     "accumulating": report_of(
-        [log(steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)
+        [log(steps(20))],
+        settings=msgspec.structs.replace(SETTINGS, accumulation=2),
     ),
     "packs": report_of(
-        [log(steps(30, padding=0.2, sums=SUMS)), log(steps(30, padding=0.4, sums=SUMS))],
+        [
+            log(steps(30, padding=0.2, sums=SUMS)),
+            log(steps(30, padding=0.4, sums=SUMS)),
+        ],
         settings=msgspec.structs.replace(
-            SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)
+            SETTINGS,
+            order=OrderSpec(pack=Pack(budget=8, cost="x")),
+            cost=("x",),
         ),
     ),
     "on a CPU": report_of([log(steps(20, cpu_ns=31 * MS))], settings=ON_CPU),
@@ -83,7 +99,11 @@ def test_the_page_is_well_formed_and_tells_what_the_report_tells(run):
     for said in ("rank-hours", "on this CPU", "say nothing of a GPU’s"):
         assert (said in page.text) == (on_cpu and report.figures is not None)
     emulated = report.accelerator["kind"] == "emulated"
-    for said in ("This run used an emulated GPU", "emulated Test GPU", "a test's invention"):
+    for said in (
+        "This run used an emulated GPU",
+        "emulated Test GPU",
+        "a test's invention",
+    ):
         assert (said in page.text) == emulated
 
 

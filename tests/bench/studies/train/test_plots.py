@@ -31,7 +31,10 @@ def test_a_whole_run_has_every_plot():
         ([log(steps(3))], {"occupancy", "breakdown", "loss"}),
         ([RankLog()], set()),
         ([log(steps(5)), RankLog()], {"occupancy", "breakdown", "loss"}),
-        ([log([step(0, 0)])], {"occupancy", "breakdown", "loss"}),  # the warm-up is longer
+        (
+            [log([step(0, 0)])],
+            {"occupancy", "breakdown", "loss"},
+        ),  # the warm-up is longer
     ],
 )
 def test_a_short_run_has_what_there_is(logs, drawn):

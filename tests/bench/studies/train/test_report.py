@@ -46,7 +46,11 @@ def test_rates_follow_from_samples_and_wall_time():
     assert figures.occupancy.mean == pytest.approx(31 / 40)
 
 
-@given(wait_ms=st.floats(0, 100), reduce_ms=st.floats(0, 100), other_ms=st.floats(0, 10))
+@given(
+    wait_ms=st.floats(0, 100),
+    reduce_ms=st.floats(0, 100),
+    other_ms=st.floats(0, 10),
+)
 def test_shares_of_the_phases_add_up_to_one(wait_ms, reduce_ms, other_ms):
     records = steps(20, wait_ms=wait_ms, reduce_ms=reduce_ms, other_ms=other_ms)
     figures = report_of([log(records)]).figures
@@ -76,7 +80,11 @@ def test_runs_without_figures_make_a_report():
     assert short.figures is None
     assert "6 steps - " in short.window.too_short
     nothing = report_of([RankLog(), RankLog()], cut_off="everybody died")
-    assert (nothing.figures, nothing.cut_off, nothing.num_ranks) == (None, "everybody died", 2)
+    assert (nothing.figures, nothing.cut_off, nothing.num_ranks) == (
+        None,
+        "everybody died",
+        2,
+    )
     assert not nothing.ranks[0].completed
 
 
@@ -102,7 +110,10 @@ def alike(**changes):
     [
         (alike(overrun_ns=5_000_000), "longer than the emulated GPU"),
         (alike(overshoot_ns=5_000_000), "late"),
-        ([log(steps(20), digest="a"), log(steps(20), digest="b")], "different weights"),
+        (
+            [log(steps(20), digest="a"), log(steps(20), digest="b")],
+            "different weights",
+        ),
         (alike(loss=None), "not finite"),
         (on_another_input(), r"2 x 64x32.*6 x 64x32|6 x 64x32.*2 x 64x32"),
         (fed_from_stock(), "were prefetched"),
@@ -202,7 +213,15 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
         other_ns = (
             clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
         )
-        records.append(step(number, start_ns, **durations, other_ns=other_ns, end_ns=clock.now))
+        records.append(
+            step(
+                number,
+                start_ns,
+                **durations,
+                other_ns=other_ns,
+                end_ns=clock.now,
+            )
+        )
     report = report_of([log(records)])
     share = {phase.phase: phase.share for phase in report.figures.phases}
     bar = share["forward"] + share["backward"] + share["optimiser"]
@@ -229,7 +248,10 @@ def test_a_model_that_sleeps_on_a_cpu_is_not_said_to_overload_it():
 
 def test_a_model_that_stands_in_the_queue_for_a_cpu_is_said_to():
     report = report_of([log(steps(20, cpu_ns=11 * MS, queued_ns=20 * MS))], settings=CPU)
-    assert (report.figures.waiting_share, report.figures.queued_share) == (0, 20 / 31)
+    assert (report.figures.waiting_share, report.figures.queued_share) == (
+        0,
+        20 / 31,
+    )
     said = " ".join(report.warnings)
     assert "In 65% of the wall time the thread that trains stood in the queue" in said
     assert "slept" not in said
@@ -259,14 +281,43 @@ def transform_log(**use):
     ("use", "waits"),
     [
         # Ten calls of 40 ms, in a second.
-        ({"wall_ns": 400 * MS, "cpu_ns": 4 * MS, "queued_ns": 0, "span_ns": 1000 * MS}, True),
-        ({"wall_ns": 400 * MS, "cpu_ns": 390 * MS, "queued_ns": 0, "span_ns": 400 * MS}, False),
+        (
+            {
+                "wall_ns": 400 * MS,
+                "cpu_ns": 4 * MS,
+                "queued_ns": 0,
+                "span_ns": 1000 * MS,
+            },
+            True,
+        ),
+        (
+            {
+                "wall_ns": 400 * MS,
+                "cpu_ns": 390 * MS,
+                "queued_ns": 0,
+                "span_ns": 400 * MS,
+            },
+            False,
+        ),
         # Four threads that take turns in the interpreter: each waits, and together they keep a CPU
         # busy.
-        ({"wall_ns": 400 * MS, "cpu_ns": 98 * MS, "queued_ns": 0, "span_ns": 100 * MS}, False),
+        (
+            {
+                "wall_ns": 400 * MS,
+                "cpu_ns": 98 * MS,
+                "queued_ns": 0,
+                "span_ns": 100 * MS,
+            },
+            False,
+        ),
         # Threads that wait for a CPU.
         (
-            {"wall_ns": 400 * MS, "cpu_ns": 90 * MS, "queued_ns": 300 * MS, "span_ns": 900 * MS},
+            {
+                "wall_ns": 400 * MS,
+                "cpu_ns": 90 * MS,
+                "queued_ns": 300 * MS,
+                "span_ns": 900 * MS,
+            },
             False,
         ),
     ],

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 def test_runs_survive_a_few_kills(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_kills, "_PATIENCE_S", 280)  # a busy machine is not a fault
     monkeypatch.setattr(
-        checkpoint_kills, "MESHES", {name: MESHES[name] for name in ("one", "fsdp2")}
+        checkpoint_kills,
+        "MESHES",
+        {name: MESHES[name] for name in ("one", "fsdp2")},
     )
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
     # Of this seed both kills come after a checkpoint, and no run ends before its kill.

@@ -12,11 +12,19 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+)
 
 from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.checkpoints.store import VERSION, FsspecReader, FsspecWriter, Store
+from fuelrail.bench.trainer.checkpoints.store import (
+    VERSION,
+    FsspecReader,
+    FsspecWriter,
+    Store,
+)
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.bench.trainer.strategies.step import Parallel
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
@@ -46,15 +54,33 @@ def _one_rank():
 def trained(width=8, rate=1e-2):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1)
+        nn.Linear(3, width),
+        nn.BatchNorm1d(width),
+        nn.Dropout(0.2),
+        nn.Linear(width, 1),
     )
     optimiser = torch.optim.AdamW(model.parameters(), rate)
-    parallel = Parallel([model], optimiser, lambda _: (), settings=ParallelSettings(rate_warmup=7))
+    parallel = Parallel(
+        [model],
+        optimiser,
+        lambda _: (),
+        settings=ParallelSettings(rate_warmup=7),
+    )
     parallel.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
     return parallel
 
 
-def run(dataset, place, num_steps=STEPS, *, width=8, rate=1e-2, keep=3, every=2, identity="small"):
+def run(
+    dataset,
+    place,
+    num_steps=STEPS,
+    *,
+    width=8,
+    rate=1e-2,
+    keep=3,
+    every=2,
+    identity="small",
+):
     """Train from the newest checkpoint; returns where that was, and what each step saw."""
     parallel = trained(width, rate)
     checkpoints = Checkpoints(str(place), keep=keep, identity={"model": identity})
@@ -75,7 +101,13 @@ def run(dataset, place, num_steps=STEPS, *, width=8, rate=1e-2, keep=3, every=2,
                 parallel.schedule.step()
                 rate = parallel.optimiser.param_groups[0]["lr"]
                 done.append(
-                    (step, batch["sample_key"], loss.item(), rate, parallel.scaler.get_scale())
+                    (
+                        step,
+                        batch["sample_key"],
+                        loss.item(),
+                        rate,
+                        parallel.scaler.get_scale(),
+                    )
                 )
                 if (step + 1) % every == 0:
                     checkpoints.save(step + 1, parallel, loader.state_dict())
@@ -258,8 +290,16 @@ def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, sa
 @pytest.mark.parametrize(
     ("dataset", "changes", "message"),
     [
-        ("one", {"identity": "large"}, r"model: checkpoint has small, this run has large"),
-        ("one", {"width": 16}, r"0.bias: checkpoint has \[8\], this run has \[16\]"),
+        (
+            "one",
+            {"identity": "large"},
+            r"model: checkpoint has small, this run has large",
+        ),
+        (
+            "one",
+            {"width": 16},
+            r"0.bias: checkpoint has \[8\], this run has \[16\]",
+        ),
         ("other", {}, r"dataset: state has '.*', loader has '.*'"),
     ],
 )
@@ -340,7 +380,10 @@ os._exit(0)  # the group is broken
     ("method", "said"),
     [
         ("restore", "timed out"),
-        ("save", r"earlier .* whole; a rank did not answer for 2 s \(timeout_s"),
+        (
+            "save",
+            r"earlier .* whole; a rank did not answer for 2 s \(timeout_s",
+        ),
     ],
 )
 def test_a_rank_that_is_silent_ends_the_others_waiting(tmp_path, method, said):

@@ -6,7 +6,11 @@ import msgspec
 import pytest
 import xxhash
 
-from fuelrail.bench.trainer.checkpoints.store import VERSION, DamagedError, Store
+from fuelrail.bench.trainer.checkpoints.store import (
+    VERSION,
+    DamagedError,
+    Store,
+)
 
 FOLDER = "step-00000004.0123abcd"
 MANIFEST = {
@@ -34,7 +38,11 @@ def facts(data):
 
 def write(place, body):
     digest = xxhash.xxh3_64_hexdigest(f"{VERSION}\n".encode() + body)
-    sealed = b'{"version":%d,"xxh3":"%s","manifest":%s}' % (VERSION, digest.encode(), body)
+    sealed = b'{"version":%d,"xxh3":"%s","manifest":%s}' % (
+        VERSION,
+        digest.encode(),
+        body,
+    )
     (place / FOLDER / "checkpoint.json").write_bytes(sealed)
 
 
@@ -49,14 +57,29 @@ def test_a_whole_checkpoint_is_read(place):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"0.distcp": FILES["0.distcp"]}, "checkpoint.json does not name .metadata"),
+        (
+            {"0.distcp": FILES["0.distcp"]},
+            "checkpoint.json does not name .metadata",
+        ),
         ({}, "checkpoint.json does not name .metadata"),
-        ({**FILES, "../beside": facts(b"secret")}, r"names '\.\./beside', which is no plain name"),
+        (
+            {**FILES, "../beside": facts(b"secret")},
+            r"names '\.\./beside', which is no plain name",
+        ),
         ({**FILES, "..": facts(b"")}, r"names '\.\.', which is no plain name"),
         ({**FILES, "": facts(b"")}, "names '', which is no plain name"),
-        ({**FILES, "/etc/passwd": facts(b"")}, "names '/etc/passwd', which is no plain name"),
-        ({**FILES, "a\nb/c": facts(b"")}, r"names 'a\\nb/c', which is no plain name"),
-        ({**FILES, "nul\0": facts(b"")}, r"names 'nul\\x00', which is no plain name"),
+        (
+            {**FILES, "/etc/passwd": facts(b"")},
+            "names '/etc/passwd', which is no plain name",
+        ),
+        (
+            {**FILES, "a\nb/c": facts(b"")},
+            r"names 'a\\nb/c', which is no plain name",
+        ),
+        (
+            {**FILES, "nul\0": facts(b"")},
+            r"names 'nul\\x00', which is no plain name",
+        ),
         ({**FILES, "1.distcp": facts(b"")}, "1.distcp is missing"),
     ],
 )

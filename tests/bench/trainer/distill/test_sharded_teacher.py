@@ -41,7 +41,10 @@ def losses(folder, *, sharded):
     place = f"{folder}/teacher"
     transforms = {"height": 64, "width": 96}
     with DataLoader(
-        f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
+        f"{folder}/data",
+        2,
+        num_workers=1,
+        transforms=Transforms(image=ImageAugment(**transforms)),
     ) as loader:
         wrap, teaches = distilled(MODELS["bev-tiny"], loader, "cpu", teacher=place, weights=PARTS)
         if not sharded:

@@ -38,7 +38,12 @@ def drawn(teacher: torch.Tensor, count: int, generator: torch.Generator) -> Logi
         *teacher.shape[:-1], count
     )
     weights = torch.full(indices.shape, 1 / count)
-    return Logits(indices.int(), weights, None, torch.ones(teacher.shape[:-1], dtype=torch.bool))
+    return Logits(
+        indices.int(),
+        weights,
+        None,
+        torch.ones(teacher.shape[:-1], dtype=torch.bool),
+    )
 
 
 @pytest.fixture
@@ -67,7 +72,11 @@ def test_the_rest_of_top_k_counts_as_one_token(pair) -> None:
     indices = stored.indices.long()
     teacher_shares, student_shares = (
         torch.cat(
-            [shares.gather(-1, indices), 1 - shares.gather(-1, indices).sum(-1, keepdim=True)], -1
+            [
+                shares.gather(-1, indices),
+                1 - shares.gather(-1, indices).sum(-1, keepdim=True),
+            ],
+            -1,
         )
         for shares in (q, p)
     )
@@ -92,7 +101,9 @@ def test_a_student_that_is_sure_of_the_listed_tokens_keeps_a_gradient_towards_th
     assert student.grad[0, 2:].sum().item() == pytest.approx(-0.1, rel=1e-3)
 
 
-def test_draws_have_the_gradient_of_the_full_divergence_in_the_mean_and_top_k_has_not(pair) -> None:
+def test_draws_have_the_gradient_of_the_full_divergence_in_the_mean_and_top_k_has_not(
+    pair,
+) -> None:
     student, teacher = pair
     (full,) = torch.autograd.grad(divergence(student, teacher, 1.0).sum(), student)
     generator = torch.Generator().manual_seed(5)
@@ -191,10 +202,19 @@ def taught(tmp_path_factory):
 def trained(taught, layer: str, **settings) -> list[float]:
     layers = {LAYER: str(taught / layer)}
     with DataLoader(
-        taught / "data", 4, shuffle=True, num_workers=1, transforms=TINY, layers=layers
+        taught / "data",
+        4,
+        shuffle=True,
+        num_workers=1,
+        transforms=TINY,
+        layers=layers,
     ) as loader:
         wrap, _ = distilled(
-            GPT, loader, "cpu", layer=layers[LAYER], **{"weights": "logits=1", **settings}
+            GPT,
+            loader,
+            "cpu",
+            layer=layers[LAYER],
+            **{"weights": "logits=1", **settings},
         )
         parallel = parallelise(lambda: wrap(build_model(GPT)))
         return [train_step(parallel, batch) for batch in loader]
@@ -216,7 +236,8 @@ def test_the_trainers_decoder_learns_from_either_kind(taught) -> None:
         "a mean over the positions that are stored"
     )
     with pytest.raises(
-        ConfigError, match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0"
+        ConfigError,
+        match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0",
     ):
         trained(taught, "soft", temperature=3.0)
 

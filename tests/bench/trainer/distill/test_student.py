@@ -63,7 +63,11 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
     layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
     loader_transforms = Transforms(image=IMAGE, **transforms)
     with DataLoader(
-        place / "data", 2, num_workers=1, transforms=loader_transforms, layers=layers
+        place / "data",
+        2,
+        num_workers=1,
+        transforms=loader_transforms,
+        layers=layers,
     ) as loader:
 
         def wrap(model):
@@ -107,14 +111,20 @@ def test_every_part_and_the_temperature_change_what_the_student_learns(place):
 def test_divergence_is_that_of_torchs_distributions():
     student = torch.randn(2, 5, 7)
     teacher = torch.randn(2, 5, 7)
-    kinds = (torch.distributions.Bernoulli, True), (torch.distributions.Categorical, False)
+    kinds = (
+        (torch.distributions.Bernoulli, True),
+        (torch.distributions.Categorical, False),
+    )
     for kind, binary in kinds:
         expected = (
             torch.distributions.kl_divergence(kind(logits=teacher / 3), kind(logits=student / 3))
             * 9
         )
         torch.testing.assert_close(
-            divergence(student, teacher, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5
+            divergence(student, teacher, 3.0, binary=binary),
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
         )
         assert divergence(student, student, 3.0, binary=binary).abs().max() == 0
 
@@ -136,7 +146,12 @@ def logits_channel(law=GRID, shape=(8, 8)):
         "law": law,
     }
     frame = {} if law == FIXED else {"frame": "ego"}
-    return {**head, **frame, "axes": ["x", "y"][: len(shape)], "shape": list(shape)}
+    return {
+        **head,
+        **frame,
+        "axes": ["x", "y"][: len(shape)],
+        "shape": list(shape),
+    }
 
 
 @pytest.mark.costly
@@ -145,7 +160,11 @@ def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
 
     def occupied(row):
         with DataLoader(
-            place / "data", 1, shuffle=False, num_workers=1, transforms=Transforms(image=IMAGE)
+            place / "data",
+            1,
+            shuffle=False,
+            num_workers=1,
+            transforms=Transforms(image=IMAGE),
         ) as loader:
             batch = next(islice(loader, row, None))
         target = build(MODELS["bev-tiny"], "cpu", 0).inputs(batch)[-2]
@@ -184,7 +203,11 @@ FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
 @pytest.mark.parametrize(
     ("settings", "transforms", "message"),
     [
-        ({"layer": "narrow"}, {}, r"must have a channel 'logits' of \[8, 8\].*it has \[10\]"),
+        (
+            {"layer": "narrow"},
+            {},
+            r"must have a channel 'logits' of \[8, 8\].*it has \[10\]",
+        ),
         (
             {"layer": "narrow", "weights": "features=1"},
             {},
@@ -195,7 +218,11 @@ FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
             FLIPPED,
             "law 'fixed', and the samples are augmented; give it the law 'ego_grid'",
         ),
-        ({"teacher": "resnet-tiny"}, {}, r"teacher 'resnet-tiny' predicts .* the student"),
+        (
+            {"teacher": "resnet-tiny"},
+            {},
+            r"teacher 'resnet-tiny' predicts .* the student",
+        ),
         ({"teacher": "nothing"}, {}, "has no whole checkpoint"),
     ],
 )
@@ -206,7 +233,10 @@ def test_a_teacher_that_does_not_fit_is_refused_before_training(
     if shape is not None and not (place / settings["layer"]).exists():
         channel = logits_channel(FIXED, shape)
         write(
-            place, settings["layer"], [channel], lambda _: {"logits": np.zeros(shape, np.float32)}
+            place,
+            settings["layer"],
+            [channel],
+            lambda _: {"logits": np.zeros(shape, np.float32)},
         )
     paths = {name: str(place / value) for name, value in settings.items() if name != "weights"}
     with pytest.raises(ConfigError, match=message):
@@ -237,11 +267,17 @@ def test_weights_are_read_by_name():
     [
         ({"temperature": 3.0}, "temperature=3.0 needs a teacher"),
         ({"teacher": "a", "teacher_layer": "b"}, "exclude each other"),
-        ({"teacher": "a", "distill": "labels=1"}, "takes nothing from the teacher"),
+        (
+            {"teacher": "a", "distill": "labels=1"},
+            "takes nothing from the teacher",
+        ),
     ],
 )
 def test_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         bench_train(
-            place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options
+            place / "data",
+            out=tmp_path,
+            accelerator="emulated:resnet50-224-h100",
+            **options,
         )

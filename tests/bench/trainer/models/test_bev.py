@@ -18,7 +18,11 @@ def batch(samples=2, cameras=3, *, boxes=True, seed=0):
     focal = torch.tensor([[40.0, 0, 31.5], [0, 40.0, 15.5], [0, 0, 1]])
     entries = {
         "img": torch.randint(
-            0, 256, (samples, cameras, 3, 32, 64), dtype=torch.uint8, generator=random
+            0,
+            256,
+            (samples, cameras, 3, 32, 64),
+            dtype=torch.uint8,
+            generator=random,
         ),
         "cam_valid": torch.ones(samples, cameras, dtype=torch.bool),
         "intrinsics": focal.expand(samples, cameras, 3, 3).clone(),
@@ -37,7 +41,9 @@ def loss_of(model, entries):
 
 def test_a_cell_is_occupied_where_a_box_has_its_centre():
     target = occupied_cells(
-        [torch.tensor([[-19.0, -19.0], [19.0, -19.0]]), torch.zeros(0, 7)], 4, 20.0
+        [torch.tensor([[-19.0, -19.0], [19.0, -19.0]]), torch.zeros(0, 7)],
+        4,
+        20.0,
     )
     assert target.shape == (2, 16)
     assert target[0].reshape(4, 4).nonzero().tolist() == [
@@ -62,7 +68,8 @@ def test_centres_outside_are_left_out_and_inside_are_in(x, y, grid, range_m):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, size in MODELS.items() if isinstance(size, BevSettings)]
+    "name",
+    [name for name, size in MODELS.items() if isinstance(size, BevSettings)],
 )
 def test_models_train_on_the_loaders_sizes(name):
     settings_ = MODELS[name]
@@ -103,7 +110,12 @@ def padding_row(entries):
         (absent_camera, "img", (0, 1), False),
         (padding_row, "img", (1,), False),
         (lambda entries: None, "img", (0, 1), True),
-        (lambda entries: None, "cam2ego", (slice(None), slice(None), 0, 3), True),
+        (
+            lambda entries: None,
+            "cam2ego",
+            (slice(None), slice(None), 0, 3),
+            True,
+        ),
     ],
     ids=["absent camera", "padding", "pixels", "geometry"],
 )

@@ -27,7 +27,12 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def case(model, precision="fp32", **options):
-    return Case(model=f"{model}-tiny", parallel=divided(**options), precision=precision, steps=3)
+    return Case(
+        model=f"{model}-tiny",
+        parallel=divided(**options),
+        precision=precision,
+        steps=3,
+    )
 
 
 TWO_RANKS = [
@@ -42,7 +47,12 @@ TWO_RANKS = [
     case("resnet", strategy="tensor"),
     case("gpt", strategy="tensor", optimiser="adamw", clip_norm=0.1),
     case("resnet", strategy="pipeline", micro_batches=4),
-    case("vit", strategy="pipeline", pipeline_schedule="ZBVZeroBubble", micro_batches=4),
+    case(
+        "vit",
+        strategy="pipeline",
+        pipeline_schedule="ZBVZeroBubble",
+        micro_batches=4,
+    ),
     case("gpt", strategy="pipeline", micro_batches=4, precision="fp16"),
 ]
 FOUR_RANKS = [
@@ -78,7 +88,11 @@ def test_gradients_that_are_added_and_not_averaged_are_seen_in_every_model(tmp_p
         parallel.update()
         return float(loss)
 
-    write_cameras(tmp_path / "cameras", 2 * GLOBAL_BATCH, channels=("cam_front", "cam_front_right"))
+    write_cameras(
+        tmp_path / "cameras",
+        2 * GLOBAL_BATCH,
+        channels=("cam_front", "cam_front_right"),
+    )
     of_ddp = [
         case
         for case in cases_of(2)

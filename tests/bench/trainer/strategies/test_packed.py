@@ -61,6 +61,7 @@ def test_samples_that_fill_up_a_batch_count_for_nothing():
 
 def test_a_pack_of_more_tokens_than_a_row_is_refused():
     with pytest.raises(
-        ConfigError, match=r"a pack has 8 tokens, and a row of the model 7: .* budget"
+        ConfigError,
+        match=r"a pack has 8 tokens, and a row of the model 7: .* budget",
     ):
         packed_rows(batch((2, 6), (1,)), 6)

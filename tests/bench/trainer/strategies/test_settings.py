@@ -42,8 +42,16 @@ def test_degrees_of_a_world(options, world, degrees):
 @pytest.mark.parametrize(
     ("options", "world", "message"),
     [
-        ({"mesh": "pp=2,tp=2"}, 8, "is for 4 ranks, the run has 8; use ranks=4 or dp_shard=2"),
-        ({"mesh": "dp_shard=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3 or dp_shard=8"),
+        (
+            {"mesh": "pp=2,tp=2"},
+            8,
+            "is for 4 ranks, the run has 8; use ranks=4 or dp_shard=2",
+        ),
+        (
+            {"mesh": "dp_shard=3"},
+            8,
+            "is for 3 ranks, the run has 8; use ranks=3 or dp_shard=8",
+        ),
         ({"mesh": "tp=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3$"),
         (
             {"mesh": "dp=2"},
@@ -52,10 +60,26 @@ def test_degrees_of_a_world(options, world, degrees):
         ),
         ({"mesh": "tp=2,tp=2"}, 4, "each axis once"),
         ({"mesh": "tp=0"}, 2, "N of at least 1"),
-        ({"strategy": "hsdp"}, 3, "two ranks, which do not divide 3; use ranks=4"),
-        ({"strategy": "hsdp"}, 1, "two ranks, which do not divide 1; use ranks=2"),
-        ({"strategy": "ddp", "offload": True}, 2, "offload needs sharded parameters"),
-        ({"strategy": "fsdp2", "compression": "fp16"}, 2, "compression needs whole models"),
+        (
+            {"strategy": "hsdp"},
+            3,
+            "two ranks, which do not divide 3; use ranks=4",
+        ),
+        (
+            {"strategy": "hsdp"},
+            1,
+            "two ranks, which do not divide 1; use ranks=2",
+        ),
+        (
+            {"strategy": "ddp", "offload": True},
+            2,
+            "offload needs sharded parameters",
+        ),
+        (
+            {"strategy": "fsdp2", "compression": "fp16"},
+            2,
+            "compression needs whole models",
+        ),
         (
             {"compile": "inductor", "bucket_mib": 0.5},
             2,

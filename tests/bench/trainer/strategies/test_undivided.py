@@ -23,7 +23,10 @@ CASES = {
             (8, 3, 32, TENSOR),
             OF_2 + "3 heads of 'blocks.0.attention.query'; tp of 1, 3 would",
         ),
-        ((8, 4, 15, TENSOR), OF_2 + "15 outputs of 'blocks.0.mlp.0'; tp of 1, 3, 5, 15 would"),
+        (
+            (8, 4, 15, TENSOR),
+            OF_2 + "15 outputs of 'blocks.0.mlp.0'; tp of 1, 3, 5, 15 would",
+        ),
         (
             (8, 4, 32, {**PIPELINE, "micro_batches": 3}),
             (
@@ -39,7 +42,16 @@ CASES = {
             ),
         ),
         (
-            (8, 4, 32, {**PIPELINE, "micro_batches": 2, "pipeline_schedule": "Interleaved1F1B"}),
+            (
+                8,
+                4,
+                32,
+                {
+                    **PIPELINE,
+                    "micro_batches": 2,
+                    "pipeline_schedule": "Interleaved1F1B",
+                },
+            ),
             (
                 "4 stages (Interleaved1F1B, pp=2) are more than the model's 2 layers; use a model of "
                 "more, or a smaller pp"
@@ -52,7 +64,11 @@ CASES = {
                 8,
                 4,
                 32,
-                {"mesh": "pp=2,dp_replicate=2", "micro_batches": 2, "pipeline_schedule": one},
+                {
+                    "mesh": "pp=2,dp_replicate=2",
+                    "micro_batches": 2,
+                    "pipeline_schedule": one,
+                },
             ),
             (
                 f"{one} loses gradients where data-parallel ranks share a pipeline (dp_shard=1, "
@@ -70,7 +86,12 @@ def test_what_a_strategy_does_not_divide_is_refused_in_words(world, tmp_path):
     cases = [case for case, _ in CASES[world]]
     if world == 2:
         cases.append((8, 4, 32, TENSOR))
-    run_ranks(world, undivided_ranks.__file__, tmp_path / "out.json", json.dumps(cases))
+    run_ranks(
+        world,
+        undivided_ranks.__file__,
+        tmp_path / "out.json",
+        json.dumps(cases),
+    )
     outcomes = json.loads((tmp_path / "out.json").read_text())
     refused = [text for _, text in CASES[world]]
     assert outcomes[: len(refused)] == refused

@@ -14,7 +14,11 @@ from support.ranks import run_ranks
 
 # Three samples in the last batch of two ranks, or one: then a rank has only rows that fill it up.
 SAMPLES = {2: (7, 5), 4: (9,), 1: (5,)}
-PIPELINE = {"strategy": "pipeline", "micro_batches": 2, "pipeline_schedule": "1F1B"}
+PIPELINE = {
+    "strategy": "pipeline",
+    "micro_batches": 2,
+    "pipeline_schedule": "1F1B",
+}
 CASES = {
     1: [{"strategy": "ddp"}],
     2: [
@@ -38,7 +42,11 @@ def test_micro_batches_of_several_sizes_weigh_each_sample_alike():
     undivided = copy.deepcopy(parallel.models[0])
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 255, (9, 1, 3, 16, 16), generator=generator, dtype=torch.uint8)
-    batch = {"img": images, "global_index": torch.arange(9), "valid": torch.ones(9, dtype=bool)}
+    batch = {
+        "img": images,
+        "global_index": torch.arange(9),
+        "valid": torch.ones(9, dtype=bool),
+    }
     batch["valid"][5] = False
     parts = [
         {name: value[first:end] for name, value in batch.items()}

@@ -19,7 +19,10 @@ class TestCachedStorage(StorageSuite):
         def open_with_cache(root, **options):
             dataset = open_dataset(root)
             return dataset, open_storage(
-                dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options
+                dataset,
+                cache_dir=tmp_path / "cache",
+                cache_size="1MB",
+                **options,
             )
 
         return open_with_cache
@@ -42,7 +45,11 @@ class TestCachedStorage(StorageSuite):
             path.unlink()
         assert [bytes(take()) for take in storage.session().request(rows)] == expected
         stats = storage.stats()
-        assert (stats.requests, stats.cache_hits, stats.cache_misses) == (4, 50, 25)
+        assert (stats.requests, stats.cache_hits, stats.cache_misses) == (
+            4,
+            50,
+            25,
+        )
         assert stats.cache_bytes == stats.request_bytes == sum(map(len, expected))
 
     @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
@@ -57,12 +64,18 @@ class TestCachedStorage(StorageSuite):
             raise OSError(error, os.strerror(error))
 
         assert [bytes(take()) for take in storage.session().request(rows)] == expected
-        for owner, name in ((storage.cache.folder.files, "open"), (os, "preadv")):
+        for owner, name in (
+            (storage.cache.folder.files, "open"),
+            (os, "preadv"),
+        ):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, failing)
                 assert [bytes(take()) for take in storage.session().request(rows)] == expected
         assert [bytes(take()) for take in storage.session().request(rows)] == expected
-        assert (storage.stats().cache_damaged, storage.stats().cache_hits) == (0, len(rows))
+        assert (storage.stats().cache_damaged, storage.stats().cache_hits) == (
+            0,
+            len(rows),
+        )
 
     def test_damaged_cache_files_are_fetched_again(self, opened, pristine, tmp_path, caplog):
         dataset, storage = opened(pristine)

@@ -16,7 +16,13 @@ from fuelrail.loaders.storage.cache.future_uses import (
     build_future_uses,
     coming_rows,
 )
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
+from fuelrail.pipeline.order.batching import (
+    Batching,
+    Cursor,
+    Walk,
+    WorkerShard,
+    World,
+)
 from fuelrail.pipeline.order.spec import OrderSpec, position_map
 from support.cache_policies import lru_hits
 
@@ -24,12 +30,16 @@ from support.cache_policies import lru_hits
 def future_uses_of(sequence, horizon=None):
     rows = np.array(sequence, np.int64)
     return FutureUses(
-        lambda first, count: rows[first : first + count], horizon or 2 * len(rows) + 2
+        lambda first, count: rows[first : first + count],
+        horizon or 2 * len(rows) + 2,
     )
 
 
 def next_use(sequence, row, after, end):
-    return next((t for t in range(after + 1, min(end, len(sequence))) if sequence[t] == row), NEVER)
+    return next(
+        (t for t in range(after + 1, min(end, len(sequence))) if sequence[t] == row),
+        NEVER,
+    )
 
 
 sequences = st.lists(st.integers(0, 6), min_size=1, max_size=30)
@@ -143,7 +153,12 @@ def test_coming_rows_are_those_that_the_ranks_will_take(
 ):
     batchings = (
         [
-            Batching(num_samples, batch * size, World(rank, size), drop_last=drop_last)
+            Batching(
+                num_samples,
+                batch * size,
+                World(rank, size),
+                drop_last=drop_last,
+            )
             for rank in range(size)
         ]
         if (batch * size <= num_samples or not drop_last)

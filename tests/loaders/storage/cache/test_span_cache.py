@@ -141,7 +141,11 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
     capacity = int(lengths.sum()) // 4
     later = lengths[sequence[60:]]
     for name, future_uses, expected in (
-        ("ours", future_uses_of(sequence), farthest_first_hits(sequence, lengths, capacity)),
+        (
+            "ours",
+            future_uses_of(sequence),
+            farthest_first_hits(sequence, lengths, capacity),
+        ),
         ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
     ):
         cache = SpanCache(
@@ -241,7 +245,11 @@ class TestTrouble:
         reopened = cache_at(tmp_path)
         assert reopened.folder.used_bytes == 2 * BYTES
         assert not list((tmp_path / "tmp").iterdir())
-        assert files(tmp_path) == [3, 5, 0xFFF]  # what the loader did not make stays
+        assert files(tmp_path) == [
+            3,
+            5,
+            0xFFF,
+        ]  # what the loader did not make stays
         assert (tmp_path / "data" / "0" / "stranger").read_bytes() == b"x"
 
     def test_a_smaller_cache_than_before_drops_what_is_too_much(self, tmp_path):
@@ -357,7 +365,10 @@ class TestH2:
             cache.put(3, memoryview(bytes(cache.folder._length_of(3))))
         finally:
             os.umask(umask)
-        paths = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
+        paths = [
+            tmp_path / "new" / "cache",
+            *(tmp_path / "new" / "cache").rglob("*"),
+        ]
         modes = {path.name: oct(path.stat().st_mode & 0o777) for path in paths}
         names = {cache.folder.path.name, "cache", "spans", "data", "tmp", "0"}
         files_made = ("cache.json", "lock", "users.lock", "table", "3")
@@ -374,7 +385,8 @@ class TestH2:
         ]
 
     @pytest.mark.parametrize(
-        "linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"]
+        "linked",
+        ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"],
     )
     def test_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
         dataset = open_dataset(pristine)
@@ -394,7 +406,8 @@ class TestH2:
             )
         place.symlink_to(thesis, target_is_directory=True)
         with pytest.raises(
-            ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"
+            ConfigError,
+            match=r"is a symbolic link.*choose a cache folder of your own",
         ):
             SpanCache.open_for(dataset, shared, "1MB")
 
@@ -409,7 +422,8 @@ class TestH2:
         else:
             (cache / name).hardlink_to(thesis / "thesis.tex")
         with pytest.raises(
-            ConfigError, match=f"{name}' is (a symbolic link|another name of some other file)"
+            ConfigError,
+            match=f"{name}' is (a symbolic link|another name of some other file)",
         ):
             cache_at(cache)
         (cache / name).unlink()
@@ -447,7 +461,8 @@ class TestH2:
         (thesis / "data" / "0").mkdir(parents=True)
         (thesis / "data" / "0" / "5").write_bytes(b"mine")
         with pytest.raises(
-            ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"
+            ConfigError,
+            match=r"files in 'data' but no cache\.json, so fuelrail did not make it",
         ):
             cache_at(thesis)
         assert (thesis / "data" / "0" / "5").read_bytes() == b"mine"

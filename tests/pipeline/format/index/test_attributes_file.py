@@ -8,7 +8,10 @@ import pytest
 
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.index import attributes_file
-from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES, AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import (
+    MAX_TEXT_BYTES,
+    AttributesFile,
+)
 
 
 def write(path, text, num_columns, num_rows):
@@ -32,7 +35,9 @@ def test_dictionaries_of_many_columns_are_expanded_in_parts(tmp_path, monkeypatc
     assert num_rows == 990
 
 
-def test_a_text_over_the_limit_is_refused_before_it_is_expanded(tmp_path) -> None:
+def test_a_text_over_the_limit_is_refused_before_it_is_expanded(
+    tmp_path,
+) -> None:
     file = write(tmp_path / "a.parquet", "x" * 300_000, num_columns=1, num_rows=100_000)
     with pytest.raises(IndexFileError, match="a text of 300000 bytes, over the limit of 4096"):
         list(file.batches(["text_0"]))

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import IndexFileError, OrderError
 from fuelrail.pipeline.format.index import samples as index_module
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
-from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter, SampleIndex, write_index
+from fuelrail.pipeline.format.index.samples import (
+    INDEX_FILE,
+    IndexWriter,
+    SampleIndex,
+    write_index,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +37,13 @@ OFFSETS = st.integers(0, 2**63 - 1)
 SIZES = st.integers(0, 1 << 20)
 DIGESTS = st.integers(0, 2**64 - 1)
 MEMBERS = st.builds(
-    MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS), DIGESTS
+    MemberEntry,
+    st.sampled_from(NAMES),
+    INT64,
+    SIZES,
+    SIZES,
+    st.sampled_from(CODECS),
+    DIGESTS,
 )
 ROWS = st.builds(
     IndexRow,
@@ -129,7 +140,10 @@ def test_columns_have_the_stated_dtype_empty_or_not(tmp_path: Path, name: str) -
 def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> None:
     rows = make_rows(20)
     write_index(tmp_path / INDEX_FILE, rows, NAMES, CODECS)
-    with pa.memory_map(str(tmp_path / INDEX_FILE)) as source, pa.ipc.open_file(source) as file:
+    with (
+        pa.memory_map(str(tmp_path / INDEX_FILE)) as source,
+        pa.ipc.open_file(source) as file,
+    ):
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [7, 7, 6]
         table = file.read_all()
         table.validate(full=True)
@@ -141,7 +155,13 @@ def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> Non
                 **{
                     **row,
                     "members": tuple(
-                        MemberEntry(**{**m, "name": names[m["name"]], "codec": codecs[m["codec"]]})
+                        MemberEntry(
+                            **{
+                                **m,
+                                "name": names[m["name"]],
+                                "codec": codecs[m["codec"]],
+                            }
+                        )
                         for m in row["members"]
                     ),
                 }
@@ -181,7 +201,12 @@ def test_a_full_batch_is_followed_by_a_short_one(tmp_path: Path) -> None:
     """The batch has its real length: one row more than a batch holds."""
     count = index_module.ROWS_PER_BATCH + 1
     rows = make_rows(4)
-    write_index(tmp_path / INDEX_FILE, (rows[i % 4] for i in range(count)), NAMES, CODECS)
+    write_index(
+        tmp_path / INDEX_FILE,
+        (rows[i % 4] for i in range(count)),
+        NAMES,
+        CODECS,
+    )
     index = SampleIndex(tmp_path / INDEX_FILE)
     assert len(index) == count
     assert index.row(count - 2) == rows[(count - 2) % 4]
@@ -209,7 +234,12 @@ class TestDamage:
             SampleIndex(tmp_path)
 
     def write(
-        self, path: Path, *, metadata: dict | None = None, batches: list | None = None, schema=None
+        self,
+        path: Path,
+        *,
+        metadata: dict | None = None,
+        batches: list | None = None,
+        schema=None,
     ) -> Path:
         """An index with chosen parts, through pyarrow alone."""
         write_index(path, make_rows(5), NAMES, CODECS)
@@ -217,7 +247,10 @@ class TestDamage:
             table = file.read_all()
         right = schema or table.schema
         right = right.with_metadata({**table.schema.metadata, **(metadata or {})})
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, right) as writer:
+        with (
+            pa.OSFile(str(path), "wb") as sink,
+            pa.ipc.new_file(sink, right) as writer,
+        ):
             for batch in table.to_batches() if batches is None else batches:
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=right))
         return path
@@ -236,11 +269,18 @@ class TestDamage:
             SampleIndex(path)
 
 
-def test_unknown_names_and_codecs_are_the_writers_mistake(tmp_path: Path) -> None:
+def test_unknown_names_and_codecs_are_the_writers_mistake(
+    tmp_path: Path,
+) -> None:
     row = make_rows(1)[0]._replace(
         members=(
             MemberEntry(
-                name="other.bin", offset=0, stored_bytes=1, raw_bytes=1, codec="raw", xxh3=0
+                name="other.bin",
+                offset=0,
+                stored_bytes=1,
+                raw_bytes=1,
+                codec="raw",
+                xxh3=0,
             ),
         )
     )
@@ -252,7 +292,10 @@ def test_unknown_names_and_codecs_are_the_writers_mistake(tmp_path: Path) -> Non
 
 
 def test_an_interrupted_writer_leaves_no_index(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer:
+    with (
+        pytest.raises(RuntimeError),
+        IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer,
+    ):
         for row in make_rows(3):
             writer.append(row)
         raise RuntimeError("interrupted")

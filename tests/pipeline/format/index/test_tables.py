@@ -16,7 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
+from fuelrail.pipeline.errors import (
+    DatasetError,
+    FuelrailError,
+    IndexFileError,
+    ManifestError,
+)
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -47,10 +52,14 @@ class TestShards:
         assert shards[-1] == shards[2] == shards[1:][1]
         assert shards.lengths(0, 3).tolist() == [4, 3, 2]
         assert shards.lengths(1, 2).tolist() == [3]
-        assert (shards.num_bytes, shards.num_framed) == (open_dataset(tiny).manifest.num_bytes, 0)
+        assert (shards.num_bytes, shards.num_framed) == (
+            open_dataset(tiny).manifest.num_bytes,
+            0,
+        )
         for number in (3, -4):
             with pytest.raises(
-                IndexError, match=f"shard {number} is not in the dataset: it has shards 0 to 2"
+                IndexError,
+                match=f"shard {number} is not in the dataset: it has shards 0 to 2",
             ):
                 shards[number]
 
@@ -79,7 +88,9 @@ class TestShards:
         values[row] = value
         index = table.column_names.index(column)
         table = table.set_column(
-            index, table.schema.field(index), pa.array(values, table.schema.types[index])
+            index,
+            table.schema.field(index),
+            pa.array(values, table.schema.types[index]),
         )
         with pa.ipc.new_file(tmp_path / "shards.arrow", table.schema) as writer:
             writer.write_batch(table.to_batches()[0])
@@ -96,13 +107,20 @@ class TestShards:
                 ShardTable(BlockFile(tiny / name), manifest)
 
     def test_a_flipped_byte_is_found_by_its_block(self, tiny_dataset, tmp_path) -> None:
-        tiny_dataset({"train": (4, 3), "val": (2,)}, size=(32, 24), copy_to=tmp_path / "d")
+        tiny_dataset(
+            {"train": (4, 3), "val": (2,)},
+            size=(32, 24),
+            copy_to=tmp_path / "d",
+        )
         good = (tmp_path / "d" / "shards.arrow").read_bytes()
         for position in range(0, len(good), 97):
             (tmp_path / "d" / "shards.arrow").write_bytes(
                 good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]
             )
-            with pytest.raises(IndexFileError, match=r"shards\.arrow.*do not match their SHA-256"):
+            with pytest.raises(
+                IndexFileError,
+                match=r"shards\.arrow.*do not match their SHA-256",
+            ):
                 open_dataset(tmp_path / "d")
 
     def test_a_missing_file_of_digests_is_named(self, tiny_dataset, tmp_path) -> None:
@@ -346,7 +364,8 @@ def test_digests_of_another_length_are_refused() -> None:
     }
     for size in (64, 95, 128):
         with pytest.raises(
-            IndexFileError, match=f"has {size} bytes; the tables of the dataset make 96"
+            IndexFileError,
+            match=f"has {size} bytes; the tables of the dataset make 96",
         ):
             split_digests(bytes(size), [("a", 1), ("b", 0), ("c", 2**20 + 1)])
 
@@ -425,7 +444,10 @@ class TestBlocksAtAUrl:
             ):
                 parts = list(dataset.attributes_file().batches(["score3"], rows))
                 values = np.concatenate(
-                    [np.empty(0), *(part.column(0).to_numpy() for part in parts)]
+                    [
+                        np.empty(0),
+                        *(part.column(0).to_numpy() for part in parts),
+                    ]
                 )
                 np.testing.assert_array_equal(values, table["score3"][rows.start : rows.stop])
 
@@ -460,7 +482,8 @@ class TestBlocksAtAUrl:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
         with pytest.raises(
-            IndexFileError, match=r"'index\.arrow' at the dataset's URL are not those that"
+            IndexFileError,
+            match=r"'index\.arrow' at the dataset's URL are not those that",
         ):
             [dataset.index.row(row) for row in range(2000)]
 
@@ -474,7 +497,9 @@ class TestBlocksAtAUrl:
     def test_a_server_that_does_not_answer_is_asked_again(self, served) -> None:
         server, local, cache = served
         dataset = open_dataset(
-            server.url, cache_dir=cache, retry=RetryPolicy(attempt_timeout_s=0.5)
+            server.url,
+            cache_dir=cache,
+            retry=RetryPolicy(attempt_timeout_s=0.5),
         )
         silent = len(server.requests)
         server.misbehave = lambda request: Misbehaviour(

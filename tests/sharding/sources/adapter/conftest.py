@@ -12,5 +12,9 @@ def plugins(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("site")
     install_plugin(folder, "neutral", "support.neutral_source:Neutral")
     install_plugin(folder, "neutral_by_clip", "support.neutral_source:NeutralByClip")
-    install_plugin(folder, "neutral_without_poses", "support.neutral_source:NeutralWithoutPoses")
+    install_plugin(
+        folder,
+        "neutral_without_poses",
+        "support.neutral_source:NeutralWithoutPoses",
+    )
     monkeypatch.syspath_prepend(folder)

@@ -7,7 +7,12 @@ import pytest
 from scipy.spatial.transform import Rotation, Slerp
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.poses import Trajectory, nearest_rigid, pose, quaternions
+from fuelrail.sharding.sources.adapter.poses import (
+    Trajectory,
+    nearest_rigid,
+    pose,
+    quaternions,
+)
 
 
 def random_poses(number, seed=0):
@@ -26,11 +31,15 @@ def test_between_poses():
     base = times[0]
     slerp = Slerp((times - base).astype(float), Rotation.from_matrix(poses[:, :3, :3]))
     np.testing.assert_allclose(
-        interpolated[:, :3, :3], slerp((moments - base).astype(float)).as_matrix(), atol=1e-9
+        interpolated[:, :3, :3],
+        slerp((moments - base).astype(float)).as_matrix(),
+        atol=1e-9,
     )
     for axis in range(3):
         moved = np.interp(
-            (moments - base).astype(float), (times - base).astype(float), poses[:, axis, 3]
+            (moments - base).astype(float),
+            (times - base).astype(float),
+            poses[:, axis, 3],
         )
         np.testing.assert_allclose(interpolated[:, axis, 3], moved, atol=1e-6)
 
@@ -59,7 +68,12 @@ def test_rounded_rotations_become_exact_and_others_are_none():
     np.testing.assert_allclose(products, np.tile(np.eye(3), (50, 1, 1)), atol=1e-12)
     np.testing.assert_allclose(nearest, rounded, atol=1e-5)
     spoiled = np.stack(
-        [np.eye(4) * 2, np.diag([1.0, 1, -1, 1]), np.full((4, 4), np.nan), np.ones((4, 4))]
+        [
+            np.eye(4) * 2,
+            np.diag([1.0, 1, -1, 1]),
+            np.full((4, 4), np.nan),
+            np.ones((4, 4)),
+        ]
     )
     assert not nearest_rigid(spoiled)[1].any()
 
@@ -79,7 +93,10 @@ def test_bad_poses_are_named(rotation, translation, match):
 
 @pytest.mark.parametrize(
     ("times", "match"),
-    [([0, 5, 5], "row 2 has the time 5, not later than 5"), ([0.0, 1.0, 2.0], "float64")],
+    [
+        ([0, 5, 5], "row 2 has the time 5, not later than 5"),
+        ([0.0, 1.0, 2.0], "float64"),
+    ],
 )
 def test_bad_times_are_named(times, match):
     with pytest.raises(SourceError, match=match):

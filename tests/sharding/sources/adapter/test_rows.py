@@ -51,7 +51,10 @@ def test_a_missing_file_by_policy(root, tmp_path):
         {},
     )
     dropped = scan(root, missing_camera="drop").report
-    assert (dropped.samples, dropped.dropped_samples) == (7, {"cam_left: no file": 1})
+    assert (dropped.samples, dropped.dropped_samples) == (
+        7,
+        {"cam_left: no file": 1},
+    )
     table = scanned("neutral", root, tmp_path, missing_camera="drop").table
     metas = [decode_meta(table.row(number).meta) for number in range(3)]
     assert [(meta.key, meta.prev_key, meta.next_key) for meta in metas] == [
@@ -67,7 +70,12 @@ def test_faults_are_reported_together(root):
     (root / "drive-1/lidar_top-2.npy").unlink()
     with pytest.raises(SourceError) as caught:
         scan(root)
-    for part in ("3 faults", "cam_left/1.jpg", "git-lfs pointer", "lidar_top-2.npy"):
+    for part in (
+        "3 faults",
+        "cam_left/1.jpg",
+        "git-lfs pointer",
+        "lidar_top-2.npy",
+    ):
         assert part.lower() in str(caught.value).lower()
 
 
@@ -142,7 +150,10 @@ def test_missing_images_of_a_camera_are_one_finding(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda rows: rows[1].update(t=rows[0]["t"]), r"frame 1, 16\d+ ns, is not later than"),
+        (
+            lambda rows: rows[1].update(t=rows[0]["t"]),
+            r"frame 1, 16\d+ ns, is not later than",
+        ),
         (
             lambda rows: rows[0]["images"]["cam_left"].update(
                 cam2ego=np.full((4, 4), np.nan).tolist()
@@ -223,7 +234,8 @@ def test_classes(root, tmp_path):
     assert info.report.outside_classes == {"pedestrian": 8}
     (tmp_path / "map.yaml").write_text("truck: vehicle\n")
     with pytest.raises(
-        SourceError, match=r"none of the 24 boxes has a class.*car 16.*classes=source"
+        SourceError,
+        match=r"none of the 24 boxes has a class.*car 16.*classes=source",
     ):
         scan(root, classes=str(tmp_path / "map.yaml"))
     with pytest.raises(ConfigError, match=r"classes=nowhere: allowed are source, nuscenes10"):
@@ -241,7 +253,10 @@ def test_a_source_without_poses(root, tmp_path):
     assert np.isnan(sample.geometry.ego_velocity).all()
     fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
     assert not fr.open(tmp_path / "again").manifest.has_poses
-    options = {"split": "train", "transforms": {"image": {"height": 32, "width": 32}}}
+    options = {
+        "split": "train",
+        "transforms": {"image": {"height": 32, "width": 32}},
+    }
     with fr.DataLoader(tmp_path / "again", 1, **options) as loader:
         batch = next(iter(loader))
     assert "ego2global" not in batch

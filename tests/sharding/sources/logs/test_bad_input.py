@@ -11,7 +11,11 @@ import zstandard
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Locator,
+    Message,
+    Topic,
+)
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
@@ -64,7 +68,12 @@ def replace_messages(sent, topic, change):
 
 @pytest.mark.parametrize("compression", ["NONE", "ZSTD", "LZ4"])
 def test_of_a_cut_file_whole_chunks_are_kept(tmp_path, world, compression):
-    write_mcap(tmp_path / "whole.mcap", sent_of(world), compression=compression, chunk_size=4000)
+    write_mcap(
+        tmp_path / "whole.mcap",
+        sent_of(world),
+        compression=compression,
+        chunk_size=4000,
+    )
     data = (tmp_path / "whole.mcap").read_bytes()
     (tmp_path / "log.mcap").write_bytes(data[: len(data) * 6 // 10])
     info = scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
@@ -120,7 +129,10 @@ def test_a_scan_decompresses_each_chunk_once(tmp_path, world):
     [
         (b"#ROSBAG V2.0\n", "ROS 1 bag: read it by the kind rosbag1"),
         (b"", "is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is not an MCAP file"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is not an MCAP file",
+        ),
     ],
 )
 def test_what_is_not_a_log_is_named(tmp_path, data, message):
@@ -142,7 +154,8 @@ def test_a_split_bag_with_a_file_missing_is_named(tmp_path, world):
     write_rosbag2(tmp_path / "bag", sent_of(world))
     (tmp_path / "bag" / "bag.db3").unlink()
     with pytest.raises(
-        SourceError, match=r"metadata.yaml' names the file 'bag.db3', which is not there"
+        SourceError,
+        match=r"metadata.yaml' names the file 'bag.db3', which is not there",
     ):
         scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))
 
@@ -170,13 +183,18 @@ def test_a_clock_that_was_set_back_is_named(tmp_path, world):
 
 def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
     sent = replace_messages(
-        sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None
+        sent_of(world),
+        CAMERA,
+        lambda number, message: message if number not in (3, 4) else None,
     )
     info = scanned(tmp_path, sent)
     assert info.num_samples == 6
     assert info.report.dropped_samples == {"cam_front: no message in time": 2}
     info = scanned(tmp_path, sent, options={"missing_camera": "mask"})
-    assert (info.num_samples, info.report.masked) == (8, {"cam_front": {"no message in time": 2}})
+    assert (info.num_samples, info.report.masked) == (
+        8,
+        {"cam_front": {"no message in time": 2}},
+    )
 
 
 def test_poses_do_not_reach_across_a_gap(tmp_path):
@@ -195,7 +213,10 @@ def test_poses_do_not_reach_across_a_gap(tmp_path):
     ("change", "message"),
     [
         ({"k": np.zeros(9)}, "the camera is not calibrated"),
-        ({"width": 640}, r"is for pictures of 640x48 px, and a picture has 64x48"),
+        (
+            {"width": 640},
+            r"is for pictures of 640x48 px, and a picture has 64x48",
+        ),
         (
             {"d": np.ones(5), "distortion_model": "wide"},
             "the lens 'wide' with 5 coefficients is not known",
@@ -209,13 +230,17 @@ def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
         return info
 
     with pytest.raises(SourceError, match=message):
-        scanned(tmp_path, replace_messages(sent_of(world), "/cam_front/camera_info", wrong))
+        scanned(
+            tmp_path,
+            replace_messages(sent_of(world), "/cam_front/camera_info", wrong),
+        )
 
 
 def test_a_camera_without_calibration_or_transform_is_named(tmp_path, world):
     sent = [message for message in sent_of(world) if message.topic != "/cam_front/camera_info"]
     with pytest.raises(
-        SourceError, match=r"camera cam_front .* is without calibration; looked for /cam_front"
+        SourceError,
+        match=r"camera cam_front .* is without calibration; looked for /cam_front",
     ):
         scanned(tmp_path, sent)
     sent = [message for message in sent_of(world) if message.topic != "/tf_static"]
@@ -239,7 +264,11 @@ def test_poses_of_an_odometry_topic(tmp_path, world):
             (edge,) = record.message.transforms
             t = edge.transform.translation
             q = edge.transform.rotation
-            pose = ros.of("geometry_msgs/Pose", ros.of("geometry_msgs/Point", t.x, t.y, t.z), q)
+            pose = ros.of(
+                "geometry_msgs/Pose",
+                ros.of("geometry_msgs/Point", t.x, t.y, t.z),
+                q,
+            )
             zero = ros.of("geometry_msgs/Vector3", 0.0, 0.0, 0.0)
             twist = ros.of(
                 "geometry_msgs/TwistWithCovariance",
@@ -247,7 +276,13 @@ def test_poses_of_an_odometry_topic(tmp_path, world):
                 np.zeros(36),
             )
             with_covariance = ros.of("geometry_msgs/PoseWithCovariance", pose, np.zeros(36))
-            odometry = ros.of("nav_msgs/Odometry", edge.header, "base_link", with_covariance, twist)
+            odometry = ros.of(
+                "nav_msgs/Odometry",
+                edge.header,
+                "base_link",
+                with_covariance,
+                twist,
+            )
             sent.append(Sent("/odom", "nav_msgs/Odometry", record.stamp_ns, odometry))
     SourceSuite().make(logged(tmp_path, sent, {"poses": "/odom"}), tmp_path / "out")
     for sample in samples_of(tmp_path / "out").values():
@@ -285,7 +320,12 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
         "bgr8": colour[::-1],
         "mono8": (111,),
         "bayer_rggb8": None,
-        "yuv422": (93, 112, 171, 112),  # U Y V Y of the colour by BT.601, limited range
+        "yuv422": (
+            93,
+            112,
+            171,
+            112,
+        ),  # U Y V Y of the colour by BT.601, limited range
     }[encoding]
     if values is None:
         rows = np.zeros((height, width), np.uint8)
@@ -331,7 +371,11 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
         p=p,
     )
     image = _model("t", camera_info, np.eye(4), is_rectified=True).image
-    assert (image.intrinsics[0, 0], image.dist, image.dist_model) == (50.0, (), "none")
+    assert (image.intrinsics[0, 0], image.dist, image.dist_model) == (
+        50.0,
+        (),
+        "none",
+    )
     np.testing.assert_allclose(
         image.cam2ego[:3, 3], (0.1, 0, 0)
     )  # the second camera of a pair, 0.1 m to the right
@@ -381,10 +425,13 @@ def test_messages_that_wait_for_earlier_ones_are_bounded(tmp_path, world, monkey
     monkeypatch.setattr(log_file, "_MOST_PENDING", 1 << 14)
     scanned(tmp_path, sent_of(world), chunk_size=4000)
     with pytest.raises(
-        SourceError, match=r"log.mcap' has messages so far out of the order of time.*mcap sort"
+        SourceError,
+        match=r"log.mcap' has messages so far out of the order of time.*mcap sort",
     ):
         scanned(
-            tmp_path, sorted(sent_of(world), key=lambda message: message.topic), chunk_size=4000
+            tmp_path,
+            sorted(sent_of(world), key=lambda message: message.topic),
+            chunk_size=4000,
         )
 
 
@@ -401,7 +448,8 @@ def test_clocks_that_differ_are_named(tmp_path, world):
     for camera in world.cameras:
         sent = replace_messages(sent, f"/{camera}/image_raw/compressed", late)
     with pytest.raises(
-        SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"
+        SourceError,
+        match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks",
     ):
         scanned(tmp_path, sent, options={"poses": "none"})
 
@@ -420,12 +468,17 @@ def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
     assert since_boot[0].stamp_ns < _YEAR_2000_NS
     write_mcap(tmp_path / "boot.mcap", since_boot)
     alone = scan_source(
-        SourceSpec("mcap", str(tmp_path / "boot.mcap"), {"clock": "log_time", "poses": "none"})
+        SourceSpec(
+            "mcap",
+            str(tmp_path / "boot.mcap"),
+            {"clock": "log_time", "poses": "none"},
+        )
     )
     assert (alone.time_base, alone.num_samples) == ("boot", 8)
     (tmp_path / "boot.mcap").rename(tmp_path / "logs/b.mcap")
     with pytest.raises(
-        SourceError, match="times of log 'b' and those of log 'a' are not of one kind"
+        SourceError,
+        match="times of log 'b' and those of log 'a' are not of one kind",
     ):
         scan_source(spec._replace(options={"clock": "log_time", "poses": "none"}))
 
@@ -435,7 +488,8 @@ def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp
     (tmp_path / "bags/drive.bag").write_bytes(b"#ROSBAG V2.0\n")
     for kind in ("mcap", "rosbag2"):
         with pytest.raises(
-            SourceError, match=r"has ROS 1 bags \(\.bag\): read them by the kind rosbag1"
+            SourceError,
+            match=r"has ROS 1 bags \(\.bag\): read them by the kind rosbag1",
         ):
             scan_source(SourceSpec(kind, str(tmp_path / "bags"), {}))
     pack = zstandard.ZstdCompressor().compress
@@ -446,11 +500,16 @@ def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp
         )
     )
     with pytest.raises(
-        SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"
+        SourceError,
+        match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert",
     ):
         Reader(topic).picture(
             Message(
-                topic="/cam", log_ns=0, place=Locator("a", 0, 0), data=packed, length=len(packed)
+                topic="/cam",
+                log_ns=0,
+                place=Locator("a", 0, 0),
+                data=packed,
+                length=len(packed),
             )
         )
 
@@ -484,8 +543,16 @@ def test_a_packed_bag_with_plain_messages_and_other_packings_are_named(tmp_path,
     path = tmp_path / "bag" / "metadata.yaml"
     text = path.read_text()
     for mode, form, says in (
-        ("MESSAGE", "zstd", "is not compressed by zstd, though its metadata says so"),
-        ("FILE", "zstd", "the bag is compressed by FILE and zstd; messages by zstd are read"),
+        (
+            "MESSAGE",
+            "zstd",
+            "is not compressed by zstd, though its metadata says so",
+        ),
+        (
+            "FILE",
+            "zstd",
+            "the bag is compressed by FILE and zstd; messages by zstd are read",
+        ),
         ("MESSAGE", "lz4", "compressed by MESSAGE and lz4"),
     ):
         packed = text.replace("compression_mode: ''", f"compression_mode: {mode}")

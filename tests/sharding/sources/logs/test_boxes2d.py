@@ -12,7 +12,11 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.adapter.boxes import stable_id
-from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Locator,
+    Message,
+    Topic,
+)
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import (
@@ -38,7 +42,13 @@ FORMS = {
 OPTIONS = {"boxes2d": {"cam_front": "/front/boxes"}}
 
 
-def write(folder, form, boxes_of=lambda number: BOXES[number % 2 :], late_ns=0, storage="mcap"):
+def write(
+    folder,
+    form,
+    boxes_of=lambda number: BOXES[number % 2 :],
+    late_ns=0,
+    storage="mcap",
+):
     """A log with boxes of each picture of the front camera, and where it is."""
     world = make_world(1, 4, lidars=())
     sent = (foxglove_messages if form.startswith("foxglove.") else ros_messages)(
@@ -71,7 +81,10 @@ def read_frames(spec, folder):
 
 @pytest.mark.parametrize(
     ("form", "storage"),
-    [*((form, "mcap") for form in FORMS), ("vision_msgs/Detection2DArray", "rosbag2")],
+    [
+        *((form, "mcap") for form in FORMS),
+        ("vision_msgs/Detection2DArray", "rosbag2"),
+    ],
 )
 def test_boxes_are_of_the_picture_of_their_stamp(tmp_path, form, storage):
     spec = write(tmp_path, form, storage=storage)
@@ -116,7 +129,11 @@ def test_pictures_and_boxes_without_each_other(tmp_path):
 
 
 def test_annotations_without_boxes_have_no_stamp_and_are_counted(tmp_path):
-    spec = write(tmp_path, "foxglove_msgs/ImageAnnotations", lambda number: BOXES if number else [])
+    spec = write(
+        tmp_path,
+        "foxglove_msgs/ImageAnnotations",
+        lambda number: BOXES if number else [],
+    )
     _, report, frames = read_frames(spec, tmp_path)
     assert [boxes is None for boxes in frames] == [True, False, False, False]
     assert report.noted["/front/boxes: messages without boxes or stamp"] == 1
@@ -127,12 +144,21 @@ def test_boxes_that_are_wrong_are_named(tmp_path):
         ((9, 8, 4, 12, "car", ""), r"\[8.5, 7.5, 3.5, 11.5\]"),
         ((math.nan, 8, 4, 12, "", ""), "nan"),
     ):
-        spec = write(tmp_path, "vision_msgs/Detection2DArray", lambda number, box=box: [box])
+        spec = write(
+            tmp_path,
+            "vision_msgs/Detection2DArray",
+            lambda number, box=box: [box],
+        )
         with pytest.raises(
-            SourceError, match=rf"2-D box 0 of cam_front is .*{edges}.*finite and in order"
+            SourceError,
+            match=rf"2-D box 0 of cam_front is .*{edges}.*finite and in order",
         ):
             scan_source(spec)
-    for options in ({"cam_front": "/tf"}, {"lidar": "/front/boxes"}, {"cam_front": "/x"}):
+    for options in (
+        {"cam_front": "/tf"},
+        {"lidar": "/front/boxes"},
+        {"cam_front": "/x"},
+    ):
         with pytest.raises(
             ConfigError,
             match="must be a topic of boxes, and of a camera; such topics: /front/boxes",
@@ -159,28 +185,56 @@ def test_a_turned_box_of_an_older_version():
     make = {name.rpartition("/")[2]: message_type for name, message_type in store.types.items()}
     header = make["Header"](make["Time"](5, 7), "camera")
     pose = make["PoseWithCovariance"](
-        make["Pose"](make["Point"](0, 0, 0), make["Quaternion"](0, 0, 0, 1)), np.zeros(36)
+        make["Pose"](make["Point"](0, 0, 0), make["Quaternion"](0, 0, 0, 1)),
+        np.zeros(36),
     )
     box = make["BoundingBox2D"](make["Pose2D"](20.0, 10.0, math.pi / 2), 8.0, 4.0)
     detection = make["Detection2D"](
-        header, [make["ObjectHypothesisWithPose"]("17", 0.5, pose)], box, True, "t9"
+        header,
+        [make["ObjectHypothesisWithPose"]("17", 0.5, pose)],
+        box,
+        True,
+        "t9",
     )
     message = make["Detection2DArray"](header, [detection])
     data = bytes(store.serialize_cdr(message, message.__msgtype__))
     schema = store.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
     topic = Topic("/d", "vision_msgs/Detection2DArray", "cdr", schema)
     marks = Reader(topic).marks(
-        Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data, length=len(data))
+        Message(
+            topic="/d",
+            log_ns=0,
+            place=Locator("f", 0, 0),
+            data=data,
+            length=len(data),
+        )
     )
-    assert (marks.stamp_ns, marks.category, marks.track) == (5_000_000_007, ["17"], ["t9"])
+    assert (marks.stamp_ns, marks.category, marks.track) == (
+        5_000_000_007,
+        ["17"],
+        ["t9"],
+    )
     np.testing.assert_allclose(marks.box, [(18, 6, 22, 14)])
     with pytest.raises(SourceError, match="a message is not a vision_msgs/Detection2DArray"):
         Reader(topic).marks(
-            Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data[:40], length=40)
+            Message(
+                topic="/d",
+                log_ns=0,
+                place=Locator("f", 0, 0),
+                data=data[:40],
+                length=40,
+            )
         )
     with pytest.raises(
-        SourceError, match="has no definition of the type vision_msgs/msg/Detection2DArray"
+        SourceError,
+        match="has no definition of the type vision_msgs/msg/Detection2DArray",
     ):
         Reader(topic._replace(schema=b"")).marks(
-            Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data, length=len(data))
+            Message(
+                topic="/d",
+                log_ns=0,
+                place=Locator("f", 0, 0),
+                data=data,
+                length=len(data),
+            )
         )

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Locator,
+    Message,
+    Topic,
+)
 from fuelrail.sharding.sources.logs.messages.clouds import points_of
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from support.log_world import Ros, store
@@ -34,15 +38,34 @@ def test_clouds_of_any_layout():
         }
     )
     rows = np.zeros((2, 3), dtype)
-    rows["x"], rows["ring"], rows["t"] = np.arange(6).reshape(2, 3), 7, 50_000_000
+    rows["x"], rows["ring"], rows["t"] = (
+        np.arange(6).reshape(2, 3),
+        7,
+        50_000_000,
+    )
     rows["y"][1, 2] = np.nan
     data = np.concatenate([np.frombuffer(row.tobytes() + bytes(8), np.uint8) for row in rows])
     cloud = ros.of(
-        "sensor_msgs/PointCloud2", ros.header(5, "l"), 2, 3, field, True, 40, 128, data, False
+        "sensor_msgs/PointCloud2",
+        ros.header(5, "l"),
+        2,
+        3,
+        field,
+        True,
+        40,
+        128,
+        data,
+        False,
     )
     raw = bytes(types.serialize_cdr(cloud, "sensor_msgs/msg/PointCloud2"))
     reader = Reader(Topic("/l", "sensor_msgs/PointCloud2", "cdr"))
-    message = Message(topic="/l", log_ns=0, place=Locator("f", -1, 0), data=raw, length=len(raw))
+    message = Message(
+        topic="/l",
+        log_ns=0,
+        place=Locator("f", -1, 0),
+        data=raw,
+        length=len(raw),
+    )
     assert reader.cloud_head(message) == (5, "l", 6)
     points = points_of(reader.cloud(message), "t")
     assert points.dtype == np.float32

@@ -13,8 +13,16 @@ import zstandard
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
-from fuelrail.sharding.sources.logs.files.mcap_records import SCHEMA_OP, Channels, chunk_data
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Locator,
+    Message,
+    Topic,
+)
+from fuelrail.sharding.sources.logs.files.mcap_records import (
+    SCHEMA_OP,
+    Channels,
+    chunk_data,
+)
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import ros_messages, write_rosbag2
@@ -31,7 +39,10 @@ def chunk_record(compression, data, stated, crc=0):
     )
 
 
-BOMB = {"zstd": zstandard.compress(bytes(64 << 20)), "lz4": lz4.frame.compress(bytes(64 << 20))}
+BOMB = {
+    "zstd": zstandard.compress(bytes(64 << 20)),
+    "lz4": lz4.frame.compress(bytes(64 << 20)),
+}
 
 
 @pytest.mark.parametrize("compression", BOMB)
@@ -51,13 +62,22 @@ def test_of_a_chunk_no_more_is_made_than_it_states(compression, stated, says):
     tracemalloc.stop()
     assert peak_bytes < 8 << 20 or stated == (64 << 20) + 1
     assert (
-        len(chunk_data(chunk_record(compression, BOMB[compression], 64 << 20), "chunk 5"))
+        len(
+            chunk_data(
+                chunk_record(compression, BOMB[compression], 64 << 20),
+                "chunk 5",
+            )
+        )
         == 64 << 20
     )
 
 
 def test_lengths_of_records_that_are_longer_than_the_file_are_named():
-    for record in (b"\1\0" + b"\xff" * 4, b"", b"\1\0\3\0\0\0a\xffb" + bytes(12)):
+    for record in (
+        b"\1\0" + b"\xff" * 4,
+        b"",
+        b"\1\0\3\0\0\0a\xffb" + bytes(12),
+    ):
         with pytest.raises(SourceError, match=r"^x has a damaged schema: "):
             Channels("x").take(SCHEMA_OP, record)
     with pytest.raises(SourceError, match=r"^x is damaged"):
@@ -67,7 +87,10 @@ def test_lengths_of_records_that_are_longer_than_the_file_are_named():
 STAMP = "builtin_interfaces/Time stamp\n"
 DEFINITIONS = {
     "itself": (STAMP + "Thing more\n", "itself as a field"),
-    "each other": (STAMP + "pkg/A a\n" + "=" * 80 + "\nMSG: pkg/A\nThing b\n", "itself as a field"),
+    "each other": (
+        STAMP + "pkg/A a\n" + "=" * 80 + "\nMSG: pkg/A\nThing b\n",
+        "itself as a field",
+    ),
     "no such type": (STAMP + "pkg/Gone a\n", "no 'pkg/msg/Gone'"),
     "5,000 digits": (STAMP + f"uint8 X={'9' * 5000}\n", "4300"),
     "infinite": (STAMP + "uint8 X=1e999\n", "inf"),
@@ -112,7 +135,11 @@ def test_a_definition_that_is_hostile_is_named_with_its_topic(case, attribute):
     schema = text if isinstance(text, bytes) else text.encode()
     reader = Reader(Topic("/topic", "pkg/Thing", "cdr", schema))
     message = Message(
-        topic="/topic", log_ns=0, place=Locator("x", -1, 0), data=bytes(100), length=100
+        topic="/topic",
+        log_ns=0,
+        place=Locator("x", -1, 0),
+        data=bytes(100),
+        length=100,
     )
     with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is not a pkg/Thing.*({says})"):
         reader.columns if attribute == "columns" else reader.signals([message])
@@ -150,7 +177,10 @@ DATABASES = {
         "DROP TABLE topics; CREATE VIRTUAL TABLE topics USING fts5(id, name, type, serialization_format)",
         "'topics' is not a table",
     ),
-    "a type that is bytes": ("UPDATE topics SET type = x'ff00'", "it must be text, not bytes"),
+    "a type that is bytes": (
+        "UPDATE topics SET type = x'ff00'",
+        "it must be text, not bytes",
+    ),
     "a definition that is bytes": (
         "UPDATE message_definitions SET encoded_message_definition = x'ff'",
         "it must be text, not bytes",
@@ -159,7 +189,10 @@ DATABASES = {
         "UPDATE messages SET timestamp = 'noon'",
         "it must be a whole number, not text",
     ),
-    "a time that is 1e300": ("UPDATE messages SET timestamp = 1e300", "it must be a whole number"),
+    "a time that is 1e300": (
+        "UPDATE messages SET timestamp = 1e300",
+        "it must be a whole number",
+    ),
     "text that is not UTF-8": (
         "UPDATE topics SET name = CAST(x'ff' AS TEXT)",
         "Could not decode to UTF-8",

@@ -99,7 +99,10 @@ def test_what_is_left_of_an_older_write_ahead_log_is_no_loss(tmp_path, sent):
     [
         (b"no log" * 100, "is not one of SQLite: it begins with 6e 6f"),
         (bytes(4096), "move it away to read the file without it"),
-        (b"\x37\x7f\x06\x82\0\x2d\xe2\x18\0\0\x10\0" + bytes(9000), "none of its 8980 bytes"),
+        (
+            b"\x37\x7f\x06\x82\0\x2d\xe2\x18\0\0\x10\0" + bytes(9000),
+            "none of its 8980 bytes",
+        ),
     ],
 )
 def test_a_write_ahead_log_that_is_none_is_named(tmp_path, sent, data, says):
@@ -198,7 +201,10 @@ def without_a_chunk(data):
         position += RECORD.size + length
     last = [number for number, (op, _) in enumerate(records) if op == 0x08][-1]
     del records[last]
-    records[-1] = (0x02, RECORD.pack(0x02, 20) + struct.pack("<QQI", start, 0, 0))
+    records[-1] = (
+        0x02,
+        RECORD.pack(0x02, 20) + struct.pack("<QQI", start, 0, 0),
+    )
     return data[:start] + b"".join(record for _, record in records) + MAGIC
 
 
@@ -250,8 +256,14 @@ def test_files_and_folders_that_are_not_read_are_noted(tmp_path, sent):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (RECORD.pack(0x80, 0) * 3_000_000, "over 65536 records without content"),
-        (RECORD.pack(0x06, 40) + bytes(40), "over 65536 records without content"),
+        (
+            RECORD.pack(0x80, 0) * 3_000_000,
+            "over 65536 records without content",
+        ),
+        (
+            RECORD.pack(0x06, 40) + bytes(40),
+            "over 65536 records without content",
+        ),
         (RECORD.pack(0x05, 0), "byte 8 has 0 bytes, and its head alone has 22"),
     ],
     ids=["unknown", "chunks", "messages"],

@@ -62,7 +62,18 @@ def test_raw_pictures_that_differ_from_the_last():
     def picture(stamp_ns, height, width, encoding):
         head = ROS.header(stamp_ns, "front")
         data = np.zeros(height * width, np.uint8)
-        return encoded(ROS.of("sensor_msgs/Image", head, height, width, encoding, 0, width, data))
+        return encoded(
+            ROS.of(
+                "sensor_msgs/Image",
+                head,
+                height,
+                width,
+                encoding,
+                0,
+                width,
+                data,
+            )
+        )
 
     messages = [
         picture(1, 4, 6, "mono8"),
@@ -113,5 +124,8 @@ def test_a_picture_of_another_size_is_seen(tmp_path):
     )
     world.clips[0].frames[4].images["cam_front"].jpeg = upright.jpeg
     write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
-    with pytest.raises(SourceError, match="is for pictures of 64x48 px, and a picture has 48x64"):
+    with pytest.raises(
+        SourceError,
+        match="is for pictures of 64x48 px, and a picture has 48x64",
+    ):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))

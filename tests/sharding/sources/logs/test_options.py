@@ -49,7 +49,12 @@ def test_positions_become_attributes(tmp_path):
         place = (49.0 + number * 1e-5, 8.4, 120.0 + number)
         stamp_ns = frame.timestamp_ns + 7_000_000
         fix = ros.of(
-            "sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0
+            "sensor_msgs/NavSatFix",
+            ros.header(stamp_ns, "gps"),
+            status,
+            *place,
+            np.zeros(9),
+            0,
         )
         sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
     sent.sort(key=lambda message: message.stamp_ns)
@@ -84,10 +89,14 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
         sent.append(record)
     spec = logged(tmp_path, sent, {"missing_camera": "mask"})
     with pytest.raises(
-        SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"
+        SourceError,
+        match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop",
     ):
         scan_source(spec)
-    with pytest.raises(SourceError, match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]"):
+    with pytest.raises(
+        SourceError,
+        match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]",
+    ):
         scan_source(
             spec._replace(options={"cameras": {"cam_left": "/cam_left/image_raw/compressed"}})
         )
@@ -154,7 +163,9 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     )
     cameras = {name: f"/{name}/video" for name in world.cameras}
     spec = SourceSpec(
-        "mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"}
+        "mcap",
+        str(tmp_path / "log.mcap"),
+        {"cameras": cameras, "frames": "keyframes"},
     )
     SourceSuite().make(spec, tmp_path / "out")
     info = scan_source(spec)
@@ -164,7 +175,8 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "frames"), [("mcap", "all"), ("mcap", "keyframes"), ("rosbag1", "all")]
+    ("kind", "frames"),
+    [("mcap", "all"), ("mcap", "keyframes"), ("rosbag1", "all")],
 )
 def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     """By log and topic: the packets of the messages, and the JPEGs of the kept frames."""
@@ -176,14 +188,24 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
             len(record.message.data) for record in sent if record.topic.endswith("/video")
         )
         (write_bag if kind == "rosbag1" else write_mcap)(
-            tmp_path / f"{clip.name}.{'bag' if kind == 'rosbag1' else 'mcap'}", sent
+            tmp_path / f"{clip.name}.{'bag' if kind == 'rosbag1' else 'mcap'}",
+            sent,
         )
     cameras = {name: f"/{name}/video" for name in world.cameras}
-    options = {"cameras": cameras, "rate": 5, "frames": frames, "missing_camera": "drop"}
+    options = {
+        "cameras": cameras,
+        "rate": 5,
+        "frames": frames,
+        "missing_camera": "drop",
+    }
     recipe = make_recipe(images={"resize": 0.5, "quality": 92})
     report = check_source(f"{kind}:{tmp_path}", options=options, recipe=recipe)
     video = report.video
-    assert (video.num_videos, video.num_frames, video.num_bytes) == (4, 120, num_bytes)
+    assert (video.num_videos, video.num_frames, video.num_bytes) == (
+        4,
+        120,
+        num_bytes,
+    )
     assert f"video: 4 streams of 120 frames, {num_bytes / 1e6:,.1f} MB" in report.as_text()
     SourceSuite().make(SourceSpec(kind, str(tmp_path), options), tmp_path / "out")
     jpegs = [
@@ -250,13 +272,15 @@ def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
         scan_source(spec)
     for levels in ({"cam_front": [5, 5]}, {"cam": [0, 5]}):
         with pytest.raises(
-            ConfigError, match=r"levels: cam.*must be a camera and ascending; cameras: cam_back"
+            ConfigError,
+            match=r"levels: cam.*must be a camera and ascending; cameras: cam_back",
         ):
             scan_source(spec._replace(options={"levels": levels}))
 
 
 @pytest.mark.parametrize(
-    ("encoding", "order"), [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")]
+    ("encoding", "order"),
+    [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")],
 )
 def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     """A ramp from below black to above white, in rows with padding."""
@@ -280,13 +304,21 @@ def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     assert np.abs(luma - expected).max() <= (3 if encoding != "bayer_rggb16" else 12)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="bytes read are counted in /proc",
+)
 def test_a_scan_by_indexes_reads_less_than_two_percent(tmp_path):
     """An uncompressed log with a summary, whose pictures and clouds are as large as real ones."""
     cameras = {f"cam_{number}": (640, 480) for number in range(2)}
     world = make_world(1, 6, cameras=cameras, num_points=20_000, noise=True)
     path = tmp_path / "log.mcap"
-    write_mcap(path, ros_messages(world, world.clips[0]), compression="NONE", chunk_size=1 << 20)
+    write_mcap(
+        path,
+        ros_messages(world, world.clips[0]),
+        compression="NONE",
+        chunk_size=1 << 20,
+    )
     spec = SourceSpec("mcap", str(path), {})
     scan_source(spec)  # modules that are imported on the way are not counted
     before = bytes_read()
@@ -310,16 +342,26 @@ def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     sent = video_messages(world, world.clips[0])
     first = next(message for message in sent if message.topic == "/cam_left/video")
-    write_mcap(tmp_path / "log.mcap", [message for message in sent if message is not first])
+    write_mcap(
+        tmp_path / "log.mcap",
+        [message for message in sent if message is not first],
+    )
     cameras = {name: f"/{name}/video" for name in world.cameras}
     spec = SourceSpec(
-        "mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"}
+        "mcap",
+        str(tmp_path / "log.mcap"),
+        {"cameras": cameras, "missing_camera": "mask"},
     )
     report = scan_source(spec).report
-    assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
+    assert report.masked["cam_left"] == {
+        "no keyframe before it": 2,
+        "no message in time": 1,
+    }
 
 
-def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(tmp_path):
+def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(
+    tmp_path,
+):
     """A legal file of MCAP; pictures and sweeps in any order are read, but a decoder wants a video's own order."""
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0])[::-1])
@@ -327,7 +369,8 @@ def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(tmp_path)
     said = r"log 'log': the video of topic '/cam_\w+/video' is not stored in the order of its times.*`mcap sort`"
     with pytest.raises(SourceError, match=said):
         SourceSuite().make(
-            SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras}), tmp_path / "out"
+            SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras}),
+            tmp_path / "out",
         )
 
 
@@ -336,7 +379,13 @@ def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
     add = Writer.add_message
 
     def cut(self, channel, log_time, data, *times):
-        add(self, channel, log_time, data[:-9] if b"map\0" in data else data, *times)
+        add(
+            self,
+            channel,
+            log_time,
+            data[:-9] if b"map\0" in data else data,
+            *times,
+        )
 
     monkeypatch.setattr(Writer, "add_message", cut)
     write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
@@ -356,7 +405,11 @@ def test_signals_are_stored_between_samples(tmp_path):
         )
         linear.z = np.nan  # not measured
         twist = ros.of("geometry_msgs/Twist", linear, angular)
-        message = ros.of("geometry_msgs/TwistStamped", ros.header(time_ns, "base_link"), twist)
+        message = ros.of(
+            "geometry_msgs/TwistStamped",
+            ros.header(time_ns, "base_link"),
+            twist,
+        )
         sent.append(Sent("/speed", "geometry_msgs/TwistStamped", time_ns, message))
     write_mcap(tmp_path / "log.mcap", sorted(sent, key=lambda entry: entry.stamp_ns))
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"signals": {"speed": "/speed"}})
@@ -368,7 +421,8 @@ def test_signals_are_stored_between_samples(tmp_path):
         *(f"twist_{part}_{axis}" for part in ("linear", "angular") for axis in "xyz"),
     )
     samples = sorted(
-        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+        map(dataset.__getitem__, range(len(dataset))),
+        key=lambda sample: sample.meta.timestamp_ns,
     )
     rows = [decode_values(sample.extra, (channel,), sample.key)["can_speed"] for sample in samples]
     assert [len(signal_rows) for signal_rows in rows] == [4, 5, 5, 4]
@@ -377,7 +431,8 @@ def test_signals_are_stored_between_samples(tmp_path):
     assert np.isnan(np.concatenate(rows)[:, 3]).all()
     np.testing.assert_array_equal(np.concatenate(rows)[:, 6], np.arange(len(times)) + 12)
     with pytest.raises(
-        ConfigError, match="'/x' of speed is not a topic with numbers; topics: /cam"
+        ConfigError,
+        match="'/x' of speed is not a topic with numbers; topics: /cam",
     ):
         scan_source(spec._replace(options={"signals": {"speed": "/x"}}))
     with pytest.raises(SourceError, match="not a message of ROS 2 with numbers"):
@@ -453,9 +508,15 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
     assert channel.columns == ("x", "y", "z", "vx", "vy", "id", "dt_s"), "times are dt_s"
     assert channel.law.roles["vectors"] == (("vx", "vy"),)
     samples = sorted(
-        samples_of(tmp_path / "out").values(), key=lambda sample: sample.meta.timestamp_ns
+        samples_of(tmp_path / "out").values(),
+        key=lambda sample: sample.meta.timestamp_ns,
     )
-    assert ["radar_front" in sample.points for sample in samples] == [True, True, True, False]
+    assert ["radar_front" in sample.points for sample in samples] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     for sample in samples[:3]:
         (point,) = sample.points["radar_front"].astype(np.float64)
         time_ns = sample.meta.timestamp_ns
@@ -478,7 +539,8 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
         ({"radar_front": "/none"}, "is not there"),
     ):
         with pytest.raises(
-            SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"
+            SourceError,
+            match=rf"the option radars: topic '/\w+' of radar_front {said}",
         ):
             scan_source(spec._replace(options={"radars": radars}))
 

@@ -112,7 +112,15 @@ def test_messages_are_those_of_mcap_ros2_support():
                     assert edge.parent == transform.header.frame_id
                     q = transform.transform.rotation
                     t = transform.transform.translation
-                    assert (*edge.wxyz[0], *edge.xyz[0]) == (q.w, q.x, q.y, q.z, t.x, t.y, t.z)
+                    assert (*edge.wxyz[0], *edge.xyz[0]) == (
+                        q.w,
+                        q.x,
+                        q.y,
+                        q.z,
+                        t.x,
+                        t.y,
+                        t.z,
+                    )
     assert number == len(entries) == 251
 
 

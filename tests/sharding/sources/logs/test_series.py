@@ -8,13 +8,23 @@ import pytest
 from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.sources.registry import SourceSpec
-from support.log_world import Ros, Sent, ros_messages, write_bag, write_mcap, write_rosbag2
+from support.log_world import (
+    Ros,
+    Sent,
+    ros_messages,
+    write_bag,
+    write_mcap,
+    write_rosbag2,
+)
 from support.source_suite import SourceSuite
 from support.source_world import make_world
 
 MS = 1_000_000
 BESIDE_NS = 500 * MS
-WINDOW = {"can_speed": {"from": -1.6, "to": 0, "hz": 10}, "can_imu": {"seconds": [-0.03, 0, 0.2]}}
+WINDOW = {
+    "can_speed": {"from": -1.6, "to": 0, "hz": 10},
+    "can_imu": {"seconds": [-0.03, 0, 0.2]},
+}
 WRITERS = {
     "mcap": ("log.mcap", write_mcap),
     "rosbag2": ("log", write_rosbag2),
@@ -33,15 +43,23 @@ def messages():
     for time_ns in range(first - 800 * MS, first + 2200 * MS, 20 * MS):
         stamp_ns = time_ns + int(rng.integers(0, 9)) * MS
         twist = ros.of(
-            "geometry_msgs/Twist", *(ros.of(vector, *rng.normal(size=3)) for _ in range(2))
+            "geometry_msgs/Twist",
+            *(ros.of(vector, *rng.normal(size=3)) for _ in range(2)),
         )
-        message = ros.of("geometry_msgs/TwistStamped", ros.header(stamp_ns, "base_link"), twist)
+        message = ros.of(
+            "geometry_msgs/TwistStamped",
+            ros.header(stamp_ns, "base_link"),
+            twist,
+        )
         sent.append(Sent("/speed", "geometry_msgs/TwistStamped", stamp_ns, message))
         if time_ns == first:  # a second message of one stamp
             sent.append(sent[-1])
     for stamp_ns in range(first - 200 * MS, first + 1300 * MS, 10 * MS):
         if not 300 * MS <= stamp_ns - first < 600 * MS:
-            turned = ros.of("geometry_msgs/Quaternion", *rng.normal(size=4)), np.zeros(9)
+            turned = (
+                ros.of("geometry_msgs/Quaternion", *rng.normal(size=4)),
+                np.zeros(9),
+            )
             moved = (
                 np.zeros(9) if axis % 2 else ros.of(vector, *rng.normal(size=3))
                 for axis in range(4)
@@ -98,7 +116,11 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
     write(tmp_path / name, messages())
     # mcap: clips of six frames, of which two stay; the messages between them stay too.
     cut = {"clip_seconds": 0.55, "rate": 3.4} if kind == "mcap" else {}
-    options = {"signals": {"speed": "/speed", "imu": "/imu"}, "series": True, **cut}
+    options = {
+        "signals": {"speed": "/speed", "imu": "/imu"},
+        "series": True,
+        **cut,
+    }
     SourceSuite().make(SourceSpec(kind, str(tmp_path / name), options), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     table = {channel.name: channel for channel in dataset.manifest.extra_channels}
@@ -122,11 +144,18 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
     ) as loader:
         for batch in loader:
             for position, (clip, now) in enumerate(
-                zip(batch["clip_id"], batch["timestamp_ns"].tolist(), strict=True)
+                zip(
+                    batch["clip_id"],
+                    batch["timestamp_ns"].tolist(),
+                    strict=True,
+                )
             ):
                 low = min(times[clip]) - BESIDE_NS
                 high = max(times[clip]) + BESIDE_NS
-                for name, topic in (("can_speed", "/speed"), ("can_imu", "/imu")):
+                for name, topic in (
+                    ("can_speed", "/speed"),
+                    ("can_imu", "/imu"),
+                ):
                     rows = [row for row in truth[topic] if low <= row[0] <= high]
                     expected = [at_time(rows, now + offset) for offset in offsets[name]]
                     is_known = [value is not None for value in expected]
@@ -134,7 +163,9 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
                     assert batch[f"{name}_valid"][position].tolist() == is_known, (name, clip, now)
                     values = batch[name][position].numpy()[is_known]
                     np.testing.assert_allclose(
-                        values, [value for value in expected if value is not None], atol=1e-6
+                        values,
+                        [value for value in expected if value is not None],
+                        atol=1e-6,
                     )
     assert num_there > 30
 
@@ -144,12 +175,17 @@ def test_a_log_without_the_topic_has_no_such_member(tmp_path):
     (tmp_path / "logs").mkdir()
     write_mcap(tmp_path / "logs" / "a.mcap", sent)
     write_mcap(
-        tmp_path / "logs" / "b.mcap", [message for message in sent if message.topic != "/imu"]
+        tmp_path / "logs" / "b.mcap",
+        [message for message in sent if message.topic != "/imu"],
     )
     for series in (False, True):
-        options = {"signals": {"speed": "/speed", "imu": "/imu"}, "series": series}
+        options = {
+            "signals": {"speed": "/speed", "imu": "/imu"},
+            "series": series,
+        }
         SourceSuite().make(
-            SourceSpec("mcap", str(tmp_path / "logs"), options), tmp_path / f"out-{series}"
+            SourceSpec("mcap", str(tmp_path / "logs"), options),
+            tmp_path / f"out-{series}",
         )
         dataset = open_dataset(tmp_path / f"out-{series}")
         names = {

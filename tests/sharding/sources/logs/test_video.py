@@ -42,7 +42,14 @@ def number_of(jpeg: bytes) -> int:
     )
 
 
-def write_video(path, codec="libx264", number=30, options=None, container=None, pix_fmt="yuv420p"):
+def write_video(
+    path,
+    codec="libx264",
+    number=30,
+    options=None,
+    container=None,
+    pix_fmt="yuv420p",
+):
     """A video of numbered frames, with varying times."""
     with av.open(str(path), "w", format=container) as file:
         stream = file.add_stream(codec, rate=100, options=options or {})
@@ -62,13 +69,21 @@ CASES = {
     "h264, B-frames": ("libx264", {"g": "8", "bf": "3", "preset": "veryfast"}),
     "h264, open groups": (
         "libx264",
-        {"g": "8", "bf": "3", "x264-params": "open-gop=1:scenecut=0", "preset": "veryfast"},
+        {
+            "g": "8",
+            "bf": "3",
+            "x264-params": "open-gop=1:scenecut=0",
+            "preset": "veryfast",
+        },
     ),
     "hevc, open groups": (
         "libx265",
         {"x265-params": "keyint=8:min-keyint=8:bframes=3:open-gop=1:log-level=none"},
     ),
-    "av1": ("libsvtav1", {"g": "8", "preset": "12", "svtav1-params": "lookahead=0"}),
+    "av1": (
+        "libsvtav1",
+        {"g": "8", "preset": "12", "svtav1-params": "lookahead=0"},
+    ),
 }
 
 
@@ -112,7 +127,11 @@ def decode_colour(luma, blue, red, matrix, *, full) -> np.ndarray:
     y, cb, cr = (
         (luma, blue - 128, red - 128)
         if full
-        else ((luma - 16) * 255 / 219, (blue - 128) * 255 / 224, (red - 128) * 255 / 224)
+        else (
+            (luma - 16) * 255 / 219,
+            (blue - 128) * 255 / 224,
+            (red - 128) * 255 / 224,
+        )
     )
     r = y + 2 * (1 - kr) * cr
     b = y + 2 * (1 - kb) * cb
@@ -181,10 +200,24 @@ def test_quality_90_is_near_the_video(tmp_path):
 PACKETS = {
     "h264": (
         "libx264",
-        {"g": "5", "bf": "0", "x264-params": "annexb=1:repeat-headers=1:scenecut=0"},
+        {
+            "g": "5",
+            "bf": "0",
+            "x264-params": "annexb=1:repeat-headers=1:scenecut=0",
+        },
     ),
-    "hevc": ("libx265", {"x265-params": "log-level=none:bframes=0:keyint=5:repeat-headers=1"}),
-    "obu": ("libsvtav1", {"g": "5", "preset": "12", "svtav1-params": "pred-struct=1:lookahead=0"}),
+    "hevc": (
+        "libx265",
+        {"x265-params": "log-level=none:bframes=0:keyint=5:repeat-headers=1"},
+    ),
+    "obu": (
+        "libsvtav1",
+        {
+            "g": "5",
+            "preset": "12",
+            "svtav1-params": "pred-struct=1:lookahead=0",
+        },
+    ),
 }
 """By the container of raw packets."""
 
@@ -208,7 +241,11 @@ def test_packets_one_by_one(tmp_path, container, name):
     images = [
         image for frame in range(5, 10) for image in decoder.push(frame, packets[frame], frames)
     ] + list(decoder.flush(frames))
-    assert [(number, number_of(jpeg)) for number, jpeg in images] == [(6, 6), (7, 7), (9, 9)]
+    assert [(number, number_of(jpeg)) for number, jpeg in images] == [
+        (6, 6),
+        (7, 7),
+        (9, 9),
+    ]
     assert decoder.num_decoded == 5
 
 

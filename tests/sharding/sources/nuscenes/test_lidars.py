@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 import fuelrail as fr
-from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
+from fuelrail.pipeline.sample.schema import (
+    Geometry,
+    Sweeps,
+    decode_arrays,
+    decode_points,
+)
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.shared.files import FolderFiles
@@ -29,7 +34,11 @@ def with_more_lidars(nuscenes: Dataroot) -> dict[str, np.ndarray]:
     for number, lidar in enumerate(LIDARS):
         if number:
             tables["sensor"].append(
-                {"token": token("sensor", lidar), "channel": lidar, "modality": "lidar"}
+                {
+                    "token": token("sensor", lidar),
+                    "channel": lidar,
+                    "modality": "lidar",
+                }
             )
             calibrated = copy.deepcopy(
                 next(
@@ -38,7 +47,10 @@ def with_more_lidars(nuscenes: Dataroot) -> dict[str, np.ndarray]:
                     if r["token"] == token("calibrated", "LIDAR_TOP")
                 )
             )
-            calibrated.update(token=token("calibrated", lidar), sensor_token=token("sensor", lidar))
+            calibrated.update(
+                token=token("calibrated", lidar),
+                sensor_token=token("sensor", lidar),
+            )
             calibrated["translation"] = [3.0, 0.5 * number, 0.7]
             tables["calibrated_sensor"].append(calibrated)
         last: dict[str, dict[str, Any]] = {}
@@ -109,10 +121,12 @@ def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
             assert lidar_row["calibrated_sensor_token"] == calibrated["token"]
             assert geometry.lidar_timestamp_ns[lidar_index] == lidar_row["timestamp"] * 1000
             np.testing.assert_allclose(
-                geometry.lidar2ego[lidar_index, :3, 3], calibrated["translation"]
+                geometry.lidar2ego[lidar_index, :3, 3],
+                calibrated["translation"],
             )
             np.testing.assert_array_equal(
-                decode_points(source.open(members[f"{name}.npy"])), written[lidar_row["filename"]]
+                decode_points(source.open(members[f"{name}.npy"])),
+                written[lidar_row["filename"]],
             )
             sweeps = decode_arrays(source.open(members[f"{name}_sweeps.safetensors"]), Sweeps)
             before = next(r for r in rows if r["token"] == lidar_row["prev"])
@@ -142,9 +156,15 @@ def test_files_are_looked_at_many_at_a_time(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(FolderFiles, "facts", look_at_single)
     info = scan_source(
         SourceSpec(
-            "nuscenes", str(nuscenes.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}
+            "nuscenes",
+            str(nuscenes.root),
+            {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2},
         )
     )
     assert info.num_samples == 3
     assert len(together) == len(set(together))
-    assert {name.split("/")[1] for name in together} >= {*LIDARS, "CAM_FRONT", "RADAR_FRONT"}
+    assert {name.split("/")[1] for name in together} >= {
+        *LIDARS,
+        "CAM_FRONT",
+        "RADAR_FRONT",
+    }

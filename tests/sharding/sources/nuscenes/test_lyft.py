@@ -7,7 +7,12 @@ import json
 import pytest
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+)
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.nuscenes_tables import build_nuscenes
@@ -23,7 +28,10 @@ FRACTION_US = 0.2
 def lyft(tmp_path):
     """A made dataroot with Lyft's quirks."""
     nuscenes = build_nuscenes(
-        tmp_path / "source", {"host-a007-lidar0-1": 3}, version="v1.02-train", cameras=CAMERAS
+        tmp_path / "source",
+        {"host-a007-lidar0-1": 3},
+        version="v1.02-train",
+        cameras=CAMERAS,
     )
     tables = nuscenes.tables
     for row, name in zip(tables["category"], LYFT, strict=True):
@@ -39,7 +47,10 @@ def lyft(tmp_path):
         (nuscenes.root / folder).mkdir(exist_ok=True)
         if (nuscenes.root / row["filename"]).exists():
             (nuscenes.root / row["filename"]).rename(nuscenes.root / moved)
-        row["filename"], row["fileformat"] = moved, "jpeg" if folder == "images" else "bin"
+        row["filename"], row["fileformat"] = (
+            moved,
+            "jpeg" if folder == "images" else "bin",
+        )
     nuscenes.write()
     for name in ("sample", "sample_data", "ego_pose"):
         path = nuscenes.folder / f"{name}.json"
@@ -70,7 +81,10 @@ def test_the_options_of_the_page_read_it(lyft, tmp_path):
         assert (boxes.num_lidar_pts == -1).all()
         assert (boxes.valid == 1).all(), "unknown is not 0"
         assert (boxes.visibility == -1).all()
-        assert {member.name.rpartition(".")[2] for member in row.members} == {"jpg", "npy"}
+        assert {member.name.rpartition(".")[2] for member in row.members} == {
+            "jpg",
+            "npy",
+        }
 
 
 UNIT = r"table 'sample': row .*2000 and 2100.*microseconds since 1970"

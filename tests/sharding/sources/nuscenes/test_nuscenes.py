@@ -21,7 +21,12 @@ from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes.source import source_splits
 from fuelrail.sharding.sources.nuscenes.tables import Tables
 from fuelrail.sharding.sources.shared.files import source_files
-from support.nuscenes_tables import CAMERAS, build_nuscenes, opened_by_devkit, token
+from support.nuscenes_tables import (
+    CAMERAS,
+    build_nuscenes,
+    opened_by_devkit,
+    token,
+)
 from support.sharding import scanned
 from support.shared_data import shared_data
 
@@ -82,7 +87,10 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
             assert geometry.cam_valid[index] == 1
             assert geometry.cam_timestamp_ns[index] == data["timestamp"] * 1000
             assert meta.cameras[camera.channel].token == data["token"]
-            assert geometry.img_wh[index].tolist() == [data["width"], data["height"]]
+            assert geometry.img_wh[index].tolist() == [
+                data["width"],
+                data["height"],
+            ]
             np.testing.assert_array_equal(
                 geometry.intrinsics[index], calibrated["camera_intrinsic"]
             )
@@ -91,7 +99,10 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
             np.testing.assert_allclose(geometry.cam_ego2global[index], pose, atol=1e-9)
             member = members[camera.channel]
             assert member.ref == data["filename"]
-            assert (member.width, member.height) == (data["width"], data["height"])
+            assert (member.width, member.height) == (
+                data["width"],
+                data["height"],
+            )
         assert np.isnan(geometry.dist).all()
         data = (
             devkit.get("sample_data", sample["data"]["LIDAR_TOP"])
@@ -135,12 +146,16 @@ def check_boxes(devkit, sample, geometry, row):
         turn = boxes.boxes3d[index, 6] - box.orientation.yaw_pitch_roll[0]
         assert abs((turn + np.pi) % (2 * np.pi) - np.pi) < 1e-5
         np.testing.assert_allclose(
-            np.abs(boxes.rotation_wxyz[index] @ box.orientation.elements), 1, atol=1e-6
+            np.abs(boxes.rotation_wxyz[index] @ box.orientation.elements),
+            1,
+            atol=1e-6,
         )
         velocity = np.linalg.inv(rotation) @ devkit.box_velocity(annotation["token"])
         np.testing.assert_allclose(boxes.velocity[index], velocity, atol=1e-4)
         np.testing.assert_allclose(
-            np.sort(boxes.corners()[index], 0), np.sort(box.corners().T, 0), atol=1e-4
+            np.sort(boxes.corners()[index], 0),
+            np.sort(box.corners().T, 0),
+            atol=1e-4,
         )
         name = category_to_detection_name(annotation["category_name"])
         assert boxes.label[index] == (-1 if name is None else CLASSES.index(name))
@@ -166,9 +181,16 @@ def test_made_tables_against_the_devkit(nuscenes, tmp_path):
         *(f"{camera.lower()}.jpg" for camera in CAMERAS),
         "lidar_top.npy",
     ]
-    assert info.splits == {"train": ["scene-0061"], "val": ["scene-0103", "scene-0916"]}
+    assert info.splits == {
+        "train": ["scene-0061"],
+        "val": ["scene-0103", "scene-0916"],
+    }
     check_against_devkit(
-        opened_by_devkit(nuscenes.root, nuscenes.version), info, table, source, points_of=6 * 60
+        opened_by_devkit(nuscenes.root, nuscenes.version),
+        info,
+        table,
+        source,
+        points_of=6 * 60,
     )
 
 
@@ -182,7 +204,11 @@ def test_real_keyframes_against_the_devkit(tmp_path):
         "scene-0103-000001",
     ]
     check_against_devkit(
-        opened_by_devkit(root, "v1.0-derived"), info, table, source, points_of=34688
+        opened_by_devkit(root, "v1.0-derived"),
+        info,
+        table,
+        source,
+        points_of=34688,
     )
 
 
@@ -213,7 +239,14 @@ def test_attributes(nuscenes, tmp_path):
         rows[0]["num_barrier"],
         rows[0]["num_bus"],
     ) == (1, 1, 1, 0)
-    assert [row["night"] for row in rows] == [None, None, None, True, True, None]
+    assert [row["night"] for row in rows] == [
+        None,
+        None,
+        None,
+        True,
+        True,
+        None,
+    ]
     assert rows[0]["location"] == "testville"
     assert rows[0]["num_cameras"] == 6
 
@@ -233,7 +266,12 @@ def test_attributes(nuscenes, tmp_path):
             True,
             False,
         ),
-        ("boston-seaport", "Rain, peds, turn right, traffic lights", False, True),
+        (
+            "boston-seaport",
+            "Rain, peds, turn right, traffic lights",
+            False,
+            True,
+        ),
         ("boston-seaport", "Night time, no rain, train station", True, False),
         ("boston-seaport", "", None, None),
         ("testville", "It rains", None, True),
@@ -258,10 +296,17 @@ def test_a_source_without_annotations_or_lidar(tmp_path):
     with pytest.raises(SourceError, match="no rows: nothing to shard"):
         scan(build_nuscenes(tmp_path / "empty", {}).root, tmp_path)
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT")
+        tmp_path / "root",
+        {"a": 2},
+        num_points=0,
+        num_tracks=0,
+        cameras=("CAM_BACK", "CAM_FRONT"),
     )
     _, info, table = scan(nuscenes.root, tmp_path)
-    assert [camera.channel for camera in info.cameras] == ["cam_front", "cam_back"]
+    assert [camera.channel for camera in info.cameras] == [
+        "cam_front",
+        "cam_back",
+    ]
     assert info.lidars == []
     row = table.row(0)
     assert row.boxes is None
@@ -274,7 +319,11 @@ def test_a_source_without_annotations_or_lidar(tmp_path):
 def test_points_may_be_left_out(nuscenes, tmp_path):
     _, info, table = scan(nuscenes.root, tmp_path, points=False)
     assert "lidar_top.npy" not in info.names
-    assert decode_arrays(table.row(0).geometry, Geometry).lidar2ego.shape == (1, 4, 4)
+    assert decode_arrays(table.row(0).geometry, Geometry).lidar2ego.shape == (
+        1,
+        4,
+        4,
+    )
 
 
 def test_the_version_may_be_left_out_where_there_is_one(nuscenes, tmp_path):
@@ -290,7 +339,8 @@ def test_the_version_may_be_left_out_where_there_is_one(nuscenes, tmp_path):
 def test_several_versions_must_be_distinguished(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
     with pytest.raises(
-        ConfigError, match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other"
+        ConfigError,
+        match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other",
     ):
         scan(copy.root, tmp_path)
     with pytest.raises(SourceError, match="nowhere' cannot be read: No such file"):
@@ -306,7 +356,14 @@ def test_a_missing_camera_file(copy, tmp_path):
     _, info, table = scan(copy.root, tmp_path, missing_camera="mask")
     assert info.report.masked == {"cam_back": {"no file": 1}}
     row = table.row(2)
-    assert decode_arrays(row.geometry, Geometry).cam_valid.tolist() == [1, 1, 1, 0, 1, 1]
+    assert decode_arrays(row.geometry, Geometry).cam_valid.tolist() == [
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert "cam_back.jpg" not in [member.name for member in row.members]
     assert decode_meta(row.meta).sync["dropped"] == ["cam_back"]
     assert decode_meta(table.row(1).meta).sync["dropped"] == []
@@ -328,7 +385,10 @@ def test_a_missing_camera_row(copy, tmp_path):
 
 def test_a_missing_lidar_file(copy, tmp_path):
     copy.files("LIDAR_TOP")[0].unlink()
-    with pytest.raises(SourceError, match=r"lidar file .* is not there; the option points=false"):
+    with pytest.raises(
+        SourceError,
+        match=r"lidar file .* is not there; the option points=false",
+    ):
         scan(copy.root, tmp_path, missing_camera="mask")
 
 
@@ -356,29 +416,74 @@ BREAKS = {
         {"calibrated_sensor_token": "x"},
         "calibrated_sensor_token 'x'",
     ),
-    "a dangling sample": ("sample_data", 0, {"sample_token": "x"}, "sample_token 'x'"),
-    "a dangling scene": ("sample", 0, {"scene_token": "x"}, "table 'sample'.*scene_token 'x'"),
+    "a dangling sample": (
+        "sample_data",
+        0,
+        {"sample_token": "x"},
+        "sample_token 'x'",
+    ),
+    "a dangling scene": (
+        "sample",
+        0,
+        {"scene_token": "x"},
+        "table 'sample'.*scene_token 'x'",
+    ),
     "a dangling log": ("scene", 0, {"log_token": "x"}, "log_token 'x'"),
-    "a dangling instance": ("sample_annotation", 0, {"instance_token": "x"}, "instance_token 'x'"),
-    "a dangling category": ("instance", 0, {"category_token": "x"}, "category_token 'x'"),
+    "a dangling instance": (
+        "sample_annotation",
+        0,
+        {"instance_token": "x"},
+        "instance_token 'x'",
+    ),
+    "a dangling category": (
+        "instance",
+        0,
+        {"category_token": "x"},
+        "category_token 'x'",
+    ),
     "a dangling neighbour": ("sample_annotation", 0, {"next": "x"}, "next 'x'"),
-    "a wrong count": ("scene", 0, {"nbr_samples": 4}, "nbr_samples 4, table 'sample' has 3"),
+    "a wrong count": (
+        "scene",
+        0,
+        {"nbr_samples": 4},
+        "nbr_samples 4, table 'sample' has 3",
+    ),
     "a clock going backwards": (
         "sample",
         1,
         {"timestamp": 5},
         "its next is not the scene's following sample in time",
     ),
-    "a broken chain": ("sample", 0, {"next": ""}, "its next is not the scene's following"),
-    "a token twice": ("sample", 1, {"token": token("sample", "scene-0061", 0)}, "twice"),
-    "a pose of NaN": ("ego_pose", 0, {"translation": [float("nan"), 0, 0]}, "table 'ego_pose'"),
+    "a broken chain": (
+        "sample",
+        0,
+        {"next": ""},
+        "its next is not the scene's following",
+    ),
+    "a token twice": (
+        "sample",
+        1,
+        {"token": token("sample", "scene-0061", 0)},
+        "twice",
+    ),
+    "a pose of NaN": (
+        "ego_pose",
+        0,
+        {"translation": [float("nan"), 0, 0]},
+        "table 'ego_pose'",
+    ),
     "no rotation": (
         "calibrated_sensor",
         0,
         {"rotation": [0, 0, 0, 0]},
         r"rotation \[0.0, 0.0, 0.0, 0.0\]",
     ),
-    "no intrinsics": ("calibrated_sensor", 0, {"camera_intrinsic": []}, "no 3 x 3 intrinsics"),
+    "no intrinsics": (
+        "calibrated_sensor",
+        0,
+        {"camera_intrinsic": []},
+        "no 3 x 3 intrinsics",
+    ),
     "a file outside": (
         "sample_data",
         0,
@@ -403,14 +508,24 @@ BREAKS = {
         {"filename": "a.las"},
         "has the file 'a.las', of a kind that is",
     ),
-    "a negative size": ("sample_data", 0, {"width": -1}, "stated to have -1 x 32 px"),
+    "a negative size": (
+        "sample_data",
+        0,
+        {"width": -1},
+        "stated to have -1 x 32 px",
+    ),
     "a channel with a dot": (
         "sensor",
         3,
         {"channel": "CAM.BACK"},
         "'CAM.BACK' has other characters",
     ),
-    "a channel without a name": ("sensor", 3, {"channel": ""}, "'' has other characters"),
+    "a channel without a name": (
+        "sensor",
+        3,
+        {"channel": ""},
+        "'' has other characters",
+    ),
     "two cases": (
         "sensor",
         3,
@@ -471,7 +586,8 @@ def test_a_pose_that_is_there_twice(copy, tmp_path):
     poses.append({**poses[0], "translation": [1.0, 2.0, 3.0]})
     copy.write("ego_pose")
     with pytest.raises(
-        SourceError, match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice"
+        SourceError,
+        match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice",
     ):
         scan(copy.root, tmp_path)
 
@@ -506,7 +622,10 @@ def test_official_lists(tmp_path):
         "val": set(splits.val),
     }
     scenes_by_split = splits_of(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
-    assert scenes_by_split == {"train": splits.mini_train, "val": splits.mini_val}
+    assert scenes_by_split == {
+        "train": splits.mini_train,
+        "val": splits.mini_val,
+    }
     assert splits_of(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}
 
 
@@ -521,7 +640,10 @@ def test_a_file_beside_the_tables_comes_first(tmp_path):
     folder = tmp_path / "v1.0-mini"
     folder.mkdir()
     (folder / "splits.json").write_text('{"train": ["scene-0103"], "val": ["scene-0061"]}')
-    assert splits_of(folder, names(61, 103)) == {"train": ["scene-0103"], "val": ["scene-0061"]}
+    assert splits_of(folder, names(61, 103)) == {
+        "train": ["scene-0103"],
+        "val": ["scene-0061"],
+    }
     for bad in ('{"train": "scene-0103"}', "[]", "{"):
         (folder / "splits.json").write_text(bad)
         with pytest.raises(SourceError, match=r"splits\.json"):

@@ -12,7 +12,12 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.series import TIMES, VALUES
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+)
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.nuscenes_radar import pcd, radar_rows
@@ -36,7 +41,8 @@ class TestT4(SourceSuite):
 
     def world(self, **changes):
         sizes = changes.pop(
-            "cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)}
+            "cameras",
+            {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)},
         )
         return super().world(**{"cameras": sizes, **changes})
 
@@ -60,11 +66,23 @@ def change(root, table, edit):
 
 
 def test_what_t4_has_beyond_nuscenes(root, tmp_path):
-    change(root, "visibility", lambda rows: rows.append({"token": "v", "level": "most"}))
-    change(root, "attribute", lambda rows: rows.append({"token": "a", "name": "vehicle.parked"}))
+    change(
+        root,
+        "visibility",
+        lambda rows: rows.append({"token": "v", "level": "most"}),
+    )
+    change(
+        root,
+        "attribute",
+        lambda rows: rows.append({"token": "a", "name": "vehicle.parked"}),
+    )
 
     def annotate(rows):
-        rows[0].update(velocity=[3.0, 4.0, 0.0], visibility_token="v", attribute_tokens=["a"])
+        rows[0].update(
+            velocity=[3.0, 4.0, 0.0],
+            visibility_token="v",
+            attribute_tokens=["a"],
+        )
 
     change(root, "sample_annotation", annotate)
     change(
@@ -95,15 +113,33 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
 def test_what_no_sample_needs_may_dangle(root, tmp_path):
     """The links between annotations, and levels and attributes of them; rows of sensors that have no member."""
     before = scanned("t4", root, tmp_path).table
-    lost = {"visibility_token": "x", "attribute_tokens": ["x"], "prev": "x", "next": "x"}
-    change(root, "sample_annotation", lambda rows: [row.update(lost) for row in rows])
-    change(root, "sample", lambda rows: [row.update(prev="x", next="x") for row in rows])
+    lost = {
+        "visibility_token": "x",
+        "attribute_tokens": ["x"],
+        "prev": "x",
+        "next": "x",
+    }
+    change(
+        root,
+        "sample_annotation",
+        lambda rows: [row.update(lost) for row in rows],
+    )
+    change(
+        root,
+        "sample",
+        lambda rows: [row.update(prev="x", next="x") for row in rows],
+    )
     change(
         root,
         "sensor",
         lambda rows: rows.append({"token": "i", "channel": "IMU", "modality": "imu"}),
     )
-    mount = {"token": "ic", "sensor_token": "i", "camera_intrinsic": [], **transform(np.eye(4))}
+    mount = {
+        "token": "ic",
+        "sensor_token": "i",
+        "camera_intrinsic": [],
+        **transform(np.eye(4)),
+    }
     change(root, "calibrated_sensor", lambda rows: rows.append(mount))
     change(
         root,
@@ -125,7 +161,12 @@ def add_radar(root) -> np.ndarray:
         "sensor",
         lambda rows: rows.append({"token": "r", "channel": "RADAR_FRONT", "modality": "radar"}),
     )
-    mount = {"token": "rc", "sensor_token": "r", "camera_intrinsic": [], **turned}
+    mount = {
+        "token": "rc",
+        "sensor_token": "r",
+        "camera_intrinsic": [],
+        **turned,
+    }
     change(root, "calibrated_sensor", lambda rows: rows.append(mount))
     first = radar_rows(np.random.default_rng(3), 7)
     (folder / "data").mkdir()
@@ -213,7 +254,16 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
         [member for member in table.row(index).members if member.name == channel.field]
         for index in range(8)
     ]
-    assert [len(frame_members) for frame_members in members] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert [len(frame_members) for frame_members in members] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
     signals = KINDS["points"].decode(source.open(members[1][0].ref), channel)
     np.testing.assert_allclose(signals[:, :2], [(0.06, 10), (0.02, 20)], atol=1e-9)
     np.testing.assert_array_equal(signals[:, 2:], [[np.nan] * 4 + [1, 0, np.nan, 36]] * 2)
@@ -231,7 +281,8 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
     stamps, first = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
     assert stamps.tolist() == [(first_us + step * 40_000) * 1000 for step in range(4)]
     np.testing.assert_array_equal(
-        np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30]
+        np.concatenate([part[VALUES] for part in parts])[first, 0],
+        [0, 10, 20, 30],
     )
     (folder / "vehicle_state.json").write_text(json.dumps([{"token": "s", "timestamp": "noon"}]))
     with pytest.raises(SourceError, match=r"vehicle_state\.json.*must be a whole number; got "):
@@ -251,7 +302,11 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
             lambda rows: rows[0].update(ego_pose_token="y"),
             "ego_pose_token 'y', not found",
         ),
-        ("sample_data", lambda rows: rows.append(rows[0]), "second keyframe of CAM_FRONT"),
+        (
+            "sample_data",
+            lambda rows: rows.append(rows[0]),
+            "second keyframe of CAM_FRONT",
+        ),
         (
             "sample_annotation",
             lambda rows: rows[0].update(instance_token="z"),
@@ -267,8 +322,16 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
             lambda rows: rows[0].update(log_token="l"),
             "drive-0/0/annotation.* log_token 'l', not found",
         ),
-        ("scene", lambda rows: rows.append({**rows[0], "token": "other"}), "2 scenes"),
-        ("sample", lambda rows: rows[0].update(timestamp="noon"), "sample.json"),
+        (
+            "scene",
+            lambda rows: rows.append({**rows[0], "token": "other"}),
+            "2 scenes",
+        ),
+        (
+            "sample",
+            lambda rows: rows[0].update(timestamp="noon"),
+            "sample.json",
+        ),
         (
             "calibrated_sensor",
             lambda rows: rows[0].update(camera_distortion=[0.1]),
@@ -288,7 +351,13 @@ def test_a_real_dataset_against_its_tables(tmp_path):
     _, info, table = scanned("t4", root, tmp_path)
     tables = {
         name: json.loads((root / "annotation" / f"{name}.json").read_text())
-        for name in ("sample", "sample_data", "ego_pose", "sample_annotation", "calibrated_sensor")
+        for name in (
+            "sample",
+            "sample_data",
+            "ego_pose",
+            "sample_annotation",
+            "calibrated_sensor",
+        )
     }
     assert info.num_samples == len(tables["sample"]) == 3
     poses = {row["token"]: row for row in tables["ego_pose"]}
@@ -305,7 +374,8 @@ def test_a_real_dataset_against_its_tables(tmp_path):
         }
         lidar = next(data_row for data_row in data_rows if "LIDAR" in data_row["filename"])
         np.testing.assert_allclose(
-            geometry.ego2global[:3, 3], poses[lidar["ego_pose_token"]]["translation"]
+            geometry.ego2global[:3, 3],
+            poses[lidar["ego_pose_token"]]["translation"],
         )
         boxes = decode_arrays(row.boxes, Boxes)
         annotations = [

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.nuscenes import tables
-from fuelrail.sharding.sources.nuscenes.tables import Named, Scene, Tables, check_finite
+from fuelrail.sharding.sources.nuscenes.tables import (
+    Named,
+    Scene,
+    Tables,
+    check_finite,
+)
 from fuelrail.sharding.sources.shared.files import source_files
 
 
@@ -68,7 +73,10 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
         ('[{"token": 1, "name": "b"}]', "must be text; got "),
         ('[{"token": "a", "name": "b"}] x', "not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
-        ('[{"token": "a", "name": "b", "c": ' + "[" * 300_000, "nested too deeply"),
+        (
+            '[{"token": "a", "name": "b", "c": ' + "[" * 300_000,
+            "nested too deeply",
+        ),
         (
             '[{"token": "a", "name": "' + "b" * (17 << 20),
             "a record of table '.*' has [0-9]+ bytes, of which at most",
@@ -107,7 +115,11 @@ def test_numbers_that_are_none():
     owners = ["p", "q"]
     good = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0]])
     check_finite(good, owners, table="ego_pose", column="rotation")
-    for value, column in ((np.nan, "translation"), (np.inf, "translation"), (0.9, "rotation")):
+    for value, column in (
+        (np.nan, "translation"),
+        (np.inf, "translation"),
+        (0.9, "rotation"),
+    ):
         bad = good.copy()
         bad[1, 1] = value
         with pytest.raises(SourceError, match=f"table 'ego_pose': row 'q' has the {column}"):

@@ -37,7 +37,10 @@ def relative_se2(origin, poses):
     """Poses x, y, heading in the frame of the origin, by the definition of NAVSIM's trajectories."""
     angle = -origin[2]
     turned = (poses[:, :2] - origin[:2]) @ np.array(
-        [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
+        [
+            [math.cos(angle), math.sin(angle)],
+            [-math.sin(angle), math.cos(angle)],
+        ]
     )
     return np.c_[turned, (poses[:, 2] - origin[2] + math.pi) % (2 * math.pi) - math.pi]
 
@@ -49,16 +52,29 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
     write_log(tmp_path / "root", clip)
     with pytest.raises(ConfigError, match="its content looks like openscene:"):
         parse_source(str(tmp_path / "root"), {})
-    fr.shard(f"openscene:{tmp_path / 'root'}", tmp_path / "out", splits={"train": 1.0}, workers=1)
+    fr.shard(
+        f"openscene:{tmp_path / 'root'}",
+        tmp_path / "out",
+        splits={"train": 1.0},
+        workers=1,
+    )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     poses = np.array(
         [
-            [*frame.ego2global[:2, 3], math.atan2(frame.ego2global[1, 0], frame.ego2global[0, 0])]
+            [
+                *frame.ego2global[:2, 3],
+                math.atan2(frame.ego2global[1, 0], frame.ego2global[0, 0]),
+            ]
             for frame in clip.frames
         ]
     )
     times_s = np.array([frame.timestamp_ns for frame in clip.frames]) * 1e-9
-    names = ["ego_trajectory", "driving_command", "roadblock_ids", "traffic_lights"]
+    names = [
+        "ego_trajectory",
+        "driving_command",
+        "roadblock_ids",
+        "traffic_lights",
+    ]
     num_steps = 0
     with load(tmp_path / "out", 1, select=[*names, "command", "has_route", "location"]) as loader:
         for batch in loader:
@@ -71,7 +87,10 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
             assert batch["roadblock_ids"]["values"][0].tolist() == (
                 [60100, 60205] if position else []
             )
-            assert batch["traffic_lights"]["values"][0].tolist() == [[68, 1], [70 + position, 0]]
+            assert batch["traffic_lights"]["values"][0].tolist() == [
+                [68, 1],
+                [70 + position, 0],
+            ]
             assert batch["sample_token"] == [f"drive-0{position:08x}"]
             for step, (x, y, _, yaw, later_s, is_valid) in enumerate(
                 batch["ego_trajectory"][0].tolist()
@@ -127,7 +146,11 @@ def test_a_download_of_some_cameras_is_sharded_with_an_option(tmp_path):
     options = {"cameras": ["cam_f0", "cam_l0"], "points": False}
     assert scan_source(SourceSpec("openscene", str(tmp_path), options)).num_samples == 4
     info = scan_source(
-        SourceSpec("openscene", str(tmp_path), {"points": False, "missing_camera": "mask"})
+        SourceSpec(
+            "openscene",
+            str(tmp_path),
+            {"points": False, "missing_camera": "mask"},
+        )
     )
     assert info.report.masked["cam_b0"] == {"no file": 4}
 
@@ -147,13 +170,22 @@ BREAK = {
         lambda row: row["cams"]["CAM_F0"].update(cam_intrinsic=np.eye(4)),
         r"numbers \[4, 4\] where \[3, 3\]",
     ),
-    "a route of words": (lambda row: row.update(roadblock_ids=["left"]), "invalid literal"),
-    "boxes of nothing": (lambda row: row["anns"].update(gt_boxes=[[0.0] * 7] * 3), "size"),
+    "a route of words": (
+        lambda row: row.update(roadblock_ids=["left"]),
+        "invalid literal",
+    ),
+    "boxes of nothing": (
+        lambda row: row["anns"].update(gt_boxes=[[0.0] * 7] * 3),
+        "size",
+    ),
     "a path out": (
         lambda row: row["cams"]["CAM_F0"].update(data_path="../../../secret.jpg"),
         "not inside the source",
     ),
-    "another camera": (lambda row: row["cams"].update(CAM_X=row["cams"]["CAM_F0"]), "cam_x"),
+    "another camera": (
+        lambda row: row["cams"].update(CAM_X=row["cams"]["CAM_F0"]),
+        "cam_x",
+    ),
 }
 
 

@@ -83,9 +83,18 @@ def build(obj: bytes, state: bytes) -> bytes:
 
 DTYPE = b"cnumpy\ndtype\n"
 HOSTILE = {
-    "a command": (pickle.dumps(Command()), r"it holds an object of '(posix|nt)\.system'"),
-    "an attribute of a name": (build(DTYPE, b"N}X\x04\x00\x00\x00makeK\x01s\x86"), "attribute"),
-    "attributes of a list": (build(b"]", b"}X\x01\x00\x00\x00aK\x01s"), "attribute"),
+    "a command": (
+        pickle.dumps(Command()),
+        r"it holds an object of '(posix|nt)\.system'",
+    ),
+    "an attribute of a name": (
+        build(DTYPE, b"N}X\x04\x00\x00\x00makeK\x01s\x86"),
+        "attribute",
+    ),
+    "attributes of a list": (
+        build(b"]", b"}X\x01\x00\x00\x00aK\x01s"),
+        "attribute",
+    ),
     "an array of objects": (pickle.dumps(np.array([{}, None])), r"dtype 'O8'"),
     "a text beyond the last character": (
         pickle.dumps(np.array([0x110000], "<u4").view("<U1")),
@@ -101,13 +110,25 @@ HOSTILE = {
     ),
     "records": (pickle.dumps(np.zeros(2, "i4,f8")), "dtype 'V12'"),
     "another class": (pickle.dumps(io.BytesIO()), r"'_io\.BytesIO'"),
-    "a set of a class": (b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.", r"'builtins\.eval'"),
+    "a set of a class": (
+        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        r"'builtins\.eval'",
+    ),
     "an extension": (b"\x80\x02\x82\x01.", "extension code"),
     "something persistent": (b"Pabc\n.", "persistent"),
-    "a claim of 4 GB": (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 32) + b"abc.", "it is cut off"),
-    "a memo of 2^31": (b"\x80\x02K\x01r" + struct.pack("<I", (1 << 31) - 1) + b"c..", None),
+    "a claim of 4 GB": (
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 32) + b"abc.",
+        "it is cut off",
+    ),
+    "a memo of 2^31": (
+        b"\x80\x02K\x01r" + struct.pack("<I", (1 << 31) - 1) + b"c..",
+        None,
+    ),
     "nothing": (b"", "it is cut off"),
-    "text": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "LFS"),
+    "text": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "LFS",
+    ),
 }
 
 

@@ -9,7 +9,11 @@ from pyarrow import feather, parquet
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared import arrow
-from fuelrail.sharding.sources.shared.arrow import open_parquet, read_feather, read_parquet
+from fuelrail.sharding.sources.shared.arrow import (
+    open_parquet,
+    read_feather,
+    read_parquet,
+)
 from fuelrail.sharding.sources.shared.files import source_files
 
 LIMIT = 1 << 20
@@ -49,7 +53,8 @@ def test_what_is_larger_in_memory_than_in_the_file_is_refused(write, name, optio
     files = write(TABLES[name], **options)
     with (
         pytest.raises(
-            SourceError, match=rf"a.parquet'.*, decoded, has \d+ bytes.* {LIMIT} are read"
+            SourceError,
+            match=rf"a.parquet'.*, decoded, has \d+ bytes.* {LIMIT} are read",
         ),
         open_parquet(files, "a.parquet") as file,
     ):
@@ -110,7 +115,10 @@ FEATHERS = {
     "texts": pa.table({"c0": repeated("x" * 1000)}),
     "dictionary": pa.table({"c0": repeated("x" * 1000).dictionary_encode()}),
     "dictionary of few rows": pa.table(
-        {"c0": pa.array(["y"]).dictionary_encode(), "c1": pa.array(["x" * LIMIT * 2])}
+        {
+            "c0": pa.array(["y"]).dictionary_encode(),
+            "c1": pa.array(["x" * LIMIT * 2]),
+        }
     ),
     "runs": pa.table({"c0": pa.RunEndEncodedArray.from_arrays([LIMIT], [0.0])}),
 }
@@ -135,7 +143,12 @@ def test_feather_that_is_larger_in_memory_is_refused(tmp_path, monkeypatch, name
 @pytest.mark.parametrize("compression", ["zstd", "lz4", "uncompressed"])
 def test_feather_that_fits_is_read(tmp_path, monkeypatch, compression):
     values = np.random.default_rng(0).random(ROWS)
-    table = pa.table({"c0": values, "c1": pa.array(["a", "b", "c"] * 1000).dictionary_encode()})
+    table = pa.table(
+        {
+            "c0": values,
+            "c1": pa.array(["a", "b", "c"] * 1000).dictionary_encode(),
+        }
+    )
     feather.write_feather(table, tmp_path / "a.feather", compression=compression, chunksize=700)
     monkeypatch.setattr(arrow, "_MOST_COLUMN", LIMIT)
     types = {"c0": pa.float64(), "c1": pa.string()}

@@ -10,7 +10,12 @@ import pytest
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared import files as module
-from fuelrail.sharding.sources.shared.files import LINKED, FileFacts, looks, source_files
+from fuelrail.sharding.sources.shared.files import (
+    LINKED,
+    FileFacts,
+    looks,
+    source_files,
+)
 from fuelrail.sharding.sources.shared.windows import open_file, opened
 from support.listing_server import OBJECT_BYTES, listing_server, object_name
 
@@ -45,7 +50,11 @@ def test_folders_of_a_store_that_is_not_s3():
         with files.scanning():
             folder_facts = [
                 files.facts(name)
-                for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")
+                for name in (
+                    "samples/a/b/x.jpg",
+                    "samples/a/y.jpg",
+                    "samples/z.jpg",
+                )
             ]
             assert [facts.num_bytes for facts in folder_facts] == [3, 2, 1]
             assert files.facts("samples/a") is None
@@ -207,7 +216,10 @@ def test_not_more_is_read_at_once_than_the_limit(place):
     with (place / "a" / "file").open("wb") as file:
         file.truncate(1 << 40)
     files = source_files(str(place))
-    for read in (lambda: files.read("a/file"), lambda: files.read("a/file", 9, 1 << 39)):
+    for read in (
+        lambda: files.read("a/file"),
+        lambda: files.read("a/file", 9, 1 << 39),
+    ):
         with pytest.raises(
             SourceError,
             match=r"file' has [0-9]+ bytes, of which at most 268435456 are read at once",

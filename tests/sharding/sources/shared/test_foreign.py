@@ -51,19 +51,39 @@ def as_yaml(data, where):
         (as_json, b'{"a": "\xff"}', "is not JSON"),
         (as_json, b"[1, 2", "is not JSON"),
         (as_json_with_nan, b'{"a": NaN, "' + b'\\"' * 1_000_000, "is not JSON"),
-        (as_json, (16 << 20) + 1, "16777217 bytes, of which at most 16777216 are read"),
+        (
+            as_json,
+            (16 << 20) + 1,
+            "16777217 bytes, of which at most 16777216 are read",
+        ),
         (as_yaml, b"{a: " * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, b"[\n" * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, b"- " * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, LAUGHS.encode(), "merge key"),
-        (as_yaml, ALIASES.encode(), "values when it is decoded, at most 1048576 are read"),
+        (
+            as_yaml,
+            ALIASES.encode(),
+            "values when it is decoded, at most 1048576 are read",
+        ),
         (as_yaml, b"a: 2001-99-99", "month must be"),
         (as_yaml, b"a: !!int x", "is not YAML"),
-        (as_yaml, b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        (
+            as_yaml,
+            b"a: !!python/object/apply:os.getcwd []",
+            "could not determine a constructor",
+        ),
         (as_yaml, b"a: \xff", "is not YAML"),
         (as_yaml, b"a: [1]", "it must be text or nothing, not a list"),
-        (as_xml, b"<?xml version='1.0' encoding='no-such'?><a/>", "line 1: .*no-such"),
-        (as_xml, b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", "declares entities"),
+        (
+            as_xml,
+            b"<?xml version='1.0' encoding='no-such'?><a/>",
+            "line 1: .*no-such",
+        ),
+        (
+            as_xml,
+            b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>",
+            "declares entities",
+        ),
         (
             as_xml,
             b"<!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>",
@@ -93,11 +113,19 @@ NOT_NUMBERS = b'\xef\xbb\xbf{"a": NaN, "b": "NaN", "c": [1, -Infinity], "d": {"e
 def test_nan_and_infinities_are_null_and_counted_or_named():
     noted: Counter[str] = Counter()
     value = read_json(NOT_NUMBERS, "file 'x'", noted=noted)
-    assert value == {"a": None, "b": "NaN", "c": [1, float("-inf")], "d": {"e": None}}
+    assert value == {
+        "a": None,
+        "b": "NaN",
+        "c": [1, float("-inf")],
+        "d": {"e": None},
+    }
     assert list(noted.values()) == [3]
     kind = dict[str, float | None]
     assert read_json(b'{"a": NaN}', "file 'x'", kind, noted=noted) == {"a": None}
-    with pytest.raises(SourceError, match=r"file 'x' .*3 values are NaN or infinite: write null"):
+    with pytest.raises(
+        SourceError,
+        match=r"file 'x' .*3 values are NaN or infinite: write null",
+    ):
         read_json(NOT_NUMBERS, "file 'x'")
     for data in (b'{"a": NaNa}', b'{"a": NaN', b'{"a": "NaN" NaN}'):
         with pytest.raises(SourceError, match="file 'x'"):
@@ -107,17 +135,29 @@ def test_nan_and_infinities_are_null_and_counted_or_named():
 def test_sound_text_is_read():
     assert read_text(b"\xef\xbb\xbfna\xc3\xafve", "x") == "na\u00efve"
     assert read_json(b'{"a": [1]}', "x", dict[str, list[int]]) == {"a": [1]}
-    assert read_yaml(b"a: b\nc:\n", "x", dict[str, str | None]) == {"a": "b", "c": None}
+    assert read_yaml(b"a: b\nc:\n", "x", dict[str, str | None]) == {
+        "a": "b",
+        "c": None,
+    }
     builder = TreeBuilder()
     read_xml(
-        b"<?xml version='1.0'?><!DOCTYPE boost_serialization><a b='c'>d&amp;e</a>", "x", builder
+        b"<?xml version='1.0'?><!DOCTYPE boost_serialization><a b='c'>d&amp;e</a>",
+        "x",
+        builder,
     )
     root = builder.close()
     assert (root.tag, root.attrib, root.text) == ("a", {"b": "c"}, "d&e")
 
 
 @pytest.mark.parametrize(
-    "error", [RecursionError, MemoryError, OverflowError("big"), KeyError("k"), AssertionError]
+    "error",
+    [
+        RecursionError,
+        MemoryError,
+        OverflowError("big"),
+        KeyError("k"),
+        AssertionError,
+    ],
 )
 def test_whatever_a_parser_raises_is_a_source_error(error):
     with (

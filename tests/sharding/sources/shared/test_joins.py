@@ -48,7 +48,8 @@ def test_links(disk, is_column):
     assert resolve(["c", "", "a"]) == [2, -1, 0]
     assert resolve(["b", "b"], may_be_empty=False) == [1, 1]
     with pytest.raises(
-        SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"
+        SourceError,
+        match="table 'scene': row 'y' has log_token 'q', not found in table 'log'",
     ):
         resolve(["a", "q"])
     with pytest.raises(SourceError, match="row 'z' has an empty log_token"):
@@ -60,7 +61,11 @@ def test_several_columns_are_joined_at_once(disk):
     rows_by_column = tokens.rows_of(
         column(disk, ["c", "q"]), column(disk, []), column(disk, ["a", "", "c"])
     )
-    assert [rows.tolist() for rows in rows_by_column] == [[2, -1], [], [0, -1, 2]]
+    assert [rows.tolist() for rows in rows_by_column] == [
+        [2, -1],
+        [],
+        [0, -1, 2],
+    ]
 
 
 @given(tokens=st.lists(st.text(max_size=4)), texts=st.lists(st.text(max_size=4)))
@@ -96,10 +101,13 @@ def test_rows_are_numbered_over_all_parts_of_a_column(disk, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows_of_part", "links_at_once"), [(7, 3), (7, 1 << 19), (1 << 18, 1 << 19)]
+    ("rows_of_part", "links_at_once"),
+    [(7, 3), (7, 1 << 19), (1 << 18, 1 << 19)],
 )
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     table=st.lists(st.text(max_size=4), max_size=60),

@@ -19,7 +19,10 @@ def pcd(points, form="ascii", size="4 4 4", kind="F F F"):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (pcd("999999999999") + b"1 2 3\n", "POINTS '999999999999'; expected a number of points"),
+        (
+            pcd("999999999999") + b"1 2 3\n",
+            "POINTS '999999999999'; expected a number of points",
+        ),
         (pcd("999999999999", "binary") + bytes(12), "POINTS '999999999999'"),
         (
             pcd("2", "binary") + bytes(12),
@@ -27,7 +30,10 @@ def pcd(points, form="ascii", size="4 4 4", kind="F F F"):
         ),
         (pcd("9" * 5000) + b"1 2 3\n", "without a line DATA"),
         (pcd("-5", "binary") + bytes(12), "POINTS '-5'"),
-        (pcd("1", "binary", "99999999 4 4") + bytes(12), "TYPE and SIZE F99999999; known are F2"),
+        (
+            pcd("1", "binary", "99999999 4 4") + bytes(12),
+            "TYPE and SIZE F99999999; known are F2",
+        ),
         (pcd("1") + b"1 \xff 3\n", "not a valid PCD"),
         (pcd("1") + b"1 2\n", "not a valid PCD"),
     ],
@@ -47,7 +53,16 @@ def test_points_in_all_forms():
         "# .PCD v0.7\nVERSION 0.7\nFIELDS x y z t intensity\nSIZE 4 4 4 8 4\nTYPE F F F F F\nCOUNT 1 1 1 1 1\n"
         "WIDTH 7\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\nPOINTS 7\nDATA "
     )
-    table = np.zeros(7, [("x", "f4"), ("y", "f4"), ("z", "f4"), ("t", "f8"), ("intensity", "f4")])
+    table = np.zeros(
+        7,
+        [
+            ("x", "f4"),
+            ("y", "f4"),
+            ("z", "f4"),
+            ("t", "f8"),
+            ("intensity", "f4"),
+        ],
+    )
     for column, name in enumerate(("x", "y", "z", "intensity")):
         table[name] = points[:, column]
     text = "\n".join(" ".join(f"{value:.9g}" for value in row) for row in table.tolist())

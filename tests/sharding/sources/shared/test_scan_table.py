@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.sample.schema import SCHEMA, Meta, decode_meta, encode_meta
+from fuelrail.pipeline.sample.schema import (
+    SCHEMA,
+    Meta,
+    decode_meta,
+    encode_meta,
+)
 from fuelrail.sharding.sources.shared.scan_table import (
     CLIP_NUMBER,
     ROWS_PER_BATCH,
@@ -69,7 +74,12 @@ def fill(path, lengths):
                         ),
                         Reference("l.npy", "x", 100),
                     ],
-                    {"location": clip, "night": None, "num_boxes": frame, "speed": 0.5},
+                    {
+                        "location": clip,
+                        "night": None,
+                        "num_boxes": frame,
+                        "speed": 0.5,
+                    },
                 )
         return out
 
@@ -93,7 +103,11 @@ def test_rows_come_back(tmp_path):
     ]
     for number, clip, frame in expected:
         row = table.row(number)
-        assert (row.clip, row.frame, row.timestamp_ns) == (clip, frame, frame * 10)
+        assert (row.clip, row.frame, row.timestamp_ns) == (
+            clip,
+            frame,
+            frame * 10,
+        )
         assert decode_meta(row.meta).key == row.key == f"{'abc'[clip]}-{frame:06d}"
         assert row.geometry == b"g" * frame
         assert row.boxes == (None if clip == 1 else b"boxes")
@@ -109,7 +123,13 @@ def test_rows_come_back(tmp_path):
         )
     assert np.array_equal(np.bincount(table.numbers("clip")), [3, ROWS_PER_BATCH, 2])
     attributes = pa.concat_tables(table.attribute_parts())
-    assert attributes.column_names == ["key", CLIP_NUMBER, "frame", "timestamp_ns", *ATTRIBUTES]
+    assert attributes.column_names == [
+        "key",
+        CLIP_NUMBER,
+        "frame",
+        "timestamp_ns",
+        *ATTRIBUTES,
+    ]
     ids = pa.array(["a", "b", "c"]).take(attributes[CLIP_NUMBER].combine_chunks())
     assert (
         frame_keys(ids, attributes["frame"].combine_chunks()).to_pylist()
@@ -121,7 +141,10 @@ def test_rows_come_back(tmp_path):
 
 small = st.binary(max_size=300)
 references = st.builds(
-    Reference, st.text("abc._", max_size=9), st.text(max_size=9), *3 * [st.integers(0, 2**27)]
+    Reference,
+    st.text("abc._", max_size=9),
+    st.text(max_size=9),
+    *3 * [st.integers(0, 2**27)],
 )
 
 
@@ -144,7 +167,11 @@ def test_any_row_comes_back_whatever_was_looked_at_before(rows):
         for number in reversed(range(len(rows))):
             geometry, boxes, members = rows[number]
             row = table.row(number)
-            assert (row.geometry, row.boxes, row.members) == (geometry, boxes, tuple(members))
+            assert (row.geometry, row.boxes, row.members) == (
+                geometry,
+                boxes,
+                tuple(members),
+            )
             assert row == decode_row(encoded[number])
             assert (row.key, row.frame) == (frame_key("a", number), number)
 
@@ -158,7 +185,12 @@ def test_size_is_what_the_sample_takes_in_a_tar(tmp_path):
         + tar_bytes(len(b"boxes") // 2)
     )
     assert table.numbers("size_bytes").tolist() == [small + tar_bytes(1000) + tar_bytes(50)]
-    assert (tar_bytes(0), tar_bytes(1), tar_bytes(512), tar_bytes(513)) == (512, 1024, 1024, 1536)
+    assert (tar_bytes(0), tar_bytes(1), tar_bytes(512), tar_bytes(513)) == (
+        512,
+        1024,
+        1024,
+        1536,
+    )
 
 
 def test_clip_ids_are_unique_and_legal(tmp_path):

@@ -13,7 +13,10 @@ import zstandard
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.files import source_files
-from fuelrail.sharding.sources.shared.tars import compressed_members, tar_members
+from fuelrail.sharding.sources.shared.tars import (
+    compressed_members,
+    tar_members,
+)
 from support.shared_data import shared_data
 
 FORMS = {
@@ -78,7 +81,10 @@ def test_tars_joined_by_cat_are_refused_or_read_whole(tmp_path, form):
         "a hole of 300 kB": pack(tar_of(CONTENT, end=False) + bytes(512 * 600) + tar_of(later)),
     }
     for name, data in joined.items():
-        with pytest.raises(SourceError, match=r"ends at byte \d+, and another member follows at"):
+        with pytest.raises(
+            SourceError,
+            match=r"ends at byte \d+, and another member follows at",
+        ):
             read(tmp_path, data, form)
         noted: Counter[str] = Counter()
         members = read(tmp_path, data, form, ignore_zeros=True, noted=noted)
@@ -101,7 +107,10 @@ def test_zeros_in_place_of_members_are_no_end(tmp_path, form):
     archive = tar_of(files)
     cut = len(tar_of(dict(list(files.items())[:6]), end=False))
     data = FORMS[form](archive[:cut] + bytes(len(archive) - cut))
-    with pytest.raises(SourceError, match=rf"bytes of zeros from byte {cut} on, more than the end"):
+    with pytest.raises(
+        SourceError,
+        match=rf"bytes of zeros from byte {cut} on, more than the end",
+    ):
         read(tmp_path, data, form)
     noted: Counter[str] = Counter()
     assert len(read(tmp_path, data, form, ignore_zeros=True, noted=noted)) == 6
@@ -121,7 +130,12 @@ def test_a_damaged_header_is_no_end(tmp_path, form):
     data[second + 150] ^= 1
     for ignore_zeros in (False, True):
         with pytest.raises(SourceError, match=f"has a damaged header, at byte {second}"):
-            read(tmp_path, FORMS[form](bytes(data)), form, ignore_zeros=ignore_zeros)
+            read(
+                tmp_path,
+                FORMS[form](bytes(data)),
+                form,
+                ignore_zeros=ignore_zeros,
+            )
 
 
 @pytest.mark.parametrize("ignore_zeros", [False, True])
@@ -138,7 +152,11 @@ def test_compressed_tars_that_are_cut_anywhere_are_refused(
     data = b"".join(frames)
     assert read(tmp_path, data, form) == CONTENT
     borders = np.cumsum([0, *map(len, frames)]).tolist()
-    for cut in {*range(1, len(data), 23), *range(len(data) - 12, len(data)), *borders[1:-1]}:
+    for cut in {
+        *range(1, len(data), 23),
+        *range(len(data) - 12, len(data)),
+        *borders[1:-1],
+    }:
         if ignore_zeros and cut in borders:
             continue
         with pytest.raises(SourceError):
@@ -162,8 +180,14 @@ def test_bytes_behind_a_compressed_tar_are_refused(tmp_path, form, rest):
         ("tar-cpython/testtar.tar", None),
         ("tar-ratarmount/single-file.tar", 1),
         ("tar-ratarmount/empty.tar", 0),
-        ("tar-ratarmount/concatenated.tar", "and another member follows at byte 10240"),
-        ("tar-libarchive/libarchive/test/test_read_format_tar_concatenated.tar", "another member"),
+        (
+            "tar-ratarmount/concatenated.tar",
+            "and another member follows at byte 10240",
+        ),
+        (
+            "tar-libarchive/libarchive/test/test_read_format_tar_concatenated.tar",
+            "another member",
+        ),
         ("tar-split/extranils.tar.gz", 1),
         ("tar-split/notenoughnils.tar.gz", "has no end"),
         ("tar-split/iso-8859.tar.gz", 1),
@@ -194,11 +218,31 @@ def header_of(kind, content) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "content", "says"),
     [
-        (tarfile.XHDTYPE, bytes(1 << 20), "a header of 1048576 bytes, of which at most 65536"),
-        (tarfile.XGLTYPE, bytes(1 << 20), "a header of 1048576 bytes, of which at most 65536"),
-        (tarfile.GNUTYPE_LONGNAME, b"x" * (1 << 20), "a header of 1048576 bytes"),
-        (tarfile.GNUTYPE_LONGLINK, b"x" * (1 << 20), "a header of 1048576 bytes"),
-        (tarfile.XHDTYPE, b"1" * 60_000, "a header has a number of more than 1,000 digits"),
+        (
+            tarfile.XHDTYPE,
+            bytes(1 << 20),
+            "a header of 1048576 bytes, of which at most 65536",
+        ),
+        (
+            tarfile.XGLTYPE,
+            bytes(1 << 20),
+            "a header of 1048576 bytes, of which at most 65536",
+        ),
+        (
+            tarfile.GNUTYPE_LONGNAME,
+            b"x" * (1 << 20),
+            "a header of 1048576 bytes",
+        ),
+        (
+            tarfile.GNUTYPE_LONGLINK,
+            b"x" * (1 << 20),
+            "a header of 1048576 bytes",
+        ),
+        (
+            tarfile.XHDTYPE,
+            b"1" * 60_000,
+            "a header has a number of more than 1,000 digits",
+        ),
     ],
     ids=["pax", "global pax", "long name", "long link", "digits"],
 )

@@ -24,6 +24,7 @@ def test_a_codec_that_nobody_knows_is_named(tmp_path):
     write_video(path, [np.zeros((48, 64, 3), np.uint8)] * 3)
     path.write_bytes(path.read_bytes().replace(b"avc1", b"\0vc1"))
     with pytest.raises(
-        SourceError, match=r"a\.mp4' has no video stream of a codec that FFmpeg knows"
+        SourceError,
+        match=r"a\.mp4' has no video stream of a codec that FFmpeg knows",
     ):
         VideoFile(str(path)).facts()

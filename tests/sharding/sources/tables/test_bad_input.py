@@ -40,21 +40,33 @@ BOX = {
 }
 BAD_WIDE = {
     "no clips": (without("clip_id"), "no column clip_id"),
-    "no time": (without("timestamp_ns"), r"no column of time, one of timestamp_ns"),
+    "no time": (
+        without("timestamp_ns"),
+        r"no column of time, one of timestamp_ns",
+    ),
     "no path": (without("cam.cam_left.path"), r"no column cam.cam_left.path"),
     "no calibration": (
         without("cam.cam_left.intrinsics"),
         r"row 0: the camera of .* has no intrinsics",
     ),
-    "clips apart": (move_rows, r"row 5: clip 'drive-0' comes again.*sort the table by clip_id"),
-    "twice": (lambda rows: [rows[0], *rows], r"row 1.*is also the time of row 0"),
+    "clips apart": (
+        move_rows,
+        r"row 5: clip 'drive-0' comes again.*sort the table by clip_id",
+    ),
+    "twice": (
+        lambda rows: [rows[0], *rows],
+        r"row 1.*is also the time of row 0",
+    ),
     "empty clip": (put(2, clip_id=""), r"row 2: clip_id is empty"),
     "unit": (in_units_of_us, r"row 0, column timestamp_us.*check the unit"),
     "text for time": (
         put(2, timestamp_ns="noon"),
         r"row 2, column timestamp_ns: \"noon\" is not int64",
     ),
-    "fraction": (put(0, timestamp_ns=1.5), r"row 0, column timestamp_ns: 1.5 is not int64"),
+    "fraction": (
+        put(0, timestamp_ns=1.5),
+        r"row 0, column timestamp_ns: 1.5 is not int64",
+    ),
     "NaN": (
         put(1, cam__cam_left__cam2ego__t=[0, float("nan"), 0]),
         r"row 1, column cam.cam_left.cam2ego: .*not finite",
@@ -91,8 +103,14 @@ BAD_WIDE = {
         put(3, cam__cam_back__intrinsics=[[0, 0, 0]] * 3),
         r"row 3, column cam.cam_back.intrinsics",
     ),
-    "out of the root": (put(0, cam__cam_left__path="../1.jpg"), "not inside the source"),
-    "absent file": (put(0, cam__cam_left__path="1.jpg"), r"1.jpg.*no file.*missing_camera=mask"),
+    "out of the root": (
+        put(0, cam__cam_left__path="../1.jpg"),
+        "not inside the source",
+    ),
+    "absent file": (
+        put(0, cam__cam_left__path="1.jpg"),
+        r"1.jpg.*no file.*missing_camera=mask",
+    ),
     "no range": (
         put(0, cam__cam_left__path="drive-0/cam_left/0.jpg#9+999999"),
         "999999 bytes in a file of",
@@ -131,7 +149,10 @@ BAD_WIDE = {
         put(0, ego2gobal=[1.0]),
         r"ego2gobal.*attributes are numbers.*did you mean.*ego2global",
     ),
-    "attribute of ours": (put(0, num_boxes=3), r"every dataset has a column num_boxes"),
+    "attribute of ours": (
+        put(0, num_boxes=3),
+        r"every dataset has a column num_boxes",
+    ),
     "a struct for boxes": (
         lambda rows: [{**row, "boxes": {"yaw": 1.0}} for row in rows],
         "expected a list of structs",
@@ -144,7 +165,10 @@ BAD_WIDE = {
         put(0, boxes=[{**BOX, "visibility": 258}]),
         r"frame 0: visibility of a box is 258, out of range",
     ),
-    "size": (put(0, cam__cam_left__width=2**40, cam__cam_left__height=9), r"1099511627776 x 9 px"),
+    "size": (
+        put(0, cam__cam_left__width=2**40, cam__cam_left__height=9),
+        r"1099511627776 x 9 px",
+    ),
     "two splits": (put(1, split="val"), r"row 1, column split"),
     "sensor of no word": (
         lambda rows: [{**row, "cam.FRONT-LEFT.path": "a.jpg"} for row in rows],
@@ -234,18 +258,34 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
     ("form", "data", "match"),
     [
         ("parquet", b"", "is empty"),
-        ("parquet", b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
+        (
+            "parquet",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "git-LFS pointer",
+        ),
         ("parquet", b"PAR1 and nothing", "cannot be read"),
-        ("jsonl", b'{"clip_id": "a"}\n{"clip_id": \n', "row 1: not a JSON object"),
+        (
+            "jsonl",
+            b'{"clip_id": "a"}\n{"clip_id": \n',
+            "row 1: not a JSON object",
+        ),
         (
             "jsonl",
             b'{"clip_id": "a"}\n{"clip_id": "name \xe9"}\n',
             "row 1: .*write the file as UTF-8",
         ),
         ("jsonl", b"\n", "no rows"),
-        ("csv", b"clip_id,timestamp_ns\na,1,2\n", "cannot be read.*Expected 2 columns, got 3"),
+        (
+            "csv",
+            b"clip_id,timestamp_ns\na,1,2\n",
+            "cannot be read.*Expected 2 columns, got 3",
+        ),
         ("jsonl", b"[" * 100_000, "row 0: not a JSON object"),
-        ("jsonl", b'{"a": ' * 100_000, "row 0: not a JSON object.*nested too deeply"),
+        (
+            "jsonl",
+            b'{"a": ' * 100_000,
+            "row 0: not a JSON object.*nested too deeply",
+        ),
         (
             "jsonl",
             partial(b'{"clip_id": "a"}\n'.ljust, 70 << 20),
@@ -253,7 +293,11 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         ),
         ("csv", b"clip_id,\xff\xfe\na,1\n", "cannot be read: 'utf-8'"),
         ("csv", b"clip_id,timestamp_ns\n\xff,1\n", "cannot be read: .*UTF8"),
-        ("csv", partial(b"clip_id,timestamp_ns\n".ljust, 9 << 20, b"a"), "cannot be read: .*block"),
+        (
+            "csv",
+            partial(b"clip_id,timestamp_ns\n".ljust, 9 << 20, b"a"),
+            "cannot be read: .*block",
+        ),
         ("csv", b"clip_id,timestamp_ns\na,noon\n", "cannot be read.*'noon'"),
         (
             "csv",
@@ -310,7 +354,10 @@ def test_floats_cannot_hold_nanoseconds(tmp_path):
     table = parquet.read_table(root / "frames.parquet")
     floats = table["timestamp_ns"].cast(pa.float64(), safe=False)
     position = table.schema.get_field_index("timestamp_ns")
-    parquet.write_table(table.set_column(position, "timestamp_ns", floats), root / "frames.parquet")
+    parquet.write_table(
+        table.set_column(position, "timestamp_ns", floats),
+        root / "frames.parquet",
+    )
     with pytest.raises(SourceError, match="cannot hold nanoseconds"):
         scan(root)
 
@@ -342,7 +389,8 @@ def test_csv_with_another_separator_is_refused(tmp_path):
     file = tmp_path / "frames.csv"
     file.write_text(file.read_text().replace(",", ";"))
     with pytest.raises(
-        SourceError, match=r"frames.csv' has the separator ';'; write it with commas"
+        SourceError,
+        match=r"frames.csv' has the separator ';'; write it with commas",
     ):
         scan(tmp_path)
 
@@ -350,7 +398,8 @@ def test_csv_with_another_separator_is_refused(tmp_path):
 def test_a_table_of_another_form_is_named(wide):
     (wide / "frames.jsonl").rename(wide / "frames.json")
     with pytest.raises(
-        SourceError, match=r"frames.json' must end with .parquet, .jsonl, .csv \(JSON lines"
+        SourceError,
+        match=r"frames.json' must end with .parquet, .jsonl, .csv \(JSON lines",
     ):
         scan(wide / "frames.json")
 

@@ -44,8 +44,14 @@ def test_other_types_are_cast_by_name(tmp_path):
         "timestamp_ns": ("timestamp", pa.timestamp("ns", "UTC")),
         "cam.cam_left.timestamp_us": ("cam.cam_left.timestamp_us", pa.uint64()),
         "cam.cam_left.path": ("cam.cam_left.path", pa.large_string()),
-        "cam.cam_left.cam2ego": ("cam.cam_left.cam2ego", pa.list_(pa.float64(), 16)),
-        "cam.cam_left.intrinsics": ("cam.cam_left.intrinsics", pa.large_list(pa.float64())),
+        "cam.cam_left.cam2ego": (
+            "cam.cam_left.cam2ego",
+            pa.list_(pa.float64(), 16),
+        ),
+        "cam.cam_left.intrinsics": (
+            "cam.cam_left.intrinsics",
+            pa.large_list(pa.float64()),
+        ),
     }
     for name, (new, kind) in changes.items():
         position = table.schema.get_field_index(name)
@@ -71,7 +77,10 @@ def test_corner_pixels_and_other_camera_axes(wide, tmp_path):
 
 
 def test_without_poses_they_are_the_identity_and_the_manifest_says_so(wide, tmp_path):
-    prefixes = ["ego2global", *(f"cam.{name}.ego2global" for name in make_world().cameras)]
+    prefixes = [
+        "ego2global",
+        *(f"cam.{name}.ego2global" for name in make_world().cameras),
+    ]
     names = [f"{prefix}.{part}" for prefix in prefixes for part in ("t", "q_wxyz", "q_xyzw")]
     edit(wide, without(*names, "boxes"))
     assert scan(wide).facts == {"poses": "none"}
@@ -103,9 +112,23 @@ def test_without_any_calibration_batches_lack_matrices_and_coefficients_of_camer
     with load(tmp_path / "out", points=True) as loader:
         batch = next(iter(loader))
     assert (
-        not {"intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
+        not {
+            "intrinsics",
+            "dist",
+            "cam2ego",
+            "cam2keyego",
+            "ego2img",
+            "lidar2img",
+        }
+        & batch.keys()
     )
-    assert {"img", "ego2global", "lidar2ego", "points", "gt_boxes_3d"} <= batch.keys()
+    assert {
+        "img",
+        "ego2global",
+        "lidar2ego",
+        "points",
+        "gt_boxes_3d",
+    } <= batch.keys()
 
 
 def test_a_frame_without_a_path_has_no_image(wide):
@@ -124,7 +147,11 @@ def test_measurements_too_far_from_the_frame_are_left_out(long):
     (long / "boxes.jsonl").unlink()
     assert (
         scan(
-            long, reference="cam_back", tolerance_ms=20.0, missing_camera="mask", points=False
+            long,
+            reference="cam_back",
+            tolerance_ms=20.0,
+            missing_camera="mask",
+            points=False,
         ).report.samples
         == 8
     )
@@ -141,12 +168,20 @@ def test_labels_of_some_frames_only(long, tmp_path):
 
     def change(rows):
         first_rows = [row for row in rows if row["timestamp_ns"] == times[0]]
-        empty = dict.fromkeys(first_rows[0]) | {"clip_id": "drive-0", "timestamp_ns": times[1]}
+        empty = dict.fromkeys(first_rows[0]) | {
+            "clip_id": "drive-0",
+            "timestamp_ns": times[1],
+        }
         return [*first_rows, empty]
 
     edit(long, change, "boxes")
     table = scanned("manifest", long, tmp_path, **OPTIONS).table
-    assert [table.row(number).boxes is None for number in range(4)] == [False, False, True, True]
+    assert [table.row(number).boxes is None for number in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_lists_without_a_box_say_that_frames_are_labelled(wide, tmp_path):
@@ -155,7 +190,11 @@ def test_lists_without_a_box_say_that_frames_are_labelled(wide, tmp_path):
         lambda rows: [{**row, "boxes": [] if index else None} for index, row in enumerate(rows)],
     )
     table = scanned("manifest", wide, tmp_path, **OPTIONS).table
-    assert [table.row(number).boxes is None for number in range(3)] == [True, False, False]
+    assert [table.row(number).boxes is None for number in range(3)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_free_columns_are_attributes_and_the_split_is_the_source_s(wide, tmp_path):
@@ -190,13 +229,23 @@ def facts_of(number: int) -> dict:
 @pytest.mark.costly
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
-    edit(wide, lambda rows: [{**row, **facts_of(number)} for number, row in enumerate(rows)])
+    edit(
+        wide,
+        lambda rows: [{**row, **facts_of(number)} for number, row in enumerate(rows)],
+    )
     fr.shard(
-        f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
+        f"manifest:{wide}",
+        tmp_path / "out",
+        workers=1,
+        options=OPTIONS,
+        splits={"train": 1.0},
     )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     names = ["action", "pose", "gear", "path", "caption", "braking"]
-    chosen = {"select": [*names, "night", "limit", "crew", "town"], "window": window}
+    chosen = {
+        "select": [*names, "night", "limit", "crew", "town"],
+        "window": window,
+    }
     with load(tmp_path / "out", 4, **chosen) as loader:
         loaded = list(loader)
         assert "town_valid" in str(loader.describe())
@@ -235,15 +284,28 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
 @pytest.mark.parametrize(
     ("attributes", "match"),
     [
-        (["gear", "nigth"], "no channel or attribute 'nigth'; did you mean 'night'"),
+        (
+            ["gear", "nigth"],
+            "no channel or attribute 'nigth'; did you mean 'night'",
+        ),
         (["frame"], "a batch has another entry 'frame'"),
-        ("night", "select='night' must be a list of names of channels and attributes"),
+        (
+            "night",
+            "select='night' must be a list of names of channels and attributes",
+        ),
     ],
 )
 def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match):
-    edit(wide, lambda rows: [{**row, "night": True, "gear": 1, "value.gear": 2} for row in rows])
+    edit(
+        wide,
+        lambda rows: [{**row, "night": True, "gear": 1, "value.gear": 2} for row in rows],
+    )
     fr.shard(
-        f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
+        f"manifest:{wide}",
+        tmp_path / "out",
+        workers=1,
+        options=OPTIONS,
+        splits={"train": 1.0},
     )
     with pytest.raises(ConfigError, match=match):
         load(tmp_path / "out", 2, select=attributes)
@@ -289,7 +351,10 @@ def test_a_byte_order_mark_is_passed_over_and_an_image_is_what_its_bytes_are(wid
     cv2.imwrite(str(image.with_suffix(".png")), cv2.imread(str(image)))
     image.with_suffix(".png").rename(image)
     row = scanned("manifest", wide, tmp_path, **OPTIONS).table.row(0)
-    assert {member.name for member in row.members} >= {"cam_left.png", "cam_front.jpg"}
+    assert {member.name for member in row.members} >= {
+        "cam_left.png",
+        "cam_front.jpg",
+    }
 
 
 def test_csv_of_spreadsheets(tmp_path):
@@ -327,7 +392,13 @@ def test_paths_may_be_below_a_root_and_name_it(tmp_path, paths):
                 row[name] = f"{'tar:' if is_tar else ''}{root}/{row[name].removeprefix('tar:')}"
 
     edit(tables, absolute)
-    named = scanned("manifest", tables, tmp_path / "absolute", **OPTIONS, root=f"file://{root}/")
+    named = scanned(
+        "manifest",
+        tables,
+        tmp_path / "absolute",
+        **OPTIONS,
+        root=f"file://{root}/",
+    )
     assert [named.table.row(number).members for number in range(len(named.table))] == members
     assert named.source.options == below.source.options
     assert str(tmp_path) not in json.dumps(named.source.options), (
@@ -346,7 +417,10 @@ def test_a_root_may_be_a_url(wide, tmp_path):
     (wide / "frames.jsonl").rename(tmp_path / "tables/frames.jsonl")
     edit(
         tmp_path / "tables",
-        put(0, cam__cam_left__path="memory://bucket/drive/drive-0/cam_left/0.jpg"),
+        put(
+            0,
+            cam__cam_left__path="memory://bucket/drive/drive-0/cam_left/0.jpg",
+        ),
     )
     options = {**OPTIONS, "root": "memory://bucket/drive"}
     assert scan_source(SourceSpec("manifest", str(tmp_path / "tables"), options)).num_samples == 8
@@ -370,7 +444,13 @@ def test_nan_in_json_lines_is_null_and_counted(wide):
 
 def test_columns_that_all_datasets_have(wide):
     """Those that are worked out may be given; those of the index are refused, with advice."""
-    columns = {"weather": "rain", "speed_mps": 3, "hour_utc": 7.5, "vehicle": "v", "log_id": "l"}
+    columns = {
+        "weather": "rain",
+        "speed_mps": 3,
+        "hour_utc": 7.5,
+        "vehicle": "v",
+        "log_id": "l",
+    }
     edit(wide, lambda rows: [{**row, **columns} for row in rows])
     edit(wide, put(3, speed_mps=None))
     fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
@@ -437,5 +517,8 @@ def test_a_column_of_csv_that_becomes_another_type_is_named(tmp_path, monkeypatc
     lines[-1] = lines[-1].rpartition(",")[0] + ",007"
     text = "\n".join(["clip_id,timestamp_ns,cam.f.path,code", *lines])
     (tmp_path / "frames.csv").write_text(text)
-    with pytest.raises(SourceError, match="column code is int64 in the first rows, and has a text"):
+    with pytest.raises(
+        SourceError,
+        match="column code is int64 in the first rows, and has a text",
+    ):
         scan(tmp_path)

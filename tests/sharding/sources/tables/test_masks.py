@@ -47,7 +47,10 @@ def drive(tmp_path):
         jpeg = simplejpeg.encode_jpeg(np.full((*SIZE, 3), 60 * number, np.uint8))
         (root / f"{number}.jpg").write_bytes(jpeg)
         write_mask(root / f"{number}.png", number)
-        cv2.imwrite(str(root / f"i{number}.png"), picture(number).astype(np.uint16) * 300)
+        cv2.imwrite(
+            str(root / f"i{number}.png"),
+            picture(number).astype(np.uint16) * 300,
+        )
         row = {
             "clip_id": "a",
             "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
@@ -79,10 +82,21 @@ def test_the_numbers_are_those_of_the_files(drive, tmp_path):
         if number < 3:
             expected = picture(number).astype(np.uint16) * 300
             np.testing.assert_array_equal(batch["instance_front"][sample], expected)
-    valid = dict(zip(batch["frame"].tolist(), batch["instance_front_valid"].tolist(), strict=True))
+    valid = dict(
+        zip(
+            batch["frame"].tolist(),
+            batch["instance_front_valid"].tolist(),
+            strict=True,
+        )
+    )
     assert valid == {0: True, 1: True, 2: True, 3: False}
     # A mask moves as the image does.
-    flipped = {**image, "train": True, "flip_prob": 1.0, "resize_range": (1.0, 1.0)}
+    flipped = {
+        **image,
+        "train": True,
+        "flip_prob": 1.0,
+        "resize_range": (1.0, 1.0),
+    }
     (batch,) = batches(tmp_path / "out", 4, shuffle=False, channels=channels, image=flipped)
     for sample, number in enumerate(batch["frame"].tolist()):
         np.testing.assert_array_equal(batch["mask_front"][sample], picture(number)[:, ::-1])
@@ -91,11 +105,26 @@ def test_the_numbers_are_those_of_the_files(drive, tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"mask.Front.path": "none.png"}, r"none.png' is not there; leave the column mask.Front"),
-        ({"mask.Frnt.path": "0.png"}, r"of the camera 'Frnt', .*did you mean 'Front'"),
-        ({"mask.Front.path": "0.jpg"}, r"'0.jpg' is no PNG: other formats change the numbers"),
-        ({"mask.Front.path": "rgb.png"}, r"'rgb.png' has colours: a mask has one number a pixel"),
-        ({"mask.Front.path": "small.png"}, r"16 x 12 pixels; on the image of 'front'"),
+        (
+            {"mask.Front.path": "none.png"},
+            r"none.png' is not there; leave the column mask.Front",
+        ),
+        (
+            {"mask.Frnt.path": "0.png"},
+            r"of the camera 'Frnt', .*did you mean 'Front'",
+        ),
+        (
+            {"mask.Front.path": "0.jpg"},
+            r"'0.jpg' is no PNG: other formats change the numbers",
+        ),
+        (
+            {"mask.Front.path": "rgb.png"},
+            r"'rgb.png' has colours: a mask has one number a pixel",
+        ),
+        (
+            {"mask.Front.path": "small.png"},
+            r"16 x 12 pixels; on the image of 'front'",
+        ),
         ({"mask.Front.path": "../x.png"}, r"is not inside the source"),
         ({"mask.Front.foo": 3}, r"the column mask.Front.foo"),
     ],

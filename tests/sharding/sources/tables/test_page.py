@@ -28,10 +28,14 @@ def test_the_page_s_table_is_a_dataset(tmp_path, monkeypatch, capsys):
         simplejpeg.encode_jpeg(zeros((900, 1600, 3), "uint8"))
     )
     parquet.write_table(
-        pa.Table.from_pylist(eval(textwrap.dedent(rows.strip()))), data / "frames.parquet"
+        pa.Table.from_pylist(eval(textwrap.dedent(rows.strip()))),
+        data / "frames.parquet",
     )
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"`fuelrail ([^`]*mydata[^`]*|inspect OUT)`", PAGE.split("## Columns")[0])
+    commands = re.findall(
+        r"`fuelrail ([^`]*mydata[^`]*|inspect OUT)`",
+        PAGE.split("## Columns")[0],
+    )
     assert len(commands) == 3
     for command in commands:
         assert main([*command.split()]) == 0, command

@@ -25,7 +25,14 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
             row["token"]: row
             for row in json.loads((root / "v1.0-derived" / f"{name}.json").read_text())
         }
-        for name in ("scene", "sample", "sample_data", "ego_pose", "calibrated_sensor", "sensor")
+        for name in (
+            "scene",
+            "sample",
+            "sample_data",
+            "ego_pose",
+            "calibrated_sensor",
+            "sensor",
+        )
     }
     data = []
     poses = {}
@@ -43,7 +50,8 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
     for clip, row, channel, calibrated, pose in data:
         sample = tables["sample"][row["sample_token"]]
         frame = frames.setdefault(
-            row["sample_token"], {"clip_id": clip, "timestamp_us": sample["timestamp"]}
+            row["sample_token"],
+            {"clip_id": clip, "timestamp_us": sample["timestamp"]},
         )
         frame |= {
             "ego2global.t": pose["translation"],
@@ -57,12 +65,19 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
             f"cam.{channel}.ego2global.q_wxyz": pose["rotation"],
         }
     write_table(
-        tmp_path, "frames", sorted(frames.values(), key=lambda row: row["clip_id"]), "jsonl"
+        tmp_path,
+        "frames",
+        sorted(frames.values(), key=lambda row: row["clip_id"]),
+        "jsonl",
     )
     ours, _, table = scanned("manifest", tmp_path, tmp_path)
     (tmp_path / "theirs").mkdir()
     theirs, _, expected = scanned(
-        "nuscenes", root, tmp_path / "theirs", version="v1.0-derived", points=False
+        "nuscenes",
+        root,
+        tmp_path / "theirs",
+        version="v1.0-derived",
+        points=False,
     )
     assert len(table) == len(expected) == 3
     by_time = {expected.row(number).timestamp_ns: expected.row(number) for number in range(3)}
@@ -80,7 +95,16 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
         order = [channels.index(member.name.partition(".")[0]) for member in expected_row.members]
         mine = decode_arrays(manifest_row.geometry, Geometry)
         geometry = decode_arrays(expected_row.geometry, Geometry)
-        for name in ("cam_timestamp_ns", "intrinsics", "cam2ego", "cam_ego2global", "img_wh"):
+        for name in (
+            "cam_timestamp_ns",
+            "intrinsics",
+            "cam2ego",
+            "cam_ego2global",
+            "img_wh",
+        ):
             np.testing.assert_allclose(
-                getattr(mine, name)[order], getattr(geometry, name), atol=1e-9, err_msg=name
+                getattr(mine, name)[order],
+                getattr(geometry, name),
+                atol=1e-9,
+                err_msg=name,
             )

@@ -29,7 +29,13 @@ from fuelrail.sharding.sources.shared.video import VideoFile
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.images import scale_geometry, transcode
 from fuelrail.sharding.write.staging import stage_clips
-from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
+from support.manifest_world import (
+    GROUPS,
+    as_video,
+    write_long,
+    write_video,
+    write_wide,
+)
 from support.shared_data import shared_data
 from support.source_suite import DAMAGES, SourceSuite
 from support.source_world import make_world, samples_of
@@ -85,7 +91,8 @@ class TestWide(SourceSuite):
                 assert np.abs(decoded - expected).mean() < 40
 
     @pytest.mark.parametrize(
-        "images", [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}]
+        "images",
+        [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}],
     )
     def test_smaller_images_are_scaled_and_encoded_once_as_they_are_decoded(
         self, tmp_path, monkeypatch, images
@@ -93,9 +100,19 @@ class TestWide(SourceSuite):
         """As a full-size JPEG of quality 100 that is scaled; geometry follows, and staging takes the smaller bytes."""
         spec = self.spec(tmp_path)
         options = {**self.options, "video_quality": 100}
-        run = partial(shard, num_workers=1, progress=Quiet(), engine=LocalEngine(1, "threads"))
+        run = partial(
+            shard,
+            num_workers=1,
+            progress=Quiet(),
+            engine=LocalEngine(1, "threads"),
+        )
         full = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
-        small = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0}, images=images)
+        small = make_recipe(
+            seed=7,
+            shard_size_bytes=1 << 16,
+            splits={"train": 1.0},
+            images=images,
+        )
         run(spec._replace(options=options), tmp_path / "whole", full)
         expected = samples_of(tmp_path / "whole")
         staged = []
@@ -132,7 +149,12 @@ class TestWide(SourceSuite):
         world = self.world(num_frames=8)
         spec = self.spec(tmp_path, world)
         columns = ", ".join(self.options["lidar_columns"])
-        arguments = ["-o", "boxes_in=global", "-o", f"lidar_columns=[{columns}]"]
+        arguments = [
+            "-o",
+            "boxes_in=global",
+            "-o",
+            f"lidar_columns=[{columns}]",
+        ]
         command = [
             "shard",
             f"manifest:{spec.location}",
@@ -165,7 +187,11 @@ class TestWide(SourceSuite):
             for data in sample.images.values()
         ]
         all_frames, full, half, as_given = video.options
-        assert (all_frames.num_images, full.num_images, as_given.num_images) == (
+        assert (
+            all_frames.num_images,
+            full.num_images,
+            as_given.num_images,
+        ) == (
             video.num_frames,
             len(jpegs),
             len(jpegs),
@@ -211,7 +237,24 @@ def write_rows(root: Path, paths: dict[str, list[str | None]], **columns) -> Non
         for name, camera_paths in paths.items():
             row[f"cam.{name}.path"] = camera_paths[number]
             row[f"cam.{name}.intrinsics"] = [80.0, 0, 48, 0, 80, 24, 0, 0, 1]
-            row[f"cam.{name}.cam2ego"] = [0.0, 0, 1, 0, -1, 0, 0, 0, 0, -1, 0, 1, 0, 0, 0, 1]
+            row[f"cam.{name}.cam2ego"] = [
+                0.0,
+                0,
+                1,
+                0,
+                -1,
+                0,
+                0,
+                0,
+                0,
+                -1,
+                0,
+                1,
+                0,
+                0,
+                0,
+                1,
+            ]
         rows.append({**row, **columns})
     (root / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -243,7 +286,11 @@ def read_numbers(out: Path, bits: int = 6) -> dict[str, list[int | None]]:
 
 def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, monkeypatch):
     write_video(tmp_path / "front.mp4", [draw_number(number) for number in range(30)])
-    write_video(tmp_path / "back.h264", [draw_number(number) for number in range(30)], "h264")
+    write_video(
+        tmp_path / "back.h264",
+        [draw_number(number) for number in range(30)],
+        "h264",
+    )
     numbers = [0, 21, 3, 29, 8, 9, 10]
     write_rows(
         tmp_path,
@@ -255,10 +302,15 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
     instances: list[Videos] = []
     init = Videos.__init__
     monkeypatch.setattr(
-        Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), instances.append(self))[0]
+        Videos,
+        "__init__",
+        lambda self, *a, **k: (init(self, *a, **k), instances.append(self))[0],
     )
     make(tmp_path, tmp_path / "out")
-    assert read_numbers(tmp_path / "out") == {"front": numbers, "back": numbers[::-1]}
+    assert read_numbers(tmp_path / "out") == {
+        "front": numbers,
+        "back": numbers[::-1],
+    }
     # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
     assert sum(videos.num_decoded for videos in instances) <= 30 + 12 + 10
 
@@ -267,7 +319,11 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
 def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
     root = shared_data("video-made")
     monkeypatch.setenv(LINKED, str(root))
-    for name in ("front_h264_bframes_vfr.mp4", "left_h264_intra.mp4", "front_cut_without_moov.mp4"):
+    for name in (
+        "front_h264_bframes_vfr.mp4",
+        "left_h264_intra.mp4",
+        "front_cut_without_moov.mp4",
+    ):
         (tmp_path / name).symlink_to(root / name)
     rows = range(24)
     write_rows(
@@ -278,10 +334,14 @@ def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
         },
     )
     make(tmp_path, tmp_path / "out")
-    assert read_numbers(tmp_path / "out", bits=5) == {"front": [*rows], "left": [*rows]}
+    assert read_numbers(tmp_path / "out", bits=5) == {
+        "front": [*rows],
+        "left": [*rows],
+    }
     write_rows(tmp_path, {"front": ["front_cut_without_moov.mp4#frame=0"]})
     with pytest.raises(
-        SourceError, match=r"row 0, column cam\.\w+\.path: video .*front_cut_without_moov.*cut off"
+        SourceError,
+        match=r"row 0, column cam\.\w+\.path: video .*front_cut_without_moov.*cut off",
     ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
@@ -300,7 +360,11 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
         "a.mp4#frame=5",
         r"row 1, column cam\.\w+\.path: 'a.mp4#frame=5': the video has 5 frames, counted from 0",
     )
-    check_refused(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
+    check_refused(
+        tmp_path,
+        "b.mp4#frame=1",
+        r"frame 1 has no image of front '.*b.mp4' \(no file\)",
+    )
     check_refused(
         tmp_path,
         "a.mp4#frame=1",
@@ -321,7 +385,9 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
     )
     (tmp_path / "b.mp4").write_bytes(b"")
     check_refused(
-        tmp_path, "b.mp4#frame=1", r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened"
+        tmp_path,
+        "b.mp4#frame=1",
+        r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened",
     )
     with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as file:
         stream = file.add_stream("mpeg4", rate=10)
@@ -330,7 +396,11 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
         stream.pix_fmt = "yuv420p"
         file.mux(stream.encode(av.VideoFrame.from_ndarray(draw_number(0), "rgb24")))
         file.mux(stream.encode(None))
-    check_refused(tmp_path, "c.mp4#frame=0", r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'")
+    check_refused(
+        tmp_path,
+        "c.mp4#frame=0",
+        r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'",
+    )
     assert content == (tmp_path / "a.mp4").read_bytes()
 
 
@@ -403,7 +473,8 @@ def test_a_raw_stream_without_a_keyframe_at_its_start_has_no_numbers(tmp_path):
     (tmp_path / "a.h264").write_bytes(b"".join(packets[2:]))
     write_rows(tmp_path, {"front": ["a.h264#frame=0"]})
     with pytest.raises(
-        SourceError, match=r"row 0, column cam\.\w+\.path: .*does not begin with a keyframe.*cut it"
+        SourceError,
+        match=r"row 0, column cam\.\w+\.path: .*does not begin with a keyframe.*cut it",
     ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
@@ -439,7 +510,17 @@ def test_a_rotation_flag_is_refused_by_name(tmp_path):
     data = bytearray((tmp_path / "a.mp4").read_bytes())
     position = data.index(b"tkhd") + 4 + 40
     unit = 1 << 16
-    assert struct.unpack_from(">9i", data, position) == (unit, 0, 0, 0, unit, 0, 0, 0, 1 << 30)
+    assert struct.unpack_from(">9i", data, position) == (
+        unit,
+        0,
+        0,
+        0,
+        unit,
+        0,
+        0,
+        0,
+        1 << 30,
+    )
     struct.pack_into(">9i", data, position, 0, unit, 0, -unit, 0, 0, 0, 0, 1 << 30)
     (tmp_path / "a.mp4").write_bytes(data)
     write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
@@ -451,7 +532,10 @@ def test_a_video_at_a_url_is_refused(tmp_path):
     write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
     url = "memory://test_video_at_a_url"
     fs = fsspec.filesystem("memory")
-    fs.pipe_file("/test_video_at_a_url/frames.jsonl", (tmp_path / "frames.jsonl").read_bytes())
+    fs.pipe_file(
+        "/test_video_at_a_url/frames.jsonl",
+        (tmp_path / "frames.jsonl").read_bytes(),
+    )
     try:
         with pytest.raises(
             SourceError,
@@ -464,7 +548,10 @@ def test_a_video_at_a_url_is_refused(tmp_path):
 
 def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
     """A small preview stands before the video."""
-    write_video(tmp_path / "small.mp4", [draw_number(number)[:64, :64] for number in range(6)])
+    write_video(
+        tmp_path / "small.mp4",
+        [draw_number(number)[:64, :64] for number in range(6)],
+    )
     write_video(tmp_path / "large.mp4", [draw_number(number) for number in range(6)])
     with (
         av.open(str(tmp_path / "small.mp4")) as small,
@@ -472,7 +559,10 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
         av.open(str(tmp_path / "a.mp4"), "w") as file,
     ):
         pairs = [
-            (container, file.add_stream_from_template(container.streams.video[0]))
+            (
+                container,
+                file.add_stream_from_template(container.streams.video[0]),
+            )
             for container in (small, large)
         ]
         pairs[1][1].disposition = Disposition.default  # else the first of an mp4 is
@@ -492,10 +582,13 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
 
 
 @pytest.mark.costly
-def test_a_table_of_a_terabyte_of_zeros_is_named_and_not_searched_for_videos(tmp_path):
+def test_a_table_of_a_terabyte_of_zeros_is_named_and_not_searched_for_videos(
+    tmp_path,
+):
     with (tmp_path / "frames.jsonl").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(
-        SourceError, match=r"frames\.jsonl': a row after row 0 has \d+ bytes, of which at most"
+        SourceError,
+        match=r"frames\.jsonl': a row after row 0 has \d+ bytes, of which at most",
     ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))

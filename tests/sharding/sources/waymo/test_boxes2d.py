@@ -62,7 +62,12 @@ def read_frames(tmp_path, kind, root, **options):
 
 def kitti(root, **changes):
     world = as_kitti(
-        make_world(num_clips=1, num_frames=2, cameras={"image_2": (64, 48)}, lidars=("lidar",))
+        make_world(
+            num_clips=1,
+            num_frames=2,
+            cameras={"image_2": (64, 48)},
+            lidars=("lidar",),
+        )
     )
     for number, (_, _, frame) in enumerate(world.frames()):
         write_object(root / "training", number, frame)
@@ -81,7 +86,11 @@ def test_kitti_s_boxes_are_rows_of_the_boxes_in_space(tmp_path):
             "DontCare is left out"
         )
         assert boxes["row"].tolist() == [0, 1, 2]
-        assert [classes[label] for label in boxes["label"]] == ["Car", "Pedestrian", "Car"]
+        assert [classes[label] for label in boxes["label"]] == [
+            "Car",
+            "Pedestrian",
+            "Car",
+        ]
         assert boxes["instance_id"].tolist() == [-1] * 3
 
 
@@ -105,7 +114,10 @@ def test_waymo_s_labels_in_images(tmp_path, form):
         assert front["box"].tolist() == [[16, 8, 24, 12], [4, 4.5, 6, 7.5]], (
             "the centre of the first pixel is 0"
         )
-        assert [classes[label] for label in front["label"]] == ["vehicle", "pedestrian"]
+        assert [classes[label] for label in front["label"]] == [
+            "vehicle",
+            "pedestrian",
+        ]
         assert front["instance_id"].tolist() == [stable_id("a"), stable_id("b")]
         assert front["row"].tolist() == [-1, -1]
         assert not len(frame["cam_side_left"]["box"])
@@ -116,7 +128,13 @@ def test_t4_s_annotations_in_images(tmp_path):
     root = shared_data("t4-sample")
     tables = {
         name: json.loads((root / "annotation" / f"{name}.json").read_text())
-        for name in ("object_ann", "category", "sample_data", "sample_annotation", "sample")
+        for name in (
+            "object_ann",
+            "category",
+            "sample_data",
+            "sample_annotation",
+            "sample",
+        )
     }
     classes, frames = read_frames(tmp_path, "t4", root)
     names = {row["token"]: row["name"] for row in tables["category"]}
@@ -145,7 +163,10 @@ def test_t4_s_annotations_in_images(tmp_path):
         ]
         for boxes in frame.values():
             for row, track in zip(boxes["row"], boxes["instance_id"], strict=True):
-                assert (stable_id(tracks[row]) if row >= 0 else -1) in (track, -1)
+                assert (stable_id(tracks[row]) if row >= 0 else -1) in (
+                    track,
+                    -1,
+                )
 
 
 def test_boxes_in_the_wrong_order_or_not_finite_are_named(tmp_path):

@@ -22,7 +22,14 @@ from support.sharding import scanned
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
 from support.source_world import World, make_world
-from support.waymo_files import CAMERAS, field, map_feature, map_point, message, write_segment
+from support.waymo_files import (
+    CAMERAS,
+    field,
+    map_feature,
+    map_point,
+    message,
+    write_segment,
+)
 
 CROSSING = np.array([(50.0, 5, 1), (54, 5, 1), (54, 15, 1), (50, 15, 1)])
 MARKING = np.array([(38.0, -20, 0), (38.5, 0, 0), (36.25, 30, 0)])
@@ -31,28 +38,46 @@ SIGN = np.array([(47.0, 9, 2)])
 OFFSET = np.array([3.0, -2.0, 0.5])
 """Of Waymo's frames: the map is drawn here."""
 NAMES = {
-    "nuscenes": {"ped_crossing": "crossing", "lane_divider": "marking", "road_divider": "edge"},
+    "nuscenes": {
+        "ped_crossing": "crossing",
+        "lane_divider": "marking",
+        "road_divider": "edge",
+    },
     "waymo": {
         "crosswalk": "crossing",
         "road_line": "marking",
         "road_edge": "edge",
         "stop_sign": "sign",
     },
-    "t4": {"ped_crossing": "crossing", "lane_marking": "marking", "road_border": "edge"},
+    "t4": {
+        "ped_crossing": "crossing",
+        "lane_marking": "marking",
+        "road_border": "edge",
+    },
 }
-LAYERS = {"nuscenes": maps.LAYERS, "waymo": waymo_maps.MAP_LAYERS, "t4": lanelet2.MAP_LAYERS}
+LAYERS = {
+    "nuscenes": maps.LAYERS,
+    "waymo": waymo_maps.MAP_LAYERS,
+    "t4": lanelet2.MAP_LAYERS,
+}
 
 
 def write(kind, root) -> World:
     """One clip of the world with the map, in a format."""
     sizes = dict.fromkeys(
-        CAMERAS if kind == "waymo" else ("cam_front", "cam_back", "cam_left"), (64, 48)
+        CAMERAS if kind == "waymo" else ("cam_front", "cam_back", "cam_left"),
+        (64, 48),
     )
     lidars = () if kind == "waymo" else ("lidar_top",)
     world = make_world(num_clips=1, num_frames=2, cameras=sizes, lidars=lidars, num_boxes=0)
     if kind == "waymo":
         first, last = world.clips[0].frames
-        drawn = {"crosswalk": CROSSING, "road_line": MARKING, "road_edge": EDGE, "stop_sign": SIGN}
+        drawn = {
+            "crosswalk": CROSSING,
+            "road_line": MARKING,
+            "road_edge": EDGE,
+            "stop_sign": SIGN,
+        }
         first.map_features = [
             map_feature(number, kind, line + OFFSET)
             for number, (kind, line) in enumerate(drawn.items())
@@ -138,7 +163,8 @@ def test_a_map_is_the_same_about_ego_in_each_format(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "noted"), [("waymo", "segments without a map"), ("t4", "datasets without a map")]
+    ("kind", "noted"),
+    [("waymo", "segments without a map"), ("t4", "datasets without a map")],
 )
 def test_what_has_no_map_is_counted(tmp_path, kind, noted):
     root = tmp_path / "source"
@@ -166,8 +192,14 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not a Lanelet2 map, or it is cut off: line 1: no element found"),
-        (GOOD[: len(GOOD) // 2], "is not a Lanelet2 map, or it is cut off: line 2: "),
+        (
+            "",
+            "is not a Lanelet2 map, or it is cut off: line 1: no element found",
+        ),
+        (
+            GOOD[: len(GOOD) // 2],
+            "is not a Lanelet2 map, or it is cut off: line 2: ",
+        ),
         ("<html/>", "its first element is 'html', wanted is 'osm'"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (
@@ -191,7 +223,10 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
             "lanelet 3 refers to way 9, which is not in",
         ),
         (osm(way(1, EDGE), lanelet(3, 1, 0)), "lanelet 3 has no right way"),
-        (GOOD.replace("<node id='0'", "<node", 1), "line 2: an element has no 'id'"),
+        (
+            GOOD.replace("<node id='0'", "<node", 1),
+            "line 2: an element has no 'id'",
+        ),
         (LAUGHS, "it declares entities"),
         (
             "<!DOCTYPE osm [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><osm>&x;</osm>",
@@ -218,7 +253,8 @@ def test_bounds_of_a_lanelet_may_run_either_way():
         == list(map(list, expected))
     )
     vector_map, _ = lanelet2.parse_map(
-        osm(way(1, left_bound), way(2, right_bound, "", 9), lanelet(3, 1, 2)).encode(), "m"
+        osm(way(1, left_bound), way(2, right_bound, "", 9), lanelet(3, 1, 2)).encode(),
+        "m",
     )
     assert vector_map.lines[0].tolist() == list(map(list, expected))
     deleted = osm(
@@ -237,7 +273,10 @@ LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
     ("data", "message"),
     [
         (field(10, LANE)[:-5], "field 10 has .* bytes, .* are left"),
-        (field(10, message((4, message((2, message((1, 4.0))))))), "a place without y"),
+        (
+            field(10, message((4, message((2, message((1, 4.0))))))),
+            "a place without y",
+        ),
         (
             field(10, map_feature(1, "road_line", [(np.nan, 0, 0), (1, 1, 1)])),
             r"vertex at \[nan, 0.0\]",
@@ -274,7 +313,8 @@ def test_points_of_waymo_in_any_form_are_read():
         map_feature(4, "driveway", points),
     ]
     vector_map = waymo_maps.parse_map(
-        b"".join(field(10, feature) for feature in features) + field(11, b""), "m"
+        b"".join(field(10, feature) for feature in features) + field(11, b""),
+        "m",
     )
     assert [waymo_maps.MAP_LAYERS[layer] for layer in vector_map.layers] == [
         "road_line",

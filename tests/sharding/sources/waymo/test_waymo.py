@@ -50,14 +50,20 @@ class TestWaymo(AtUrl, SourceSuite):
     def write(self, world, root):
         for number, clip in enumerate(world.clips):
             folder = root / ("training", "validation")[number % 2]
-            write_segment(folder / f"segment-{clip.name}_with_camera_labels.tfrecord", clip)
+            write_segment(
+                folder / f"segment-{clip.name}_with_camera_labels.tfrecord",
+                clip,
+            )
         return str(root)
 
     def test_metadata_and_attributes(self, made):
         sample = next(iter(samples_of(made.folder / "out").values()))
         np.testing.assert_allclose(sample.geometry.dist[0][:5], [0.04, -0.3, 1e-3, -1e-3, 0])
         front = sample.meta.cameras["cam_front"]
-        assert (front.dist_model, front.rolling_shutter) == ("opencv_radtan", "left_to_right")
+        assert (front.dist_model, front.rolling_shutter) == (
+            "opencv_radtan",
+            "left_to_right",
+        )
         assert front.exposure_ns == 2_500_000
         assert abs(front.readout_ns - 42_500_000) < 2000
         rows = pq.read_table(made.folder / "out" / "attributes.parquet").to_pylist()
@@ -87,7 +93,10 @@ def test_one_file_is_a_source(tmp_path):
 
 def test_less_than_a_hundredth_of_the_bytes_is_read(tmp_path, monkeypatch):
     world = TestWaymo().world(
-        num_clips=1, noise=True, cameras=dict.fromkeys(CAMERAS, (480, 360)), num_boxes=40
+        num_clips=1,
+        noise=True,
+        cameras=dict.fromkeys(CAMERAS, (480, 360)),
+        num_boxes=40,
     )
     file = tmp_path / "one.tfrecord"
     write_segment(file, world.clips[0])
@@ -125,17 +134,26 @@ def test_points_of_a_damaged_range_image(tmp_path):
     file, world = one_segment(tmp_path)
     frame = world.clips[0].frames[0]
     for laser, text in (
-        (message((1, 1), (2, message((2, b"no zlib")))), "range images cannot be read"),
+        (
+            message((1, 1), (2, message((2, b"no zlib")))),
+            "range images cannot be read",
+        ),
         (
             message((1, 1), (2, message((2, zlib.compress(bytes(99)))))),
             "range images cannot be read",
         ),
         (
-            message((1, 1), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))),
+            message(
+                (1, 1),
+                (2, message((2, matrix(np.ones((2, 2, 4), np.float32))))),
+            ),
             "4 inclinations for 2 rows",
         ),
         (
-            message((1, 4), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))),
+            message(
+                (1, 4),
+                (2, message((2, matrix(np.ones((2, 2, 4), np.float32))))),
+            ),
             "lidar 4 has no calibration",
         ),
     ):
@@ -178,13 +196,22 @@ BAD = {
         lambda data: b"version https://git-lfs.github.com/spec/v1\n",
         r"is a git-LFS pointer",
     ),
-    "no TFRecord": (lambda data: bytes(range(200)), r"record 0 at byte 0 is not a TFRecord"),
+    "no TFRecord": (
+        lambda data: bytes(range(200)),
+        r"record 0 at byte 0 is not a TFRecord",
+    ),
     "cut off": (
         lambda data: data[:-5],
         r"record 3 at byte \d+ is cut off: it ends at \d+, the file has",
     ),
-    "cut off in a length": (lambda data: data + b"\x01\x02", r"record 4 at byte \d+ is cut off"),
-    "a flipped bit in a length": (flip_bit(3), r"record 0 at byte 0 is not a TFRecord: the CRC32C"),
+    "cut off in a length": (
+        lambda data: data + b"\x01\x02",
+        r"record 4 at byte \d+ is cut off",
+    ),
+    "a flipped bit in a length": (
+        flip_bit(3),
+        r"record 0 at byte 0 is not a TFRecord: the CRC32C",
+    ),
     "more than records": (
         lambda data: data + bytes(99),
         r"record 4 at byte \d+ does not begin with a length",
@@ -221,7 +248,8 @@ def test_a_flipped_bit_in_a_picture_is_found_when_all_bytes_are_read(tmp_path):
     file.write_bytes(flip_bit(position)(data))
     assert scanned(file).num_samples == 4
     with pytest.raises(
-        SourceError, match=r"record 0 at byte 0: the CRC32C of its \d+ bytes does not agree"
+        SourceError,
+        match=r"record 0 at byte 0: the CRC32C of its \d+ bytes does not agree",
     ):
         scanned(file, payload_crc=True)
 
@@ -235,7 +263,8 @@ def test_frames_that_are_wrong(tmp_path):
         scanned(file)
     file.write_bytes(record(frame_message("one", frames[0], without=("cam_side_left",))))
     with pytest.raises(
-        SourceError, match="camera SIDE_LEFT has no calibration; the context has FRONT, FRONT_LEFT"
+        SourceError,
+        match="camera SIDE_LEFT has no calibration; the context has FRONT, FRONT_LEFT",
     ):
         scanned(file)
     front = field(4, image_message("cam_front", frames[0].images["cam_front"]))
@@ -294,7 +323,12 @@ def test_a_real_frame(tmp_path, monkeypatch):
     """Against a reading of every byte with the numbers of fields of `dataset.proto`."""
     file = shared_data("waymo-perception") / "pvps_data_one_frame.tfrecord"
     assert bytes_read(file, monkeypatch) < file.stat().st_size / 100
-    report = fr.shard(f"waymo:{file}", tmp_path / "out", workers=1, options={"payload_crc": True})
+    report = fr.shard(
+        f"waymo:{file}",
+        tmp_path / "out",
+        workers=1,
+        options={"payload_crc": True},
+    )
     assert (report.num_samples, report.num_clips) == (1, 1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
     (sample,) = samples_of(tmp_path / "out").values()
@@ -320,13 +354,22 @@ def test_a_real_frame(tmp_path, monkeypatch):
             == [calibrations[index + 1][4][0], calibrations[index + 1][5][0]]
         )
         np.testing.assert_allclose(
-            geometry.cam_ego2global[index].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9
+            geometry.cam_ego2global[index].ravel(),
+            doubles(decode(image[3][0])[1]),
+            atol=1e-9,
         )
         assert abs(geometry.cam_timestamp_ns[index] / 1e9 - doubles(image[5])[0]) < 1e-6
         lens = doubles(calibrations[index + 1][2])
         k = geometry.intrinsics[index]
         np.testing.assert_allclose(
-            [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[index][:5]], lens
+            [
+                k[0, 0],
+                k[1, 1],
+                k[0, 2] + 0.5,
+                k[1, 2] + 0.5,
+                *geometry.dist[index][:5],
+            ],
+            lens,
         )
         assert geometry.cam2ego[index][:2, 2] @ looks[index + 1] > 0.95, f"{name} looks elsewhere"
         assert geometry.cam2ego[index][2, 1] < -0.95, "a camera's y is down"

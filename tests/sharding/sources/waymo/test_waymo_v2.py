@@ -46,7 +46,10 @@ class TestWaymoParquet(AtUrl, SourceSuite):
         assert {(row["night"], row["rain"], row["location"]) for row in rows} == {
             (False, False, "location_phx")
         }
-        assert made.scan.info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
+        assert made.scan.info.splits == {
+            "train": ["drive-0"],
+            "val": ["drive-1"],
+        }
 
 
 class TestWithLidar(TestWaymoParquet):
@@ -71,7 +74,13 @@ class TestWithLidar(TestWaymoParquet):
         plain = parquet_lidar._image
 
         def counted(batch, row, column, depth, where):
-            read.append((column, batch.column("key.frame_timestamp_micros")[row].as_py(), where))
+            read.append(
+                (
+                    column,
+                    batch.column("key.frame_timestamp_micros")[row].as_py(),
+                    where,
+                )
+            )
             return plain(batch, row, column, depth, where)
 
         monkeypatch.setattr(parquet_lidar, "_image", counted)
@@ -88,8 +97,14 @@ class TestWithLidar(TestWaymoParquet):
         source, _, table = scanned(spec.kind, spec.location, tmp_path)
         (ref,) = [member.ref for member in table.row(0).members if member.name == "lidar.npy"]
         for values, message in (
-            ([[[2, *shape[1:]] for shape in shapes]], r"drive-0.parquet': lidar \d: .*\d+ numbers"),
-            (None, r"has no column '\[LiDARComponent\].range_image_return1.shape'"),
+            (
+                [[[2, *shape[1:]] for shape in shapes]],
+                r"drive-0.parquet': lidar \d: .*\d+ numbers",
+            ),
+            (
+                None,
+                r"has no column '\[LiDARComponent\].range_image_return1.shape'",
+            ),
         ):
             column(file("lidar"), f"{part}.shape", values)(root)
             with pytest.raises(SourceError, match=message):
@@ -115,7 +130,10 @@ POSE = "[VehiclePoseComponent].world_from_vehicle.transform"
 TIME = "key.frame_timestamp_micros"
 CAMERA = "key.camera_name"
 BAD = {
-    "no images": (gone("camera_image"), r"camera_image/drive-0\.parquet' is not there"),
+    "no images": (
+        gone("camera_image"),
+        r"camera_image/drive-0\.parquet' is not there",
+    ),
     "no calibration": (
         gone("camera_calibration"),
         r"camera_calibration/drive-0\.parquet' is not there",
@@ -170,7 +188,11 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path, name):
 
 def test_single_precision_and_boxes_when_a_camera_sees_them(tmp_path):
     root, spec = one_segment(tmp_path)
-    column(file("vehicle_pose"), POSE, lambda values: values.cast(pa.list_(pa.float32(), 16)))(root)
+    column(
+        file("vehicle_pose"),
+        POSE,
+        lambda values: values.cast(pa.list_(pa.float32(), 16)),
+    )(root)
     assert scan_source(spec).report.boxes == 12
     assert scan_source(spec._replace(options={"boxes": "camera_synced"})).report.boxes == 11
     shutil.rmtree(root / "lidar_box")
@@ -195,7 +217,9 @@ def test_a_real_file_of_poses():
     source = make_source(SourceSpec("waymo_v2", str(root), {}))
     (clip,) = source.clips()
     rows = read_parquet(
-        source.files, clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)}
+        source.files,
+        clip.files[2],
+        {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)},
     )
     expected = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
     assert rows[TIME].tolist() == [row[TIME] for row in expected]

@@ -74,7 +74,12 @@ def test_it_is_loaded_and_verified_where_it_was_written(base, bucket) -> None:
     write_layer(base, url)
     image = {"height": 32, "width": 48}
     with DataLoader(
-        base, 3, shuffle=False, layers={"t": url}, transforms={"image": image}, num_workers=1
+        base,
+        3,
+        shuffle=False,
+        layers={"t": url},
+        transforms={"image": image},
+        num_workers=1,
     ) as loader:
         rows = [
             (row, loss)
@@ -103,7 +108,11 @@ def test_annotate_writes_to_a_url(base, bucket, tmp_path) -> None:
     def model(batch):
         return {"mean": batch["img"].float().flatten(1).mean(1)}
 
-    options = {"batch_size": 4, "transforms": {"image": {"height": 32, "width": 48}}, "workers": 1}
+    options = {
+        "batch_size": 4,
+        "transforms": {"image": {"height": 32, "width": 48}},
+        "workers": 1,
+    }
     local_report = annotate(base, tmp_path / "mean", model, **options)
     url_report = annotate(base, "s3://layers/annotated/mean", model, **options)
     assert url_report.fingerprint == local_report.fingerprint is not None

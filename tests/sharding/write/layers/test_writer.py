@@ -65,7 +65,11 @@ def test_bytes_do_not_depend_on_who_wrote_what(base, tmp_path, monkeypatch) -> N
     expected = digests(write_layer(base, tmp_path / "a" / "teacher"))
     assert len([name for name in expected if name.endswith(".tar")]) > 1
     for number, split in enumerate(
-        ([range(12)], [range(5, 12), range(6)], [range(k, 12, 4) for k in range(4)])
+        (
+            [range(12)],
+            [range(5, 12), range(6)],
+            [range(k, 12, 4) for k in range(4)],
+        )
     ):
         out = tmp_path / str(number) / "teacher"
         for positions in split:
@@ -157,7 +161,10 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
             {"logits": np.zeros(10, np.float32), "loss": np.float32(0)},
             "float32.*the table has float16",
         ),
-        ({"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)}, "NaN at .* forbids"),
+        (
+            {"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)},
+            "NaN at .* forbids",
+        ),
         (
             {"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)},
             "an infinity at .* forbids",
@@ -167,9 +174,18 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
             {**values_of(0), "logits": torch.zeros(10, dtype=torch.bfloat16)},
             "'logits': numpy cannot take Tensor: ",
         ),
-        ({**values_of(0), "caption": b"text"}, "'caption' is bytes; kind 'text' takes str"),
-        ({**values_of(0), "caption": "\ud800"}, "'caption' cannot be stored as UTF-8"),
-        ({**values_of(0), "logit": 1}, "no channel 'logit'; it has: logits, loss, caption"),
+        (
+            {**values_of(0), "caption": b"text"},
+            "'caption' is bytes; kind 'text' takes str",
+        ),
+        (
+            {**values_of(0), "caption": "\ud800"},
+            "'caption' cannot be stored as UTF-8",
+        ),
+        (
+            {**values_of(0), "logit": 1},
+            "no channel 'logit'; it has: logits, loss, caption",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, message) -> None:
@@ -237,7 +253,8 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
     ):
         segment.write_bytes(damaged)
         with pytest.raises(
-            DatasetError, match=r"segments/000000000000-\w+\.rows' is damaged: remove it"
+            DatasetError,
+            match=r"segments/000000000000-\w+\.rows' is damaged: remove it",
         ):
             writer.finish()
     (work / "layer.json").write_bytes(b"{")
@@ -257,14 +274,19 @@ def test_what_lies_on_images_is_not_bound_to_images_of_other_sizes(base, tmp_pat
         "axes": ["point", "column"],
         "shape": [None, 2],
         "columns": ["u", "v"],
-        "law": {"name": "image_points", "camera": "cam_back", "roles": {"points": [["u", "v"]]}},
+        "law": {
+            "name": "image_points",
+            "camera": "cam_back",
+            "roles": {"points": [["u", "v"]]},
+        },
     }
     with LayerWriter(base, tmp_path / "layer", channels=[points]) as writer:
         writer.write(0, {"kp": np.ones((1, 2), np.float32)})
     writer.finish(partial=True)
     build_dataset(tmp_path / "small", {"train": (3,)}, back_size=(48, 32))
     with pytest.raises(
-        DatasetError, match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]"
+        DatasetError,
+        match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]",
     ):
         rebase_layer(tmp_path / "layer", tmp_path / "small", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -299,18 +321,28 @@ def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(
 ) -> None:
     LayerWriter(base, tmp_path / "teacher", channels=TABLE)
     with pytest.raises(
-        DatasetExistsError, match=r"layer: channels\.loss: {.* there, none here; channels\.caption"
+        DatasetExistsError,
+        match=r"layer: channels\.loss: {.* there, none here; channels\.caption",
     ):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[:1])
     with pytest.raises(
         DatasetExistsError,
         match=r"layer: channels\.logits\.shape: \[10\] there, \[9\] here; choose",
     ):
-        LayerWriter(base, tmp_path / "teacher", channels=[{**TABLE[0], "shape": [9]}, *TABLE[1:]])
+        LayerWriter(
+            base,
+            tmp_path / "teacher",
+            channels=[{**TABLE[0], "shape": [9]}, *TABLE[1:]],
+        )
     with pytest.raises(DatasetExistsError, match="the order of its channels is another"):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[::-1])
     with pytest.raises(DatasetExistsError, match=r'view\.kind: none there, "per_view" here'):
-        LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView("per_view", 1, {}))
+        LayerWriter(
+            base,
+            tmp_path / "teacher",
+            channels=TABLE,
+            view=LayerView("per_view", 1, {}),
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +365,10 @@ def test_a_view_without_epoch_and_settings_is_refused(base, tmp_path, fields) ->
     manifest = json.loads((layer / "dataset.json").read_text())
     manifest["view"] = fields
     (layer / "dataset.json").write_text(json.dumps(manifest))
-    with pytest.raises(ManifestError, match=r"at 'view': a view of kind .* has epoch and settings"):
+    with pytest.raises(
+        ManifestError,
+        match=r"at 'view': a view of kind .* has epoch and settings",
+    ):
         open_layer("teacher", layer, open_dataset(base))
 
 
@@ -353,17 +388,26 @@ def test_attributes_that_are_not_the_members_values_are_found(base, tmp_path, st
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda table: table.drop_columns(["loss"]), "the channels of the layer make"),
+        (
+            lambda table: table.drop_columns(["loss"]),
+            "the channels of the layer make",
+        ),
         (
             lambda table: table.append_column("night", pa.array([True] * 3)),
             "the channels of the layer make",
         ),
-        (lambda table: table.drop_columns(["clip_id"]), "has no column 'clip_id'"),
+        (
+            lambda table: table.drop_columns(["clip_id"]),
+            "has no column 'clip_id'",
+        ),
     ],
 )
 def test_other_columns_of_a_layers_attributes_are_found(base, tmp_path, edit, says) -> None:
     layer = write_layer(base, tmp_path / "teacher", positions=[3, 4, 6])
-    pq.write_table(edit(pq.read_table(layer / "attributes.parquet")), layer / "attributes.parquet")
+    pq.write_table(
+        edit(pq.read_table(layer / "attributes.parquet")),
+        layer / "attributes.parquet",
+    )
     mend(layer)
     (fault,) = verify(layer).faults
     assert fault.file == "attributes.parquet"
@@ -410,7 +454,8 @@ def test_rows_of_a_writer_that_ends_after_a_partial_layer_are_not_lost_in_silenc
         writer.write(4, values_of(4))
     writer.finish(partial=True)
     with pytest.raises(
-        DatasetError, match=r"finished with partial=True while .* of positions 5: finish"
+        DatasetError,
+        match=r"finished with partial=True while .* of positions 5: finish",
     ):
         late.flush()
 
@@ -458,15 +503,23 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     layer = write_layer(base, tmp_path / "teacher")
     build_dataset(tmp_path / "other", {"train": (2,)}, seed=5)
     with pytest.raises(
-        ManifestError, match=r"belongs to dataset .* give the dataset that it was made for"
+        ManifestError,
+        match=r"belongs to dataset .* give the dataset that it was made for",
     ):
         open_layer("teacher", layer, open_dataset(tmp_path / "other"))
     newer = tmp_path / "newer"
     build_dataset(newer, {"train": (3, 4), "val": (5, 2)})
-    with pytest.raises(ManifestError, match=r"2 samples have no value: .*`fuelrail layer rebase"):
+    with pytest.raises(
+        ManifestError,
+        match=r"2 samples have no value: .*`fuelrail layer rebase",
+    ):
         open_layer("teacher", layer, open_dataset(newer))
     report = rebase_layer(layer, newer, tmp_path / "rebased")
-    assert (report.num_rows, report.num_without_value, report.num_unused) == (12, 2, 0)
+    assert (report.num_rows, report.num_without_value, report.num_unused) == (
+        12,
+        2,
+        0,
+    )
     assert (tmp_path / "rebased" / "layer-000000.tar").samefile(layer / "layer-000000.tar")
     rebased = open_layer("teacher", tmp_path / "rebased", open_dataset(newer), "mask")
     assert rebased.rows is not None
@@ -496,7 +549,8 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
         rebase_layer(layer, newer, tmp_path / "rebased")
     (layer / "layer-000000.tar").unlink()
     with pytest.raises(
-        DatasetError, match=r"teacher' has no file layer-000000\.tar; bring it back"
+        DatasetError,
+        match=r"teacher' has no file layer-000000\.tar; bring it back",
     ):
         rebase_layer(layer, newer, tmp_path / "again")
     assert not (tmp_path / "again").exists()
@@ -513,7 +567,8 @@ def test_a_full_disk_is_one_error(base, tmp_path) -> None:
     with (
         small_files(512),  # the file of attributes is open by then
         pytest.raises(
-            DatasetError, match="File too large; rows that were published are kept; run the same"
+            DatasetError,
+            match="File too large; rows that were published are kept; run the same",
         ),
     ):
         writer.finish()
@@ -521,7 +576,10 @@ def test_a_full_disk_is_one_error(base, tmp_path) -> None:
     assert not verify(tmp_path / "layer", deep=True).faults
     with (
         small_files(64),
-        pytest.raises(DatasetError, match="File too large; files that were linked are kept; run"),
+        pytest.raises(
+            DatasetError,
+            match="File too large; files that were linked are kept; run",
+        ),
     ):
         rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")
     rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")

@@ -15,7 +15,10 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, decode_meta
 from fuelrail.sharding.api import shard, verify
-from fuelrail.sharding.sources.nuscenes.extras.boxes2d import _FACES, image_bounds
+from fuelrail.sharding.sources.nuscenes.extras.boxes2d import (
+    _FACES,
+    image_bounds,
+)
 from support.nuscenes_radar import add_radar_files
 from support.nuscenes_tables import build_nuscenes, opened_by_devkit
 from support.sharding import scanned
@@ -29,7 +32,11 @@ SIZE = (640, 360)
 def nuscenes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("boxes2d") / "root"
     return build_nuscenes(
-        root, {"scene-0061": 3, "scene-0103": 2}, cameras=CAMERAS, size=(640, 480), num_tracks=9
+        root,
+        {"scene-0061": 3, "scene-0103": 2},
+        cameras=CAMERAS,
+        size=(640, 480),
+        num_tracks=9,
     )
 
 
@@ -98,7 +105,9 @@ def test_cut_off_boxes_bound_what_is_left() -> None:
         if area > 1 and len(matches):
             polygon = polygon.reshape(-1, 2)
             np.testing.assert_allclose(
-                bounds[matches[0]], [*polygon.min(0), *polygon.max(0)], atol=0.05
+                bounds[matches[0]],
+                [*polygon.min(0), *polygon.max(0)],
+                atol=0.05,
             )
             cut += not (
                 np.abs(bounds[matches[0]] - [*hull.min((0, 1)), *hull.max((0, 1))]) < 0.01
@@ -181,7 +190,9 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(nuscenes, tmp_path
             assert tokens["instance"][box_index] == record["instance_token"]
             assert tokens["visibility"][box_index] == record["visibility_token"]
             np.testing.assert_allclose(
-                boxes.boxes3d[box_index, 3:5], [record["size"][1], record["size"][0]], atol=1e-6
+                boxes.boxes3d[box_index, 3:5],
+                [record["size"][1], record["size"][0]],
+                atol=1e-6,
             )
             assert (
                 ids.setdefault(record["instance_token"], boxes.instance_id[box_index])
@@ -194,10 +205,21 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(nuscenes, tmp_path
 def test_a_dataset_with_all_groups_is_sound(nuscenes, tmp_path) -> None:
     add_radar_files(nuscenes)
     options = {
-        "channels": ["boxes2d", "tokens", "trajectories", "description", "radar"],
+        "channels": [
+            "boxes2d",
+            "tokens",
+            "trajectories",
+            "description",
+            "radar",
+        ],
         "radar_sweeps": 1,
     }
-    shard(f"nuscenes:{nuscenes.root}", tmp_path / "out", workers=1, options=options)
+    shard(
+        f"nuscenes:{nuscenes.root}",
+        tmp_path / "out",
+        workers=1,
+        options=options,
+    )
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     names = [channel.name for channel in dataset.manifest.extra_channels]
@@ -225,10 +247,16 @@ def test_a_dataset_with_all_groups_is_sound(nuscenes, tmp_path) -> None:
 
 def test_without_annotations_there_are_no_channels_of_boxes(tmp_path) -> None:
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",), num_tracks=0
+        tmp_path / "root",
+        {"scene-0061": 2},
+        cameras=("CAM_FRONT",),
+        num_tracks=0,
     )
     _, info, table = scanned(
-        "nuscenes", nuscenes.root, tmp_path, channels=["boxes2d", "tokens", "trajectories"]
+        "nuscenes",
+        nuscenes.root,
+        tmp_path,
+        channels=["boxes2d", "tokens", "trajectories"],
     )
     assert [channel.name for channel in info.channels] == ["ego_trajectory"]
     assert [member.name for member in table.row(0).members][-1] == "ego_trajectory.npy"
@@ -236,13 +264,21 @@ def test_without_annotations_there_are_no_channels_of_boxes(tmp_path) -> None:
 
 def test_images_that_are_not_rectified_are_refused(tmp_path) -> None:
     nuscenes = build_nuscenes(tmp_path / "root", {"scene-0061": 1}, cameras=("CAM_FRONT",))
-    nuscenes.tables["calibrated_sensor"][0]["camera_distortion"] = [0.1, 0.0, 0.0, 0.0, 0.0]
+    nuscenes.tables["calibrated_sensor"][0]["camera_distortion"] = [
+        0.1,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     nuscenes.write("calibrated_sensor")
     with pytest.raises(SourceError, match=r"'cam_front' is not rectified.*leave out 'boxes2d'"):
         scanned("nuscenes", nuscenes.root, tmp_path, channels=["boxes2d"])
 
 
-def test_a_channel_of_the_same_name_beside_the_tables_is_refused(tmp_path) -> None:
+def test_a_channel_of_the_same_name_beside_the_tables_is_refused(
+    tmp_path,
+) -> None:
     nuscenes = build_nuscenes(tmp_path / "root", {"scene-0061": 1}, cameras=("CAM_FRONT",))
     entry = {
         "name": "description",

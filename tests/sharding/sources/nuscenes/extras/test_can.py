@@ -15,7 +15,11 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_meta
 from fuelrail.sharding.api import shard, verify
-from fuelrail.sharding.sources.nuscenes.extras.can import MESSAGES, can_channel, parse_can
+from fuelrail.sharding.sources.nuscenes.extras.can import (
+    MESSAGES,
+    can_channel,
+    parse_can,
+)
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import scanned
 from support.shared_data import shared_data
@@ -32,7 +36,8 @@ def flat(record: dict[str, Any], message: str) -> list[float]:
 def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="nuscenes-devkit's CAN bus module plots")
     api = pytest.importorskip(
-        "nuscenes.can_bus.can_bus_api", reason="nuscenes-devkit is not installed"
+        "nuscenes.can_bus.can_bus_api",
+        reason="nuscenes-devkit is not installed",
     )
     root = shared_data("nuscenes-mini")
     devkit = api.NuScenesCanBus(dataroot=str(root))
@@ -54,10 +59,13 @@ def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
             m for m in devkit.get_messages(meta.clip_name, "pose") if after < m["utime"] <= until
         ]
         np.testing.assert_array_equal(
-            values[:, 1:], np.array([flat(m, "pose") for m in expected]).reshape(-1, 16)
+            values[:, 1:],
+            np.array([flat(m, "pose") for m in expected]).reshape(-1, 16),
         )
         np.testing.assert_allclose(
-            values[:, 0], [(until - m["utime"]) * 1e-6 for m in expected], atol=1e-9
+            values[:, 0],
+            [(until - m["utime"]) * 1e-6 for m in expected],
+            atol=1e-9,
         )
         num_rows.append(len(values))
     assert max(num_rows) in range(24, 27)  # 50 Hz over 0.5 s
@@ -83,7 +91,9 @@ def test_a_dataset_of_real_messages_is_sound(tmp_path) -> None:
 
 def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"scene-0061": 4, "scene-0103": 2}, cameras=("CAM_FRONT",)
+        tmp_path / "root",
+        {"scene-0061": 4, "scene-0103": 2},
+        cameras=("CAM_FRONT",),
     )
     (nuscenes.root / "can_bus").mkdir()
     rng = np.random.default_rng(0)
@@ -104,7 +114,14 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
     source, info, table = scanned("nuscenes", nuscenes.root, tmp_path, channels=["can", "map"])
     assert info.report.noted == {"samples without files of channels=[map]": 6}
     assert [channel.name for channel in info.channels] == [f"can_{message}" for message in MESSAGES]
-    assert [len(table.row(number).members) - 2 for number in range(6)] == [6, 6, 6, 6, 0, 0]
+    assert [len(table.row(number).members) - 2 for number in range(6)] == [
+        6,
+        6,
+        6,
+        6,
+        0,
+        0,
+    ]
     for channel in info.channels:
         message = channel.source_name
         rows = [
@@ -120,7 +137,9 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
 def test_series_are_read_by_time(tmp_path) -> None:
     """Against the messages of the files, at any time of the scene; frames that the rate leaves out lose none."""
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"scene-0061": 6, "scene-0553": 2}, cameras=("CAM_FRONT",)
+        tmp_path / "root",
+        {"scene-0061": 6, "scene-0553": 2},
+        cameras=("CAM_FRONT",),
     )
     (nuscenes.root / "can_bus").mkdir()
     times = [row["timestamp"] for row in nuscenes.tables["sample"]][:6]
@@ -135,15 +154,29 @@ def test_series_are_read_by_time(tmp_path) -> None:
     (nuscenes.root / "can_bus" / "scene-0061_steeranglefeedback.json").write_text(
         json.dumps(records)
     )
-    options = {"channels": ["can"], "series": True, "rate": 0.7, "points": False}
-    shard(f"nuscenes:{nuscenes.root}", tmp_path / "out", workers=1, options=options)
+    options = {
+        "channels": ["can"],
+        "series": True,
+        "rate": 0.7,
+        "points": False,
+    }
+    shard(
+        f"nuscenes:{nuscenes.root}",
+        tmp_path / "out",
+        workers=1,
+        options=options,
+    )
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
-    assert (channel.name, channel.description) == ("can_steeranglefeedback", "columns: value [rad]")
+    assert (channel.name, channel.description) == (
+        "can_steeranglefeedback",
+        "columns: value [rad]",
+    )
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     window = {channel.name: {"from": -1.6, "to": 0.4, "hz": 10}}
     transforms = Transforms(
-        image=ImageAugment(height=16, width=24, resize="stretch"), select=[channel.name]
+        image=ImageAugment(height=16, width=24, resize="stretch"),
+        select=[channel.name],
     )
     truth = {
         record["utime"]: record["value"]
@@ -168,7 +201,9 @@ def test_series_are_read_by_time(tmp_path) -> None:
             assert batch[f"{channel.name}_valid"][0].tolist() == is_known
             expected = np.interp(moments, sorted_times, [truth[time] for time in sorted_times])
             np.testing.assert_allclose(
-                batch[channel.name][0, is_known, 0], expected[is_known], atol=1e-4
+                batch[channel.name][0, is_known, 0],
+                expected[is_known],
+                atol=1e-4,
             )
     assert sorted(clips) == ["scene-0061"] * 2 + ["scene-0553"]
     with pytest.raises(ConfigError, match=r"series=true needs signals: channels=\[can\]"):
@@ -177,7 +212,13 @@ def test_series_are_read_by_time(tmp_path) -> None:
 
 def test_units_and_columns_belong_together() -> None:
     channel = can_channel("pose")
-    assert channel.columns[:5] == ("dt_s", "accel_x", "accel_y", "accel_z", "orientation_w")
+    assert channel.columns[:5] == (
+        "dt_s",
+        "accel_x",
+        "accel_y",
+        "accel_z",
+        "orientation_w",
+    )
     assert channel.units[-1] == "m/s"
 
 
@@ -197,7 +238,10 @@ GOOD = {"utime": 5, "value": 0.5}
         ('[{"utime": 5, "value": 1e999}]', "is not a list of messages"),
         (json.dumps([{**GOOD, "utime": 10**30}]), "is not a list of messages"),
         (json.dumps([{**GOOD, "utime": -1}]), "is not a list of messages"),
-        (json.dumps([GOOD, {**GOOD, "utime": 4}]), "message 1 of 4 us is earlier"),
+        (
+            json.dumps([GOOD, {**GOOD, "utime": 4}]),
+            "message 1 of 4 us is earlier",
+        ),
         ("[" * 100_000, "is not a list of messages"),
     ],
 )
@@ -211,4 +255,10 @@ def test_a_hostile_scene_name_leads_nowhere(tmp_path) -> None:
     nuscenes = build_nuscenes(tmp_path / "root", {"../../evil": 1}, cameras=("CAM_FRONT",))
     for series in (False, True):
         with pytest.raises(SourceError, match="is not inside the source"):
-            scanned("nuscenes", nuscenes.root, tmp_path, channels=["can"], series=series)
+            scanned(
+                "nuscenes",
+                nuscenes.root,
+                tmp_path,
+                channels=["can"],
+                series=series,
+            )

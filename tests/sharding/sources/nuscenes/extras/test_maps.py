@@ -19,7 +19,9 @@ from support.nuscenes_tables import build_nuscenes
 
 
 def expansion(
-    rng: np.random.Generator, number: int = 12, place: tuple[float, float] = (0.0, 0.0)
+    rng: np.random.Generator,
+    number: int = 12,
+    place: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, Any]:
     """A small map of lines and of polygons with a hole, in the layout of the expansion."""
     content: dict[str, Any] = {
@@ -41,7 +43,11 @@ def expansion(
         points = np.cumsum(rng.normal(0, 25, (9, 2)), 0) + place
         content["line"].append({"token": f"l{line_index}", "node_tokens": chain(points)})
         content["lane_divider"].append(
-            {"token": f"d{line_index}", "line_token": f"l{line_index}", "lane_divider_segments": []}
+            {
+                "token": f"d{line_index}",
+                "line_token": f"l{line_index}",
+                "lane_divider_segments": [],
+            }
         )
         hole = [{"node_tokens": chain(points[:3] + 1.0)}]
         polygon = {
@@ -54,7 +60,10 @@ def expansion(
             {"token": f"c{line_index}", "polygon_token": f"p{line_index}"}
         )
     content["drivable_area"].append(
-        {"token": "a", "polygon_tokens": [f"p{index}" for index in range(number)]}
+        {
+            "token": "a",
+            "polygon_tokens": [f"p{index}" for index in range(number)],
+        }
     )
     return content
 
@@ -103,11 +112,16 @@ def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
 
 def test_the_window_is_in_ego(tmp_path) -> None:
     vector_map = parse_map(
-        json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(), "m"
+        json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(),
+        "m",
     )
     yaw = 0.7
     pose = np.array(
-        [[np.cos(yaw), -np.sin(yaw), 0, 510.0], [np.sin(yaw), np.cos(yaw), 0, 880.0], [0, 0, 1, 0]]
+        [
+            [np.cos(yaw), -np.sin(yaw), 0, 510.0],
+            [np.sin(yaw), np.cos(yaw), 0, 880.0],
+            [0, 0, 1, 0],
+        ]
     )
     vectors = window(vector_map, pose)
     back = vectors["point"].astype(np.float64) @ pose[:2, :2].T + pose[:2, 3]
@@ -132,7 +146,12 @@ def test_a_dataset_with_maps_is_sound(tmp_path) -> None:
     (nuscenes.root / "maps" / "expansion").mkdir()
     file = nuscenes.root / "maps" / "expansion" / "testville.json"
     file.write_text(json.dumps(expansion(np.random.default_rng(2), place=(400.0, 1100.0))))
-    shard(f"nuscenes:{nuscenes.root}", tmp_path / "out", workers=1, options={"channels": ["map"]})
+    shard(
+        f"nuscenes:{nuscenes.root}",
+        tmp_path / "out",
+        workers=1,
+        options={"channels": ["map"]},
+    )
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
@@ -140,7 +159,12 @@ def test_a_dataset_with_maps_is_sound(tmp_path) -> None:
     assert len(value["point"]) > 20
     assert np.abs(value["point"]).max() <= np.float32(HALF_M)
     file.unlink()
-    shard(f"nuscenes:{nuscenes.root}", tmp_path / "none", workers=1, options={"channels": ["map"]})
+    shard(
+        f"nuscenes:{nuscenes.root}",
+        tmp_path / "none",
+        workers=1,
+        options={"channels": ["map"]},
+    )
     assert open_dataset(tmp_path / "none").manifest.extra_channels == ()
 
 
@@ -156,8 +180,14 @@ GOOD = expansion(np.random.default_rng(3), 1)
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (json.dumps({**GOOD, "node": []}), "names the token 'n"),
         (json.dumps({**GOOD, "polygon": []}), "names the token 'p0'"),
-        (json.dumps({**GOOD, "lane_divider": [{"line_token": 5}]}), "must be text; got "),
-        (json.dumps(GOOD).replace('"x": ', '"x": 1e999, "z": ', 1), "is not a map"),
+        (
+            json.dumps({**GOOD, "lane_divider": [{"line_token": 5}]}),
+            "must be text; got ",
+        ),
+        (
+            json.dumps(GOOD).replace('"x": ', '"x": 1e999, "z": ', 1),
+            "is not a map",
+        ),
         ("[" * 100_000, "is not a map"),
     ],
 )

@@ -55,7 +55,11 @@ def test_radar_points_are_those_of_nuscenes_devkit(nuscenes, tmp_path, num_sweep
     from nuscenes.utils.data_classes import RadarPointCloud
 
     source, info, table = scanned(
-        "nuscenes", nuscenes.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps
+        "nuscenes",
+        nuscenes.root,
+        tmp_path,
+        channels=["radar"],
+        radar_sweeps=num_sweeps,
     )
     assert [channel.name for channel in info.channels] == ["radar_front"]
     RadarPointCloud.disable_filters()
@@ -65,7 +69,12 @@ def test_radar_points_are_those_of_nuscenes_devkit(nuscenes, tmp_path, num_sweep
             points = points_of(source, info, row)
             sample = devkit.get("sample", decode_meta(row.meta).sample_token)
             cloud, dt_s = RadarPointCloud.from_file_multisweep(
-                devkit, sample, "RADAR_FRONT", "LIDAR_TOP", nsweeps=num_sweeps + 1, min_distance=0.0
+                devkit,
+                sample,
+                "RADAR_FRONT",
+                "LIDAR_TOP",
+                nsweeps=num_sweeps + 1,
+                min_distance=0.0,
             )
             geometry = decode_arrays(row.geometry, Geometry)
             lidar2ego = geometry.lidar2ego[0]
@@ -113,7 +122,8 @@ def test_velocities_turn_with_the_points(nuscenes, tmp_path) -> None:
         np.testing.assert_allclose(points[:, columns], flat[:, :2], atol=1e-4)
     moved = LAWS["ego_points"].move(points, info.channels[0], Motion(ego=BevMap(flip_y=True)))
     np.testing.assert_allclose(
-        moved[:, list(FIELDS).index("vy_comp")], -points[:, list(FIELDS).index("vy_comp")]
+        moved[:, list(FIELDS).index("vy_comp")],
+        -points[:, list(FIELDS).index("vy_comp")],
     )
 
 
@@ -144,12 +154,19 @@ def test_a_radar_file_that_is_absent_is_named(nuscenes, tmp_path, key) -> None:
     (tmp_path / "root" / rows[1]["filename"]).unlink()
     hint = "leave out 'radar'" if key else "radar_sweeps=0"
     with pytest.raises(SourceError, match=f"{rows[1]['filename']}.*{hint}"):
-        scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"], radar_sweeps=2)
+        scanned(
+            "nuscenes",
+            tmp_path / "root",
+            tmp_path,
+            channels=["radar"],
+            radar_sweeps=2,
+        )
 
 
 def test_sweeps_without_radar_are_refused(nuscenes, tmp_path) -> None:
     with pytest.raises(
-        ConfigError, match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]"
+        ConfigError,
+        match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]",
     ):
         scanned("nuscenes", nuscenes.root, tmp_path, radar_sweeps=2)
     with pytest.raises(ConfigError, match="channels"):
@@ -171,16 +188,31 @@ def test_a_first_point_of_nan_means_no_points() -> None:
         (b"x" * 10_000 + b"\nDATA binary\n", "without a line DATA"),
         (pcd(np.zeros(2, ROW), FIELDS="x y z"), "fields of one number each"),
         (
-            pcd(np.zeros(2, ROW), FIELDS=" ".join(f"f{column}" for column in range(18))),
+            pcd(
+                np.zeros(2, ROW),
+                FIELDS=" ".join(f"f{column}" for column in range(18)),
+            ),
             "has the fields f0 f1",
         ),
         (pcd(np.zeros(2, ROW), DATA="ascii"), "not a valid PCD"),
-        (pcd(np.zeros(2, ROW), DATA="binary_compressed"), "DATA binary_compressed"),
-        (pcd(np.zeros(2, ROW), COUNT="2"), "COUNT 2; wanted are fields of one number each"),
+        (
+            pcd(np.zeros(2, ROW), DATA="binary_compressed"),
+            "DATA binary_compressed",
+        ),
+        (
+            pcd(np.zeros(2, ROW), COUNT="2"),
+            "COUNT 2; wanted are fields of one number each",
+        ),
         (pcd(np.zeros(2, ROW), SIZE="4 4"), "fields of one number each"),
-        (pcd(np.zeros(2, ROW), TYPE=" ".join("O" * 18)), "TYPE and SIZE O4; known are F2, F4"),
+        (
+            pcd(np.zeros(2, ROW), TYPE=" ".join("O" * 18)),
+            "TYPE and SIZE O4; known are F2, F4",
+        ),
         (pcd(np.zeros(2, ROW), POINTS="3"), "the file is cut off"),
-        (pcd(np.zeros(2, ROW), POINTS="-1"), "has POINTS '-1'; expected a number of points"),
+        (
+            pcd(np.zeros(2, ROW), POINTS="-1"),
+            "has POINTS '-1'; expected a number of points",
+        ),
         (pcd(np.zeros(2, ROW), POINTS="9" * 400), "has POINTS '9"),
         (pcd(np.zeros(2, ROW), POINTS=""), "has POINTS ''"),
     ],

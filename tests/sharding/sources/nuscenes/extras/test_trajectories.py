@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
-from fuelrail.sharding.sources.nuscenes.extras.trajectories import AGENTS, EGO, PAST, STEPS
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+)
+from fuelrail.sharding.sources.nuscenes.extras.trajectories import (
+    AGENTS,
+    EGO,
+    PAST,
+    STEPS,
+)
 from support.nuscenes_tables import build_nuscenes, opened_by_devkit
 from support.sharding import scanned
 
@@ -20,7 +30,10 @@ CLIPS = {"scene-0061": 16, "scene-0103": 2}
 @pytest.fixture(scope="module")
 def nuscenes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_nuscenes(
-        tmp_path_factory.mktemp("paths") / "root", CLIPS, cameras=("CAM_FRONT",), num_points=4
+        tmp_path_factory.mktemp("paths") / "root",
+        CLIPS,
+        cameras=("CAM_FRONT",),
+        num_points=4,
     )
 
 
@@ -114,7 +127,10 @@ def test_the_ego_vehicle_is_where_its_poses_are(nuscenes, tmp_path) -> None:
 
 def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"scene-0061": 4}, cameras=("CAM_FRONT",), num_tracks=1
+        tmp_path / "root",
+        {"scene-0061": 4},
+        cameras=("CAM_FRONT",),
+        num_tracks=1,
     )
     rows = nuscenes.tables["sample_annotation"]
     gone = rows.pop(1)
@@ -131,7 +147,10 @@ def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
 
 def test_links_in_a_circle_end(tmp_path) -> None:
     nuscenes = build_nuscenes(
-        tmp_path / "root", {"scene-0061": 2, "b": 1}, cameras=("CAM_FRONT",), num_tracks=1
+        tmp_path / "root",
+        {"scene-0061": 2, "b": 1},
+        cameras=("CAM_FRONT",),
+        num_tracks=1,
     )
     rows = nuscenes.tables["sample_annotation"]
     rows[0]["next"] = rows[0]["token"]
