@@ -3,16 +3,7 @@ from model import Model
 from torchvision.datasets import Kitti
 from torchvision.transforms import PILToTensor
 
-CLASSES = [
-    "Car",
-    "Van",
-    "Truck",
-    "Pedestrian",
-    "Person_sitting",
-    "Cyclist",
-    "Tram",
-    "Misc",
-]
+CLASSES = ["Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc"]
 
 
 def collate(samples):

@@ -11,11 +11,7 @@ class SignTrainer(Trainer):
     def get_train_dataloader(self):
         transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), select=["sign"])
         return fr.DataLoader(
-            "dataset",
-            batch_size=2,
-            shuffle=True,
-            drop_last=True,
-            transforms=transforms,
+            "dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms
         )
 
 

@@ -13,11 +13,7 @@ class Classifier(pl.LightningModule):
     def train_dataloader(self):
         transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), select=["sign"])
         return fr.DataLoader(
-            "dataset",
-            batch_size=2,
-            shuffle=True,
-            drop_last=True,
-            transforms=transforms,
+            "dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms
         )
 
     def training_step(self, batch):
@@ -30,10 +26,6 @@ class Classifier(pl.LightningModule):
 
 
 trainer = pl.Trainer(
-    max_epochs=4,
-    limit_train_batches=2,
-    logger=False,
-    enable_checkpointing=False,
-    accelerator="cpu",
+    max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu"
 )
 trainer.fit(Classifier())

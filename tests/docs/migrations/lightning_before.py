@@ -21,10 +21,6 @@ class Classifier(pl.LightningModule):
 
 
 trainer = pl.Trainer(
-    max_epochs=4,
-    limit_train_batches=2,
-    logger=False,
-    enable_checkpointing=False,
-    accelerator="cpu",
+    max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu"
 )
 trainer.fit(Classifier())

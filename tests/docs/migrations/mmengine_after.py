@@ -21,10 +21,7 @@ train_dataloader = {
         "batch_size": 2,
         "shuffle": True,
         "drop_last": True,
-        "transforms": {
-            "image": {"height": 32, "width": 48},
-            "select": ["sign"],
-        },
+        "transforms": {"image": {"height": 32, "width": 48}, "select": ["sign"]},
     },
     "batch_size": None,
     "sampler": None,
