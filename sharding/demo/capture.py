@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import cv2
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
@@ -86,6 +87,7 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
 
     The files are a pure function of world and capture.
     """
+    cv2.setNumThreads(1)  # pieces are too small to share out
     clip = make_clip(world, capture.clip)
     solids = clip.solids(capture.timestamp_us)
     if world.tokens and capture.is_key_frame:

@@ -57,8 +57,9 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
         if not len(columns):
             continue
         lidar2unit = np.linalg.inv(global2lidar @ solid.unit2global())
+        rays_near = rays[:, :, columns]
         for block in solid.blocks:
-            distance, _ = meet(block, lidar2unit, rays[:, :, columns])
+            distance, _ = meet(block, lidar2unit, rays_near)
             ring, column = np.nonzero((distance > _NEAREST_M) & (distance < ranges[:, columns]))
             ranges[ring, columns[column]] = distance[ring, column]
             reflectance[ring, columns[column]] = 14.0 + 26.0 * (sum(solid.colour) / 765.0)

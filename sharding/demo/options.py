@@ -11,8 +11,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag
 
 MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
-MAX_THREADS: Final = 4
-"""Workers that are threads; more of them are processes."""
+CAPTURES_OF_A_WORKER: Final = 100
+"""A process for fewer of them takes longer to start than it saves."""
 VERSION: Final = "v1.0-mini"
 """The folder of the tables."""
 
@@ -55,7 +55,8 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
     workers: Annotated[
         int,
         _number(
-            f"number of workers (default: one per usable CPU, at most {MOST_WORKERS})",
+            f"number of workers (default: one for {CAPTURES_OF_A_WORKER} captures, at most one per "
+            f"usable CPU and {MOST_WORKERS})",
             0,
             999,
         ),

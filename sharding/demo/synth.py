@@ -28,7 +28,7 @@ from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.sharding.demo.capture import TOKENS, Sighting, record
 from fuelrail.sharding.demo.options import (
-    MAX_THREADS,
+    CAPTURES_OF_A_WORKER,
     MOST_WORKERS,
     VERSION,
     SynthOptions,
@@ -86,8 +86,7 @@ def synth(
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
     if report is None:
-        num_workers = chosen.workers or min(MOST_WORKERS, num_usable_cpus())
-        report = _build_world(folder, plain, num_workers, progress)
+        report = _build_world(folder, plain, chosen.workers, progress)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 
 
@@ -183,10 +182,11 @@ def _write_world(
         _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
     sightings: dict[tuple[int, int], list[Sighting]] = {}
     advance(0, len(tasks))
-    # Half of the time is spent without the interpreter's lock, so that more threads than a few wait
-    # for each other.
-    num_workers = min(num_workers, len(tasks))
-    in_workers = in_threads if num_workers <= MAX_THREADS else in_processes
+    if num_workers == 0:
+        num_workers = min(MOST_WORKERS, num_usable_cpus(), len(tasks) // CAPTURES_OF_A_WORKER)
+    num_workers = max(1, min(num_workers, len(tasks)))
+    # Most of the time is spent with the interpreter's lock held.
+    in_workers = in_threads if num_workers == 1 else in_processes
     recorded = in_workers(partial(record, world, root), tasks, num_workers)
     for done, (capture, actors_seen) in enumerate(recorded, 1):
         if capture.is_key_frame:

@@ -228,7 +228,7 @@ def token(seed: int, *path: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def make_clip(world: SynthOptions, index: int) -> SynthClip:
     """Return clip ``index`` of the world, which does not depend on how many clips there are."""
     draw = stream(world.seed, "clip", index)
