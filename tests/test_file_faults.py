@@ -340,9 +340,9 @@ def test_what_is_wrong_in_a_file_is_said_in_words(name, place, capfd) -> None:
     read, value_of, called = FILES[name]
     good = value_of(place)
     num_named = 0
-    datas = [(path, msgspec.json.encode(value)) for path, value in wrong_values(good)]
-    datas += [("", data) for data in (b"3", b"null", b'{"a', b'"\xff"', b"[" * 100_000)]
-    for path, data in datas:
+    payloads = [(path, msgspec.json.encode(value)) for path, value in wrong_values(good)]
+    payloads += [("", data) for data in (b"3", b"null", b'{"a', b'"\xff"', b"[" * 100_000)]
+    for path, data in payloads:
         try:
             read(place, data)
         except NotPlainError:
