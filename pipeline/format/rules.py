@@ -467,10 +467,16 @@ def _broken_poses(
         "lidar2ego": no_sweep,
         "lidar_ego2global": no_sweep,
     }
+    # One call for all of them: for small arrays the call is most of the cost.
+    is_rigid = are_rigid(_poses(geometry))
+    first = 0
     for name in _POSES:
         poses = getattr(geometry, name).reshape(-1, 4, 4)
-        is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
-        yield from _first(~are_rigid(poses) & ~is_unknown, name, poses, _POSE_WORDS)
+        is_broken = ~is_rigid[first : first + len(poses)]
+        first += len(poses)
+        if is_broken.any():
+            is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
+            yield from _first(is_broken & ~is_unknown, name, poses, _POSE_WORDS)
 
 
 def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
