@@ -172,7 +172,7 @@ def step_of(place: int) -> int:
 def add_sums(first: Sequence[int], second: Sequence[int]) -> Any:
     """Return sums of two multisets' hashes, modulo 2^64 each, as the type of the first."""
     pairs = zip_longest(first, second, fillvalue=0)
-    return type(first)((one + other) % 2**64 for one, other in pairs)  # type: ignore[call-arg]
+    return type(first)(sum(pair) % 2**64 for pair in pairs)  # type: ignore[call-arg]
 
 
 def merge_epochs(records: Sequence[Epoch]) -> Epoch:

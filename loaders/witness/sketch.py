@@ -102,15 +102,15 @@ class Table:
         size = self.cells.shape[1]
         work = Table(1)
         work.cells = self.cells.copy()
-        found = [work._read_single_rows()]
+        rounds = [work._read_single_rows()]
         # A table that no rows made may go on without end.
-        while len(found[-1][0]) and sum(len(hashes) for hashes, _, _ in found) <= 3 * size:
-            hashes, names, times = found[-1]
+        while len(rounds[-1][0]) and sum(len(hashes) for hashes, _, _ in rounds) <= 3 * size:
+            hashes, names, times = rounds[-1]
             values = work._values(hashes, names) * times[:, None]
             for third, cells in zip(work.cells, work._cells(hashes), strict=True):
                 np.subtract.at(third, cells, values)
-            found.append(work._read_single_rows())
-        hashes, names, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            rounds.append(work._read_single_rows())
+        hashes, names, times = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
         is_whole = not work.cells.any()
         estimate = int(np.abs(times).sum()) if is_whole else self._estimate()
         return Surplus(hashes, names, times, is_whole=is_whole, estimate=estimate)
