@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -84,38 +85,12 @@ def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective
     ]
 
 
-class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, sees each operator on this rank's own tensors: those of a DTensor come by
-    themselves.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, then ``after``."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if (
-            func is torch.ops.prim.device.default
-        ):  # half of all calls under fake tensors, and no other mode's business
-            return args[0].device
-        result = func(*args, **(kwargs or {}))
-        self.after(func, args, {**(kwargs or {}), "out_val": result})
-        return result
-
-    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Act after an operator ran; ``kwargs`` has its result as ``out_val``."""
-
-
-class Counter(LocalOperators):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts this rank's FLOP, those of attention and of convolutions among them, and what is sent
     by kind and axis.
 
-    Torch's own counter takes a DTensor's operators at their global size.
+    While entered, it sees each operator on this rank's own tensors: those of a DTensor come by
+    themselves. Torch's own counter takes a DTensor's operators at their global size.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -131,9 +106,27 @@ class Counter(LocalOperators):
         self.attention = 0
         self.convolution = 0
 
-    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Count an operator."""
-        name = str(func)
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, then count it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if (
+            func is torch.ops.prim.device.default
+        ):  # half of all calls under fake tensors, and no other mode's business
+            return args[0].device
+        result = func(*args, **(kwargs or {}))
+        self.count(func, args, {**(kwargs or {}), "out_val": result})
+        return result
+
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count an operator that ran; ``kwargs`` has its result as ``out_val``."""
+        name = _name_of(func)
         moved = collective_of(func, args)
         if moved is not None:
             kind, size = moved
@@ -161,6 +154,11 @@ class Counter(LocalOperators):
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
         ]
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func)
 
 
 def _query_shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ What of torch is private is in :mod:`~fuelrail.bench.planner.torch_private`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from types import SimpleNamespace
@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from fuelrail.bench.measure.collectives import (
     Collective,
     Counter,
-    LocalOperators,
     summed,
 )
 from fuelrail.bench.planner.state import make_own
@@ -60,6 +59,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.settings import (
         Degrees,
@@ -121,17 +122,18 @@ class RankRun(NamedTuple):
     sent: list[list[Collective]]
 
 
-class _Memory(LocalOperators):
-    """While entered, notes the bytes in memory after each operator."""
+class _Memory(Counter):
+    """A counter that notes the bytes in memory after each operator, too."""
 
-    def __init__(self, tracker: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, mesh: DeviceMesh | None, tracker: Any) -> None:
+        super().__init__(mesh)
         self._tracker = tracker
         self.noted: list[Bytes] = []
         self.operators = 0
 
-    def after(self, func: Any, *_: object) -> None:
-        """Note the bytes after an operator."""
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count an operator that ran, and note the bytes after it."""
+        super().count(func, args, kwargs)
         self.noted.append(bytes_by_kind(self._tracker, ROWS))
         self.operators += launches(func)
 
@@ -338,7 +340,8 @@ class _Passes:
                     parameter.register_post_accumulate_grad_hook(
                         partial(_into_bucket, bucket=bucket)
                     )  # type: ignore[no-untyped-call]
-                forward, backward, activation_bytes, counters = self._pass(tracker, last=last)
+                forward, backward, end, activation_bytes = self._pass(tracker, last=last)
+                counters = (forward, backward, end)
                 operators = forward.operators + backward.operators
                 passes.append([counter.collectives() for counter in counters])
         sent = passes[0]  # which alone gathers all of a stage's weights
@@ -367,7 +370,10 @@ class _Passes:
 
     def _pass(
         self, tracker: Any, *, last: bool
-    ) -> tuple[_Memory, _Memory, tuple[int, int], list[Counter]]:
+    ) -> tuple[_Memory, _Memory, Counter, tuple[int, int]]:
+        """Make a pass; return what counted its forward part, its backward part and its end, and
+        the bytes of activations between the first two.
+        """
         part = self._part
         mesh = self._parallel.mesh
         if isinstance(part, FSDPModule) and self._pipeline:
@@ -376,24 +382,20 @@ class _Passes:
             part.set_requires_gradient_sync(False)
         elif isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(last or self.reduces_each)
-        forward = _Memory(tracker)
-        backward = _Memory(tracker)
-        counters = [Counter(mesh) for _ in range(3)]
-        with (
-            forward,
-            counters[0],
-            autocast(torch.device("cpu"), self._precision),
-        ):
+        forward = _Memory(mesh, tracker)
+        backward = _Memory(mesh, tracker)
+        end = Counter(mesh)
+        with forward, autocast(torch.device("cpu"), self._precision):
             result = self._result()
         activation_bytes = bytes_by_kind(tracker, ROWS).get("Activation", (0, 0))
-        with backward, counters[1]:
+        with backward:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
-        with counters[2]:
+        with end:
             if last and self._pipeline:
                 PipelineStage.perform_reduce_grad(
                     cast("PipelineStage", SimpleNamespace(submod=part)), 1
                 )
-        return forward, backward, activation_bytes, counters
+        return forward, backward, end, activation_bytes
 
     def _result(self) -> Tensor:
         named = {f"input_{number}": tensor for number, tensor in enumerate(self._inputs)}

@@ -16,6 +16,7 @@ a mixture, too, of which many are run with 4 and 8. Padding of small shards is n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -186,34 +187,36 @@ def stages(
             dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
             tp=degrees.tp,
         )
-        sizes: dict[ModelSettings | str, float] = {model: 1.0}
-        if equal and isinstance(model, (GptSettings, VitSettings)):
-            sizes = {
-                msgspec.structs.replace(model, depth=count * num_stages): share
-                for count, share in _line_through(numbers, blocks).items()
-            }
-        if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
-            sizes = _with_fewer_experts(sizes, model)
         like = min(stage, 1) if equal else stage
-        runs = [
-            _run(
-                size,
-                settings=settings,
-                degrees=small,
-                inputs=inputs,
-                rank=like * small.data * small.tp,
-                precision=precision,
-            )
-            for size in sizes
-        ]
-        # The halves of a backward pass are those of the run with as many experts and the fewest
-        # blocks.
-        counts = [getattr(size, "experts", 1) for size in sizes]
+        run = partial(_run, settings=settings, inputs=inputs, precision=precision)
+        runs: list[RankRun] = []
+        weights: list[float] = []
+        halves: list[int] = []
+        for size, share in _with_fewer_experts(model).items():
+            if not equal or isinstance(size, str):
+                runs.append(run(size, degrees=small, rank=like * small.data * small.tp))
+                weights.append(share)
+                halves.append(len(runs[-1].backward) // 2)
+                continue
+            smallest = msgspec.structs.replace(size, depth=numbers[0] * num_stages)
+            runs.append(run(smallest, degrees=small, rank=like * small.data * small.tp))
+            weights.append(share)
+            halves.append(len(runs[-1].backward) // 2)
+            if len(numbers) == 1:
+                continue
+            # A block more is the same in all stages, and the first stage tells what it is. The
+            # halves of a backward pass are those of the run with the fewest blocks.
+            first = small._replace(pp=min(degrees.pp, 2))
+            for number, part in _line_through(numbers, blocks).items():
+                larger = msgspec.structs.replace(size, depth=number * first.pp)
+                runs.append(run(larger, degrees=first, rank=0))
+                weights.append(share * (part - (number == numbers[0])))
+            halves += [len(runs[-2].backward) // 2] * 2
         ranks = _Ranks(
             runs=runs,
-            weights=list(sizes.values()),
+            weights=weights,
             small=small,
-            halves=[len(runs[counts.index(count)].backward) // 2 for count in counts],
+            halves=halves,
             spared=spared,
             experts=experts,
         )
@@ -235,20 +238,17 @@ def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
     return {fewer_blocks: 1 - beyond, more_blocks: beyond}
 
 
-def _with_fewer_experts(
-    sizes: dict[ModelSettings | str, float], model: GptSettings
-) -> dict[ModelSettings | str, float]:
-    """Return models of few experts, each of which takes as many tokens as before, with their
-    weights.
+def _with_fewer_experts(model: ModelSettings | str) -> dict[ModelSettings | str, float]:
+    """Return models of few experts, each of which takes as many tokens as those of a mixture of
+    many, with their weights; the model itself otherwise.
     """
-    result: dict[ModelSettings | str, float] = {}
-    for size, share in sizes.items():
-        assert isinstance(size, GptSettings), "made of the model"
-        for count, part in _line_through(_EXPERTS, model.experts).items():
-            active = model.active_experts * count / model.experts
-            fewer = msgspec.structs.replace(size, experts=count, active_experts=active)
-            result[fewer] = share * part
-    return result
+    if not isinstance(model, GptSettings) or model.experts <= _EXPERTS[-1]:
+        return {model: 1.0}
+    models: dict[ModelSettings | str, float] = {}
+    for count, share in _line_through(_EXPERTS, model.experts).items():
+        active = model.active_experts * count / model.experts
+        models[msgspec.structs.replace(model, experts=count, active_experts=active)] = share
+    return models
 
 
 def _spared(
@@ -566,9 +566,8 @@ class _Ranks:
             like = (item.kind, item.axis)
             alike = [
                 next(
-                    reductions
-                    for reductions in run.sent[way]
-                    if (reductions.kind, reductions.axis) == like
+                    (sent for sent in run.sent[way] if (sent.kind, sent.axis) == like),
+                    msgspec.structs.replace(item, count=0, bytes=0),
                 )
                 for run in self._runs
             ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,8 @@ def launches(func: Any) -> bool:
 
 def bytes_by_kind(tracker: Any, rows: int) -> Bytes:
     """Return the bytes in memory now: those that do not depend on the ``rows``, and those of a row."""
+    if tracker.sizes_by_kind is not None:
+        return cast("Bytes", tracker.sizes_by_kind)
     sizes_by_kind: Bytes = {}
     for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
         for kind, size in sizes.items():
@@ -150,18 +152,23 @@ def bytes_by_kind(tracker: Any, rows: int) -> Bytes:
                 sizes_by_kind[name] = (
                     (fixed, grows + size // rows) if device == _GROWS else (fixed + size, grows)
                 )
+    tracker.sizes_by_kind = sizes_by_kind
     return sizes_by_kind
 
 
 def watch_growth(tracker: Any, rows: int) -> None:
     """Let the tracker count what grows with the rows as another device's, and look for no peaks:
     it takes long.
+
+    The tracker keeps ``sizes_by_kind`` until a block of memory comes, goes or changes.
     """
     update = tracker._update_snap  # noqa: SLF001
+    tracker.sizes_by_kind = None
 
     def noted(kind: Any, block: Any, **old: Any) -> None:
         if kind.name == "ADD" and block.mem_consumed % rows == 0:
             block.device = _GROWS
+        tracker.sizes_by_kind = None
         update(kind, block, **old)
 
     tracker._update_snap = noted  # noqa: SLF001
