@@ -52,7 +52,7 @@ def test_the_options_of_the_page_are_options():
     pairs = [quoted or plain for quoted, plain in re.findall(r"-o (?:'([^']+)'|(\S+))", command)]
     assert len(options_of_texts("webdataset", pairs)) == len(pairs) == 7
     manifest = PAGE.split("## Columns")[1].split("## Tars")[0]
-    options = re.findall(r"`-o (\w+)=?([^`]*)`", manifest)
+    options = re.findall(r"`-o (\w+)=?([^`]*)`", " ".join(manifest.split()))
     for name, value in options:
         number = {"tolerance_ms": "50", "max_gap_s": "0.5"}
         assert options_of_texts("manifest", [f"{name}={value or number[name]}"])
