@@ -20,6 +20,7 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
+from fuelrail.pipeline.order.cost import Cost, cost_columns
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import (
@@ -29,7 +30,7 @@ from fuelrail.pipeline.order.permutation import (
     as_positions,
     derive_key,
 )
-from fuelrail.pipeline.order.weights import Weighting
+from fuelrail.pipeline.order.weights import Weighting, columns_of
 from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 
 if TYPE_CHECKING:
@@ -186,6 +187,30 @@ class OrderSpec(Settings, frozen=True):
                 f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got "
                 f"{self.kind or 'shuffled'!r}"
             )
+
+    @property
+    def costs(self) -> dict[str, str | Cost]:
+        """What the cost of a sample is, by what it is for: an attribute, or a model of several."""
+        costs: dict[str, str | Cost] = {}
+        if self.pack is not None:
+            costs["pack"] = self.pack.cost
+        if self.bucket is not None:
+            costs["bucket"] = self.bucket.by
+        if self.balance is not None:
+            costs["balance"] = self.balance.cost
+        return costs
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The attributes that weights, costs and the mix depend on, each once."""
+        names = [*columns_of(self.weights)]
+        for stage in self.stages:
+            names += columns_of(stage.weights)
+        for cost in self.costs.values():
+            names += cost_columns(cost)
+        if self.mix is not None:
+            names.append(self.mix.attribute)
+        return tuple(dict.fromkeys(names))
 
     def resolved(self, *, shuffle: bool | None = None) -> OrderSpec:
         """Return the order with its kind stated; one without a kind follows ``shuffle`` (None:

@@ -13,18 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Occurrences
+from fuelrail.pipeline.order.epoch import DIGEST_CHARS, Occurrences
 from fuelrail.pipeline.order.permutation import CHUNK, as_positions
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.order.spec import OrderSpec
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
@@ -264,11 +266,59 @@ class SystematicSampling:
         """
         return hashlib.sha256(self._ends.astype("<i8").tobytes()).hexdigest()
 
+    @property
+    def description(self) -> str:
+        """What an identity has of it: the length, and a digest of the weights."""
+        return f"{self.length} positions, weights {self.digest()[:DIGEST_CHARS]}"
+
     def epoch(self, phase_key: int) -> SystematicEpoch:
         """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as
         `permutation.derive_key` makes.
         """
         return SystematicEpoch(self._search, self.length, phase_key % self._total)
+
+
+class Part(NamedTuple):
+    """Selected samples with an order of their own: all of them, or those of a value of a mix."""
+
+    rows: NDArray[np.int64] | None
+    """Their numbers within the split, ascending; None: all of it."""
+    sampling: SystematicSampling | None
+    """None: each comes once."""
+
+
+def weigh_parts(
+    spec: OrderSpec,
+    table: pa.Table,
+    rows: NDArray[np.int64] | None,
+    files: Mapping[str, pa.Table],
+) -> list[Part]:
+    """Return the parts of the selected ``rows`` (None: all), one for each value of the mix, or one
+    of them all.
+
+    ``table`` has the attributes of the rows, ``files`` the columns of each file of weights. Weights
+    are those of the whole selection. Raises OrderError as `compute_weights`, and for a value that
+    no selected sample has.
+    """
+    weights = compute_weights(spec.weights, table, files) if spec.weights else None
+    if spec.mix is None:
+        if weights is None:
+            return [Part(rows, None)]
+        length = spec.epoch_length or natural_length(spec.weights, table)
+        return [Part(rows, SystematicSampling(weights, length))]
+    column = table[spec.mix.attribute]
+    part_of_row = value_numbers(column, tuple(spec.mix.ratios))
+    parts = []
+    for number, value in enumerate(spec.mix.ratios):
+        inside = np.flatnonzero(part_of_row == number)
+        if not inside.size:
+            values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            raise OrderError(
+                f"mix: no selected sample has {spec.mix.attribute!r} {value!r}; there are: {values}"
+            )
+        sampling = None if weights is None else SystematicSampling(weights[inside], len(inside))
+        parts.append(Part(inside if rows is None else rows[inside], sampling))
+    return parts
 
 
 class TickSearch:

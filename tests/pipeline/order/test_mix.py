@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.compile import CompiledOrder, mix_orders
+from fuelrail.pipeline.order.compile import mix_orders
+from fuelrail.pipeline.order.compiled import CompiledOrder
 from fuelrail.pipeline.order.mix import (
     MAX_BLOCK,
     MixedOrder,

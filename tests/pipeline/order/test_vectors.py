@@ -17,7 +17,8 @@ import pytest
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, World
-from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
+from fuelrail.pipeline.order.compile import compile_table
+from fuelrail.pipeline.order.compiled import CompiledOrder
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
