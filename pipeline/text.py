@@ -169,14 +169,25 @@ _STEP: Final = re.compile(r"\[(?P<index>\d+)\]|\[\.\.\.\]|(?P<name>[^.\[\]]+)")
 
 def fault_in_words(error: msgspec.ValidationError) -> str:
     """Return what msgspec says is wrong with a value in words: what it must be, what it is, and
-    where it is.
+    where it is: `` - at `$.cameras[0]` `` is `` (at 'cameras', entry 0)``.
     """
     text = str(error)
     words = requirement_in_words(_PLACE.sub("", text))
     match = _PLACE.search(text)
     if words.startswith("must be "):
         words = f"it {words}"
-    return words if match is None else f"{words}{_place_in_words(match)}"
+    if match is None:
+        return words
+    steps = []
+    for step in _STEP.finditer(match["path"]):
+        if step["name"]:
+            steps.append(f"'{step['name']}'")
+        elif step["index"]:
+            steps.append(f"entry {step['index']}")
+        else:
+            steps.append("an entry")
+    place = ", ".join(steps) or "the value itself"
+    return f"{words} (a key of {place})" if match["is_key"] else f"{words} (at {place})"
 
 
 def requirement_in_words(text: str) -> str:
@@ -199,20 +210,3 @@ def requirement_in_words(text: str) -> str:
 def _expected_in_words(match: re.Match[str]) -> str:
     words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
     return f"must be {words}" if match[1] == "Expected" else f", not {words}"
-
-
-def _place_in_words(match: re.Match[str]) -> str:
-    """Return the place of a fault: `` - at `$.cameras[0]` `` is `` (at 'cameras', entry 0)``.
-
-    ``match`` is one of `_PLACE`.
-    """
-    steps = []
-    for step in _STEP.finditer(match["path"]):
-        if step["name"]:
-            steps.append(f"'{step['name']}'")
-        elif step["index"]:
-            steps.append(f"entry {step['index']}")
-        else:
-            steps.append("an entry")
-    place = ", ".join(steps) or "the value itself"
-    return f" (a key of {place})" if match["is_key"] else f" (at {place})"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import (
     DatasetError,
@@ -202,10 +202,18 @@ class RemoteFolder:
         path = f"{self._path}/{name}"
 
         def work() -> bytes:
-            if self.shown.startswith("http"):
-                return self._streamed(path, max_bytes + 1)
-            data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
-            return data
+            if not self.shown.startswith("http"):
+                data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
+                return data
+            # A server may ignore a range that is asked for, and have no end. Without a block size
+            # it is a stream; a stated size saves the request that would ask for it.
+            parts = list[bytes]()
+            remaining = max_bytes + 1
+            with self._fs.open(path, "rb", block_size=0, size=remaining) as file:
+                while remaining > 0 and (part := file.read(min(remaining, READ_BYTES))):
+                    parts.append(part)
+                    remaining -= len(part)
+            return b"".join(parts)
 
         data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
         if len(data) > max_bytes:
@@ -231,20 +239,6 @@ class RemoteFolder:
                 f"{end - first}: it does not serve byte ranges, which datasets need"
             )
         return data
-
-    def _streamed(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file at a server, which may ignore a range that is asked
-        for, and have no end.
-        """
-        parts = list[bytes]()
-        remaining = num_bytes
-        # Without a block size it is a stream; a stated size saves the request that would ask for
-        # it.
-        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
-            while remaining > 0 and (part := file.read(min(remaining, READ_BYTES))):
-                parts.append(part)
-                remaining -= len(part)
-        return b"".join(parts)
 
     def manifest(self, kinds: Kinds) -> tuple[bytes, Manifest]:
         """Return ``dataset.json`` and its content; raise ManifestError where it stays wrong."""
@@ -280,29 +274,27 @@ class RemoteFolder:
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:
-            if pause_s is None:
-                self._fail(name, fault)
-            _LOG.warning(
-                "%s/%s: %s; trying again in %.1f s",
-                self.shown,
-                name,
-                fault.text,
-                pause_s,
-            )
+            if pause_s is not None:
+                _LOG.warning(
+                    "%s/%s: %s; trying again in %.1f s",
+                    self.shown,
+                    name,
+                    fault.text,
+                    pause_s,
+                )
+                return
+            if fault.kind == "missing" and name == MANIFEST_FILE:
+                raise DatasetNotReadyError(
+                    f"'{self.shown}' has no dataset.json: sharding has not finished there"
+                ) from None
+            reason = {
+                "missing": "is not there",
+                "refused": f"may not be read: {fault.advice}",
+                "invalid": "cannot be read",
+            }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
+            raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
         return report
-
-    def _fail(self, name: str, fault: Fault) -> NoReturn:
-        if fault.kind == "missing" and name == MANIFEST_FILE:
-            raise DatasetNotReadyError(
-                f"'{self.shown}' has no dataset.json: sharding has not finished there"
-            ) from None
-        reason = {
-            "missing": "is not there",
-            "refused": f"may not be read: {fault.advice}",
-            "invalid": "cannot be read",
-        }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
-        raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
 
 def _with_patience(

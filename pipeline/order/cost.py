@@ -197,10 +197,10 @@ def compute_order_costs(
                 f"{np.count_nonzero(is_refused) - 1} others of {len(costs)}: take {fix}, or "
                 "leave them out by a filter"
             )
-    arrays = {}
+    arrays: dict[str, tuple[NDArray[np.integer], ...]] = {}
     for use, costs in selected_costs.items():
         small = np.int64 if costs.max(initial=0) > np.iinfo(np.int32).max else np.int32
-        array = costs.astype(small)
+        array: NDArray[np.integer] = costs.astype(small)
         if rows is not None:
             array = np.full(inputs.num_samples, -1, small)
             array[rows] = costs

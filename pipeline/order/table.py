@@ -164,7 +164,15 @@ class OrderedRows:
         valid = valid & (is_first[0, pack] if "pack" in flags else is_first)
         lane = flags.get("lane", np.zeros_like(rows))
         prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
-        frames, present = self._frames(parts, samples)
+        num_frames = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
+        frames = np.zeros((samples.size, num_frames), np.int64)
+        present = np.zeros((samples.size, num_frames), bool)
+        for part, lookup in enumerate(self._lookups):
+            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
+            if lookup is not None and rows_of_part.size:
+                window_samples = lookup(samples.reshape(-1)[rows_of_part])
+                frames[rows_of_part] = window_samples.samples + self._bases[part]
+                present[rows_of_part] = window_samples.present
         bucket = flags.get("bucket", np.zeros_like(rows))
         columns = [
             column.reshape(-1).tolist() for column in (rows, valid, lane, prev, pack, bucket)
@@ -194,23 +202,6 @@ class OrderedRows:
         for first in range(0, walk.num_steps, at_a_time):
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self.batches(walk.start.epoch, walk.rest, steps)
-
-    def _frames(
-        self, parts: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the rows of the windows, and which are present: both (n, T); T is 0 without a
-        window.
-        """
-        num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
-        frames = np.zeros((samples.size, num), np.int64)
-        present = np.zeros((samples.size, num), bool)
-        for part, lookup in enumerate(self._lookups):
-            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
-            if lookup is not None and rows_of_part.size:
-                window_samples = lookup(samples.reshape(-1)[rows_of_part])
-                frames[rows_of_part] = window_samples.samples + self._bases[part]
-                present[rows_of_part] = window_samples.present
-        return frames, present
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_newest": None}

@@ -98,12 +98,12 @@ class _Times(NamedTuple):
     see one moment.
     """
 
-    items: int
-    busy_s: float
-    starved_s: float
-    blocked_s: float
-    doing: str
-    since_s: float
+    items: int = 0
+    busy_s: float = 0.0
+    starved_s: float = 0.0
+    blocked_s: float = 0.0
+    doing: str = ""
+    since_s: float = 0.0
 
     def until(self, now_s: float) -> _Times:
         """Return the times with what is under way counted up to now."""
@@ -151,16 +151,7 @@ class _Crew:
             missing = [number for number in range(num_threads) if number not in self.threads]
             for number in missing:
                 while len(self.times) <= number:
-                    self.times.append(
-                        _Times(
-                            items=0,
-                            busy_s=0.0,
-                            starved_s=0.0,
-                            blocked_s=0.0,
-                            doing="",
-                            since_s=0.0,
-                        )
-                    )
+                    self.times.append(_Times())
                 self.threads[number] = threading.Thread(
                     target=_run,
                     args=(self, number),
@@ -361,53 +352,36 @@ def _run(crew: _Crew, number: int) -> None:
     outbox = crew.outbox
     times = crew.times
     items, busy_s, starved_s, blocked_s = times[number][:4]
-    free_s = now()
-    while not crew.dismissed(number):
+
+    def note(doing: str, since_s: float) -> None:
         times[number] = _Times(
             items=items,
             busy_s=busy_s,
             starved_s=starved_s,
             blocked_s=blocked_s,
-            doing="starved",
-            since_s=free_s,
+            doing=doing,
+            since_s=since_s,
         )
+
+    free_s = now()
+    while not crew.dismissed(number):
+        note("starved", free_s)
         position, item = (
             inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
         )
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
-            times[number] = _Times(
-                items=items,
-                busy_s=busy_s,
-                starved_s=starved_s,
-                blocked_s=blocked_s,
-                doing="",
-                since_s=taken_s,
-            )
+            note("", taken_s)
             outbox.finish(position)
             return
-        times[number] = _Times(
-            items=items,
-            busy_s=busy_s,
-            starved_s=starved_s,
-            blocked_s=blocked_s,
-            doing="busy",
-            since_s=taken_s,
-        )
+        note("busy", taken_s)
         if not isinstance(item, Failure):
             item = _attempt(stage, item)
         done_s = now()
         busy_s += done_s - taken_s
         items += 1
-        times[number] = _Times(
-            items=items,
-            busy_s=busy_s,
-            starved_s=starved_s,
-            blocked_s=blocked_s,
-            doing="blocked",
-            since_s=done_s,
-        )
+        note("blocked", done_s)
         if crew.observer is not None:
             batch = position // crew.per_batch if crew.per_batch else -1
             item = _observe(
@@ -425,14 +399,7 @@ def _run(crew: _Crew, number: int) -> None:
         if not admitted or (stage.group is not None and isinstance(item, Failure)):
             break
         del item  # a result must not live on in a waiting thread's frame
-    times[number] = _Times(
-        items=items,
-        busy_s=busy_s,
-        starved_s=starved_s,
-        blocked_s=blocked_s,
-        doing="",
-        since_s=free_s,
-    )
+    note("", free_s)
 
 
 def _take_group(

@@ -140,7 +140,12 @@ class PointSweeps(CheckedSettings, frozen=True):
                 )
         names = self.columns(columns)
         at_dt = names.index("dt_s")
-        clouds = [self._far_enough(points) for points, _, _ in parts]
+        clouds = []
+        for points, _, _ in parts:
+            if self.min_distance_m > 0.0:
+                near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
+                points = points[~near] if near.any() else points
+            clouds.append(points)
         cloud = np.empty((sum(len(points) for points in clouds), len(names)), np.float32)
         first = 0
         for points, (_, move, dt_s) in zip(clouds, parts, strict=True):
@@ -156,9 +161,3 @@ class PointSweeps(CheckedSettings, frozen=True):
             part[:, at_dt] = dt_s
             first += len(points)
         return cloud
-
-    def _far_enough(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self.min_distance_m == 0.0:
-            return points
-        near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
-        return points[~near] if near.any() else points
