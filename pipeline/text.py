@@ -95,11 +95,14 @@ def differences(
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
     """
-    values = [
-        (name, [_value(side) for side in sides])
-        for name, *sides in differing(first_object, second_object)
-    ]
-    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in values)
+    texts = []
+    for name, *sides in differing(first_object, second_object):
+        a, b = [
+            "none" if side is None else shortened(msgspec.json.encode(side).decode(), _MAX_SIDE)
+            for side in sides
+        ]
+        texts.append(f"{name}: {a} {first}, {b} {second}")
+    return "; ".join(texts)
 
 
 def message(text: str) -> str:
@@ -140,10 +143,6 @@ class Printed:
 def text_of(lines: Iterable[str]) -> str:
     """Return lines that hold text of strangers as one text: each is escaped as a message is."""
     return "\n".join(map(message, lines))
-
-
-def _value(value: object) -> str:
-    return "none" if value is None else shortened(msgspec.json.encode(value).decode(), _MAX_SIDE)
 
 
 def _json_code(char: str) -> str:
@@ -192,8 +191,12 @@ def fault_in_words(error: msgspec.ValidationError) -> str:
 
 def requirement_in_words(text: str) -> str:
     """Return in words what msgspec says a value must be: its message without the place."""
-    text = " ".join(text.split())
-    text = _EXPECTED.sub(_expected_in_words, text)
+
+    def expected_in_words(match: re.Match[str]) -> str:
+        words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
+        return f"must be {words}" if match[1] == "Expected" else f", not {words}"
+
+    text = _EXPECTED.sub(expected_in_words, " ".join(text.split()))
     text = re.sub(
         r"Object missing required field `([^`]+)`",
         r"the field '\1' is missing",
@@ -205,8 +208,3 @@ def requirement_in_words(text: str) -> str:
         text,
     )
     return re.sub(r"Invalid (?:enum )?value (.+)", r"\1 is not allowed", text)
-
-
-def _expected_in_words(match: re.Match[str]) -> str:
-    words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
-    return f"must be {words}" if match[1] == "Expected" else f", not {words}"

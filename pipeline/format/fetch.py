@@ -155,11 +155,22 @@ class RemoteFolder:
         retry: RetryPolicy,
     ) -> None:
         """Open the file system; raise what :func:`filesystem` raises."""
-        self._open = partial(
-            filesystem,
-            url,
-            _with_patience(url, storage_options, retry.attempt_timeout_s),
-        )
+        options = storage_options
+        client_options = (storage_options or {}).get("client_kwargs", {})
+        if url.startswith("http") and isinstance(client_options, Mapping):
+            with contextlib.suppress(ImportError):  # said where the file system is made
+                import aiohttp
+
+                # fsspec's own wait for the next bytes is 300 s.
+                silence_s = retry.attempt_timeout_s
+                timeout = aiohttp.ClientTimeout(
+                    total=300, sock_connect=silence_s, sock_read=silence_s
+                )
+                options = {
+                    **(storage_options or {}),
+                    "client_kwargs": {"timeout": timeout, **client_options},
+                }
+        self._open = partial(filesystem, url, options)
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
         self.shown = shown_url(url)
@@ -295,27 +306,6 @@ class RemoteFolder:
             raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
         return report
-
-
-def _with_patience(
-    url: str, storage_options: Mapping[str, Any] | None, silence_s: float
-) -> Mapping[str, Any] | None:
-    """Add to the options of a web file system a wait of ``silence_s`` for the next bytes;
-    fsspec's own waits 300 s.
-    """
-    options = storage_options or {}
-    client_options = options.get("client_kwargs", {})
-    if not url.startswith("http") or not isinstance(client_options, Mapping):
-        return storage_options
-    with contextlib.suppress(ImportError):  # said where the file system is made
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)
-        return {
-            **options,
-            "client_kwargs": {"timeout": timeout, **client_options},
-        }
-    return storage_options
 
 
 def _is_here(file: Path, entry: FileEntry) -> bool:

@@ -158,11 +158,21 @@ def compile_inputs(
     """Return the order that ``spec`` makes of what was read: pure, without files."""
     rows = select_samples(spec, inputs, window)
     costs = compute_order_costs(spec, inputs, _take(inputs.columns, rows), rows)
-    order = arrange(spec, inputs, rows, costs, global_batch)
-    hidden = inputs.without
-    if window is not None and window.pad == "drop" and inputs.clips is not None:
-        hidden = _hide_windows(hidden, rows, window, inputs.clips)
-    return regroup(order, spec, costs, global_batch, [(hidden_rows,) for hidden_rows in hidden])
+    order = arrange(spec, inputs, rows, costs=costs, global_batch=global_batch)
+    hidden = []
+    named: Rows = np.zeros(0, np.int64)
+    for hidden_rows in inputs.without:
+        if window is not None and window.pad == "drop" and inputs.clips is not None:
+            # With them go the selected samples whose windows show one.
+            named = np.union1d(named, hidden_rows)
+            clips_left = inputs.clips.without(named)
+            is_present = window_lookup(clips_left, window)(clips_left.samples).present
+            lacking = clips_left.samples[~is_present.all(axis=1)]
+            if rows is not None:
+                lacking = np.intersect1d(lacking, rows)
+            hidden_rows = np.union1d(hidden_rows, lacking)
+        hidden.append((hidden_rows,))
+    return regroup(order, spec, costs=costs, global_batch=global_batch, hidden=hidden)
 
 
 def select_samples(
@@ -356,25 +366,6 @@ def _arrange_stages(
     return staged
 
 
-def _hide_windows(
-    hidden: Sequence[Rows], rows: Rows | None, window: Window, clips: ClipTable
-) -> list[Rows]:
-    """Return hidden samples of each entry of ``without``, and those of ``rows`` whose windows
-    are dropped with them.
-    """
-    hidden_with_windows = []
-    named: Rows = np.zeros(0, np.int64)
-    for hidden_rows in hidden:
-        named = np.union1d(named, hidden_rows)
-        clips_left = clips.without(named)
-        is_present = window_lookup(clips_left, window)(clips_left.samples).present
-        lacking = clips_left.samples[~is_present.all(axis=1)]
-        if rows is not None:
-            lacking = np.intersect1d(lacking, rows)
-        hidden_with_windows.append(np.union1d(hidden_rows, lacking))
-    return hidden_with_windows
-
-
 def regroup(
     order: EndlessOrder,
     spec: OrderSpec,
@@ -537,7 +528,13 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return regroup(mixed, spec, OrderCosts(**costs), global_batch, list(zip(*hidden, strict=True)))
+    return regroup(
+        mixed,
+        spec,
+        costs=OrderCosts(**costs),
+        global_batch=global_batch,
+        hidden=list(zip(*hidden, strict=True)),
+    )
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

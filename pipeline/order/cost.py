@@ -77,7 +77,40 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
     ``texts`` also texts: the first five bytes of a text's SHA-256 count. Raises OrderError for
     other types, for unknown and negative values, and for costs above 2**40.
     """
-    values = {name: _whole_numbers(table[name], name, texts) for name in cost_columns(cost)}
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values: dict[str, NDArray[np.int64]] = {}
+    for name in cost_columns(cost):
+        column = table[name]
+        if column.null_count:
+            first_null = column.is_null().index(True).as_py()
+            raise OrderError(
+                f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
+                f"samples (the first is number {first_null} of those selected), and a cost "
+                f"needs a number; leave them out by the filter '{name} is not None'"
+            )
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            column = pc.list_value_length(column)
+        if texts and pa.types.is_string(column.type):
+            encoded = column.combine_chunks().dictionary_encode()
+            digests = [
+                hashlib.sha256(text.encode()).digest()[:5]
+                for text in encoded.dictionary.to_pylist()
+            ]
+            numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
+            column = numbers.take(encoded.indices)
+        if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
+            raise OrderError(
+                f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
+            )
+        for worst in pc.min_max(column).as_py().values():
+            if worst is not None and not 0 <= worst < 2**63:
+                raise OrderError(
+                    f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
+                    "2**63 - 1"
+                )
+        values[name] = column.cast(pa.int64()).to_numpy()
     if isinstance(cost, str):
         costs = values[cost]
     else:
@@ -104,40 +137,6 @@ def _total(cost: Cost, values: Mapping[str, Any]) -> Any:
     for name, factor in cost.quadratic.items():
         total = total + factor * values[name] ** 2
     return total
-
-
-def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[np.int64]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if column.null_count:
-        first_null = column.is_null().index(True).as_py()
-        raise OrderError(
-            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
-            f"samples (the first is number {first_null} of those selected), and a cost "
-            f"needs a number; leave them out by the filter '{name} is not None'"
-        )
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        column = pc.list_value_length(column)
-    if texts and pa.types.is_string(column.type):
-        encoded = column.combine_chunks().dictionary_encode()
-        digests = [
-            hashlib.sha256(text.encode()).digest()[:5] for text in encoded.dictionary.to_pylist()
-        ]
-        numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
-        column = numbers.take(encoded.indices)
-    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
-        raise OrderError(
-            f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
-        )
-    for worst in pc.min_max(column).as_py().values():
-        if worst is not None and not 0 <= worst < 2**63:
-            raise OrderError(
-                f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
-                "2**63 - 1"
-            )
-    numbers_of_rows: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
-    return numbers_of_rows
 
 
 class OrderCosts(NamedTuple):

@@ -237,7 +237,23 @@ class Table:
                 "others take none"
             )
         if blocks is not None:
-            self.lengths = _block_lengths(num_rows, blocks)
+            if isinstance(blocks, int) and blocks >= 1:
+                num_full, rest = divmod(num_rows, blocks)
+                self.lengths = (blocks,) * num_full + (rest,) * (rest > 0)
+            elif (
+                not isinstance(blocks, int)
+                and sum(blocks) == num_rows
+                and min(blocks, default=0) >= 0
+            ):
+                self.lengths = tuple(blocks)
+            else:
+                blocks_text = f"{blocks}"
+                if not isinstance(blocks, int):
+                    blocks_text = f"{len(blocks)} lengths with the sum {sum(blocks)}"
+                raise OrderError(
+                    f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got "
+                    f"{blocks_text}"
+                )
             self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
         self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
@@ -283,20 +299,3 @@ class Table:
         frame = np.empty_like(by_clip)
         frame[by_clip] = np.arange(len(by_clip)) - starts
         return ClipTable.build(number, frame)
-
-
-def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(blocks, int) and blocks >= 1:
-        num_full, rest = divmod(num_rows, blocks)
-        return (blocks,) * num_full + (rest,) * (rest > 0)
-    if isinstance(blocks, int) or sum(blocks) != num_rows or min(blocks, default=0) < 0:
-        blocks_text = (
-            f"{blocks}"
-            if isinstance(blocks, int)
-            else f"{len(blocks)} lengths with the sum {sum(blocks)}"
-        )
-        raise OrderError(
-            f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got "
-            f"{blocks_text}"
-        )
-    return tuple(blocks)

@@ -233,19 +233,20 @@ class Pipeline:
         head = Source(source)
         inboxes: list[Source | Link] = [head, *self._links[:-1]]
         # Threads know their crew, never this object: dropping the last reference to it stops them.
-        self._crews = [
-            _Crew(
+        self._crews: list[_Crew] = []
+        per_batch = 1  # outputs of a stage that become one result of the last; 0: they differ
+        for stage, inbox, outbox in reversed([*zip(stages, inboxes, self._links, strict=True)]):
+            crew = _Crew(
                 name=name,
                 stage=stage,
                 inbox=inbox,
                 outbox=outbox,
-                per_batch=_per_batch(stages[number:]),
+                per_batch=per_batch,
                 observer=observer,
             )
-            for number, (stage, inbox, outbox) in enumerate(
-                zip(stages, inboxes, self._links, strict=True)
-            )
-        ]
+            self._crews.insert(0, crew)
+            if stage.group is not None:
+                per_batch *= stage.group if isinstance(stage.group, int) else 0
         self._observer = observer
         self._pid = os.getpid()
         self._taken = 0
@@ -333,17 +334,6 @@ class Pipeline:
         return next(crew for crew in self._crews if crew.stage.name == stage)
 
 
-def _per_batch(stages: Sequence[Stage]) -> int:
-    """Return how many outputs of the first of these stages become one result of the last."""
-    product = 1
-    for stage in stages[1:]:
-        if isinstance(stage.group, int):
-            product *= stage.group
-        elif stage.group is not None:
-            product = 0
-    return product
-
-
 def _run(crew: _Crew, number: int) -> None:
     """Run one thread of one stage."""
     now = time.perf_counter
@@ -424,6 +414,7 @@ def _take_group(
 
 
 def _attempt(stage: Stage, item: Any) -> Any:
+    # A function of its own: an error's traceback holds this frame, not that of the thread.
     try:
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where

@@ -39,7 +39,17 @@ def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
     if not stat.S_ISREG(Path(file).stat().st_mode):
         raise TableError("it is not a regular file")
     if Path(file).suffix == ".csv":
-        return _read_csv(file, names)
+        _check_size(Path(file).stat().st_size)
+        batches = []
+        num_bytes = 0
+        with csv.open_csv(file) as reader:
+            _check_columns(reader.schema, names)
+            fields = [reader.schema.field(name) for name in names]
+            for batch in reader:
+                batches.append(batch.select(list(names)))
+                num_bytes += batches[-1].nbytes
+                _check_size(num_bytes)
+        return pa.Table.from_batches(batches, pa.schema(fields))
     schema = pq.read_schema(file)
     _check_columns(schema, names)
     texts = [name for name in names if is_text(schema.field(name).type)]
@@ -87,20 +97,6 @@ def expanded_bytes(array: pa.Array) -> int:
     lengths = pc.binary_length(array.dictionary).cast(pa.int64())
     text_bytes: int | None = pc.sum(lengths.take(array.indices)).as_py()
     return len(array) * _NUMBER_BYTES + (text_bytes or 0)
-
-
-def _read_csv(file: str, names: Sequence[str]) -> pa.Table:
-    _check_size(Path(file).stat().st_size)
-    batches = []
-    num_bytes = 0
-    with csv.open_csv(file) as reader:
-        _check_columns(reader.schema, names)
-        fields = [reader.schema.field(name) for name in names]
-        for batch in reader:
-            batches.append(batch.select(list(names)))
-            num_bytes += batches[-1].nbytes
-            _check_size(num_bytes)
-    return pa.Table.from_batches(batches, pa.schema(fields))
 
 
 def _check_columns(schema: pa.Schema, names: Sequence[str]) -> None:
