@@ -25,7 +25,7 @@ from fuelrail.pipeline.settings import (
     Positive,
     must_be,
 )
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import uniforms
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sweeps
@@ -77,14 +77,7 @@ class PointSweeps(CheckedSettings, frozen=True):
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:
             return list(range(num))
-        draws = uniforms(
-            seed,
-            epoch=epoch,
-            sample=sample,
-            cameras=(ALL_CAMERAS,),
-            stream=STREAM,
-            count=num_stored,
-        )[0]
+        draws = uniforms(seed, epoch, sample, stream=STREAM, count=num_stored)[0]
         chosen: list[int] = np.sort(np.argsort(draws, kind="stable")[:num]).tolist()
         return chosen
 
