@@ -105,7 +105,7 @@ class Kind(ABC):
 
     @abstractmethod
     def encode(self, value: Value, channel: Channel) -> bytes:
-        """Return a member's raw bytes; raise SchemaError for a value that is not as the table says."""
+        """Return a member's raw bytes; raise SchemaError for a value unlike the table."""
 
     @abstractmethod
     def decode(self, data: Buffer, channel: Channel) -> Value:
@@ -223,7 +223,8 @@ class _PointsKind(_ArrayKind):
         if not channel.dtype:
             yield "dtype is missing"
         if len(channel.shape) != 2 or channel.shape[0] is not None or channel.shape[1] is None:
-            yield f"shape {list(channel.shape)} must be [null, C]: any number of points of C columns"
+            shape = list(channel.shape)
+            yield f"shape {shape} must be [null, C]: any number of points of C columns"
         if not channel.columns:
             yield "columns must name the columns of a point"
 

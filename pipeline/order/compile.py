@@ -203,7 +203,8 @@ def select_samples(
         if lacking.size:
             raise OrderError(
                 f"layer '{layer.name}' ('{layer.location}') has no value for {lacking.size} of "
-                f"{len(selected)} selected samples, the first is {inputs.name_sample(int(lacking[0]))}; "
+                f"{len(selected)} selected samples, the first is "
+                f"{inputs.name_sample(int(lacking[0]))}; "
                 "LayerOptions(missing='mask') marks them in the batch, missing='drop' leaves "
                 "them out"
             )
