@@ -30,7 +30,6 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.compiled import CompiledOrder
 from fuelrail.pipeline.order.cost import NO_COSTS, OrderCosts, compute_order_costs
 from fuelrail.pipeline.order.epoch import EndlessOrder, digest
 from fuelrail.pipeline.order.inputs import LayerSamples, OrderInputs, read_inputs
@@ -45,7 +44,7 @@ from fuelrail.pipeline.order.mix import (
 from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.permutation import derive_seed
 from fuelrail.pipeline.order.regroup import RegroupedOrder
-from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec
+from fuelrail.pipeline.order.spec import ORDER_VERSION, CompiledOrder, OrderSpec
 from fuelrail.pipeline.order.weights import weigh_parts
 from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
 from fuelrail.pipeline.order.without import ThinnedOrder
