@@ -153,15 +153,13 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
     )
 
 
-def _look_up(
-    raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float
-) -> NDArray[np.generic]:
+def _look_up(raster: NDArray[Any], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[Any]:
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each
     or a plane of both.
     """
     plane = len(axes) == 2 and axes[0].nearest.ndim == 1
+    out = raster
     if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
-        out: NDArray[Any] = raster
         for number, axis in enumerate(axes):
             if not linear:
                 out = out.take(axis.nearest, number)
