@@ -156,8 +156,9 @@ def compile_inputs(
 ) -> EndlessOrder:
     """Return the order that ``spec`` makes of what was read: pure, without files."""
     rows = select_samples(spec, inputs, window)
+    order = arrange(spec, inputs, rows, global_batch)
     costs = compute_order_costs(spec, inputs, _take(inputs.columns, rows), rows)
-    order = arrange(spec, inputs, rows, costs=costs, global_batch=global_batch)
+    _identify(order, spec, inputs, rows=rows, costs=costs)
     hidden = []
     named: Rows = np.zeros(0, np.int64)
     for hidden_rows in inputs.without:
@@ -230,55 +231,33 @@ def _intersect(selectors: Sequence[tuple[str, Rows]]) -> Rows | None:
 
 
 def arrange(
-    spec: OrderSpec,
-    inputs: OrderInputs,
-    rows: Rows | None,
-    costs: OrderCosts = NO_COSTS,
-    global_batch: int | None = None,
+    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, global_batch: int | None = None
 ) -> EndlessOrder:
     """Return the order of the selected ``rows`` (None: all): in lanes, in stages, mixed, weighted
-    or plain. Of ``costs`` it names the digests.
+    or plain. Its identity has what the arrangement adds to that of the specification.
     """
     if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
         raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
-    # A field that has its default is not named, so that new fields keep a state valid.
-    defaults = plain(OrderSpec())
-    identity: dict[str, Any] = {"version": ORDER_VERSION, "kind": spec.kind or "shuffled"} | {
-        name: value
-        for name, value in plain(spec).items()
-        if name == "seed" or value != defaults[name]
-    }
-    identity.pop("without", None)  # the order without them says it
-    if inputs.subset is not None and spec.subset is not None:
-        identity["subset"] = _describe_rows(inputs.subset)
-    for weighting in identity.get("weights", ()):
-        weighting.pop("file", None)  # what the file says is in a digest
-    identity |= costs.digests
-    if rows is not None:
-        identity["selected"] = _describe_rows(rows)
     if spec.stages:
-        return _arrange_stages(spec, inputs, rows, identity)
+        return _arrange_stages(spec, inputs, rows)
     if spec.kind == "lanes":
         if global_batch is None:
             raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
         assert inputs.clips is not None
-        identity["lanes"] = global_batch
         return LaneOrder(
             inputs.clips,
             global_batch,
             seed=spec.seed,
             pieces_per_clip=spec.pieces_per_clip or 1,
             selected=rows,
-            identity=identity,
+            identity={"lanes": global_batch},
         )
     parts = weigh_parts(spec, _take(inputs.columns, rows), rows, inputs.weight_files)
     if spec.mix is None:
         sampling = parts[0].sampling
-        if sampling is not None:
-            identity["weighted"] = sampling.description
         return CompiledOrder(
             spec,
-            identity,
+            {} if sampling is None else {"weighted": sampling.description},
             inputs.shard_lengths,
             selected=rows,
             sampling=sampling,
@@ -304,20 +283,45 @@ def arrange(
         epoch_length=spec.epoch_length,
         is_one_split=True,
     )
-    mixed.identity = {**identity, "mixed": mixed.identity["parts"]}
+    mixed.identity = {"mixed": mixed.identity["parts"]}
     return mixed
+
+
+def _identify(
+    order: EndlessOrder,
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    costs: OrderCosts = NO_COSTS,
+) -> None:
+    """Put what a saved position depends on in front of what the identity of an order has: the
+    specification, digests of the costs and of the selected ``rows``.
+    """
+    # A field that has its default is not named, so that new fields keep a state valid.
+    defaults = plain(OrderSpec())
+    identity: dict[str, Any] = {"version": ORDER_VERSION, "kind": spec.kind or "shuffled"} | {
+        name: value
+        for name, value in plain(spec).items()
+        if name == "seed" or value != defaults[name]
+    }
+    identity.pop("without", None)  # the order without them says it
+    if spec.stages:
+        identity.pop("weights", None)  # those of each stage have them
+    if inputs.subset is not None and spec.subset is not None:
+        identity["subset"] = _describe_rows(inputs.subset)
+    for weighting in identity.get("weights", ()):
+        weighting.pop("file", None)  # what the file says is in a digest
+    identity |= costs.digests
+    if rows is not None:
+        identity["selected"] = _describe_rows(rows)
+    order.identity = identity | order.identity
 
 
 def _take(table: pa.Table | None, rows: Rows | None) -> pa.Table | None:
     return table if table is None or rows is None else table.take(rows)
 
 
-def _arrange_stages(
-    spec: OrderSpec,
-    inputs: OrderInputs,
-    rows: Rows | None,
-    identity: dict[str, Any],
-) -> MixedOrder:
+def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> MixedOrder:
     """Return the orders of the stages as a mix in blocks of one position, each with its stage's
     order.
     """
@@ -342,9 +346,12 @@ def _arrange_stages(
         if rows is not None:
             selectors.append(("the selection of all stages", rows))
         try:
-            orders.append(arrange(stage_spec, inputs, _intersect(selectors)))
+            stage_rows = _intersect(selectors)
+            order = arrange(stage_spec, inputs, stage_rows)
         except OrderError as error:
             raise OrderError(f"stage {number}: {error}") from error
+        _identify(order, stage_spec, inputs, stage_rows)
+        orders.append(order)
         ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
         stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
     schedule = MixSchedule(stages, list(stages[0].ratios))
@@ -361,8 +368,7 @@ def _arrange_stages(
         {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
         for stage, order in zip(spec.stages, orders, strict=True)
     ]
-    identity.pop("weights", None)  # those of each stage have them
-    staged.identity = {**identity, "stages": described, "epoch_length": length}
+    staged.identity = {"stages": described, "epoch_length": length}
     return staged
 
 
